@@ -1,0 +1,58 @@
+"""Check-N-Run for JAX: incremental, quantized checkpoints of embedding tables, in Orbax.
+
+`find_tables` says which leaves of a train state are tables, `record` notes in the train step
+which rows change, and `CheckpointManager` saves those rows. README.md has the first lines of
+code; cnr_jax/format/SPEC.md describes what is on disk.
+"""
+
+from cnr_jax import args as args
+from cnr_jax import errors as errors
+from cnr_jax.handler import Restored as Restored
+from cnr_jax.handler import handler_registry as handler_registry
+from cnr_jax.layouts import Identity as Identity
+from cnr_jax.layouts import ModSharded as ModSharded
+from cnr_jax.manager import CheckpointManager as CheckpointManager
+from cnr_jax.options import Options as Options
+from cnr_jax.options import TableOptions as TableOptions
+from cnr_jax.policy import Consecutive as Consecutive
+from cnr_jax.policy import Decision as Decision
+from cnr_jax.policy import Full as Full
+from cnr_jax.policy import Intermittent as Intermittent
+from cnr_jax.policy import OneShot as OneShot
+from cnr_jax.policy import SaveRecord as SaveRecord
+from cnr_jax.rows.touched import Lookup as Lookup
+from cnr_jax.rows.touched import Touched as Touched
+from cnr_jax.rows.touched import init_touched as init_touched
+from cnr_jax.rows.touched import record as record
+from cnr_jax.rows.touched import reset_touched as reset_touched
+from cnr_jax.tables import Tables as Tables
+from cnr_jax.tables import TableSpec as TableSpec
+from cnr_jax.tables import find_tables as find_tables
+from cnr_jax.telemetry import SaveReport as SaveReport
+
+__all__ = [
+    "CheckpointManager",
+    "Consecutive",
+    "Decision",
+    "Full",
+    "Identity",
+    "Intermittent",
+    "Lookup",
+    "ModSharded",
+    "OneShot",
+    "Options",
+    "Restored",
+    "SaveRecord",
+    "SaveReport",
+    "TableOptions",
+    "TableSpec",
+    "Tables",
+    "Touched",
+    "args",
+    "errors",
+    "find_tables",
+    "handler_registry",
+    "init_touched",
+    "record",
+    "reset_touched",
+]

@@ -1,0 +1,375 @@
+"""The manifest of a checkpoint: what it is, what it needs, and the digests of its parts.
+
+`manifest.json` is written last. A step without it does not exist; a step with it names every
+other file by size and digest, its parent by directory and uuid, and carries what a resumed run
+needs to decide about its next save. SPEC.md describes each field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.fields import Fields
+
+Kind = Literal["full", "delta"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParentRef:
+    """The checkpoint that a delta applies to.
+
+    Attributes:
+        directory: name of its step directory, relative to the root, so that runs can be moved.
+        uuid: its identity; a step of another run in the same place is not the parent.
+        clock: clock of the parent, counted in the lineage of the child.
+    """
+
+    directory: str
+    uuid: str
+    clock: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """Size and SHA-256 of one file, its path relative to the item directory."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NamedConfiguration:
+    """A codec or a row layout as stored: a name and its parameters."""
+
+    name: str
+    configuration: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafEntry:
+    """One array of a table: the table itself (`"table"`) or a slot."""
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableEntry:
+    """One table: logical rows, how they map to stored rows, and its leaves."""
+
+    name: str
+    rows: int
+    padded_rows: int
+    layout: NamedConfiguration
+    leaves: tuple[LeafEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLeaf:
+    """One leaf that is not part of a table.
+
+    Attributes:
+        kind: `array`, `scalar` and `key` are stored by Orbax; `text` is the string in `value`.
+        shape: of an array; a key's shape without the words of its data.
+        dtype: of an array, or the implementation of a key.
+        value: the string itself, for `text`.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    value: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """One committed save of the current branch, as the policy sees it."""
+
+    step: int
+    kind: Kind
+    bytes: int
+    rows: int
+    secs: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Rows and bytes of a whole step, over all processes.
+
+    Attributes:
+        rows: rows stored, each counted once for its table, not for its slots.
+        table_bytes: files of the arrays less what belongs to slots.
+        slot_bytes: encoded bytes of slots.
+        dense_bytes: files under `dense/`.
+        manifest_bytes: the process manifests.
+    """
+
+    rows: int
+    table_bytes: int
+    slot_bytes: int
+    dense_bytes: int
+    manifest_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of `manifest.json`; see SPEC.md, section 5."""
+
+    uuid: str
+    step: int
+    kind: Kind
+    generation: int
+    lineage: str
+    tracking: str
+    recorded_clock: int | None
+    fingerprint_clock: int | None
+    parent: ParentRef | None
+    processes: tuple[FileDigest, ...]
+    dense_files: tuple[FileDigest, ...]
+    dense_leaves: tuple[DenseLeaf, ...]
+    tables: tuple[TableEntry, ...]
+    totals: Totals
+    policy: str
+    reason: str
+    history: tuple[HistoryEntry, ...]
+    restores: int
+    written_at_unix_secs: float
+    writer: Mapping[str, Any]
+    required_features: tuple[str, ...] = ()
+    version: int = names.VERSION
+
+    @property
+    def clock(self) -> int:
+        """The clock by which rows were chosen in this run's tracking mode."""
+        clock = self.recorded_clock
+        return clock if clock is not None else (self.fingerprint_clock or 0)
+
+    def table(self, name: str) -> TableEntry | None:
+        """The table of that name, or None."""
+        return next((table for table in self.tables if table.name == name), None)
+
+
+def to_json(value: Any) -> Any:
+    """JSON form of the dataclasses of this package: tuples as lists, nothing left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: to_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value)
+        return {key: to_json(item) for key, item in items.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [to_json(item) for item in cast("Sequence[object]", value)]
+    return value
+
+
+def dump(value: Any, kind: str = names.FORMAT) -> bytes:
+    """Canonical bytes of a manifest, with a digest of themselves.
+
+    Sorted keys, no spaces, one final newline; `sha256` is the digest of the same document
+    without that key, so that any change of any byte shows.
+    """
+    document = {"format": kind, **to_json(value)}
+    digest = hashlib.sha256(_canonical(document)).hexdigest()
+    return _canonical({**document, "sha256": digest})
+
+
+def _canonical(document: object) -> bytes:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _is_intact(data: bytes, document: dict[str, object]) -> bool:
+    body = {key: value for key, value in document.items() if key != "sha256"}
+    digest = hashlib.sha256(_canonical(body)).hexdigest()
+    return document.get("sha256") == digest and _canonical(document) == data
+
+
+def open_document(data: bytes, where: str, kind: str) -> Fields:
+    """Parses JSON and checks format, version, features and digest, in that order.
+
+    Raises:
+        ManifestError: if it is not a JSON document of that format, or is damaged.
+        UnsupportedVersionError: if it needs a newer reader.
+    """
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise errors.ManifestError(
+            f"{where} is damaged: it is not JSON ({error})"
+        ) from error
+    fields = Fields(document, "", [])
+    if fields.text("format") != kind:
+        raise errors.ManifestError(f"{where} is not a {kind} document", fields.problems)
+    version = fields.integer("version", minimum=1)
+    features = fields.texts("required_features") if kind == names.FORMAT else ()
+    unknown = sorted(set(features) - names.KNOWN_FEATURES)
+    if version > names.VERSION or unknown:
+        raise errors.UnsupportedVersionError(
+            f"{where} cannot be read by this version of cnr_jax\n"
+            f"  format version: {version}, this reader knows up to {names.VERSION}\n"
+            f"  required features unknown here: {', '.join(unknown) or 'none'}\n"
+            "  hint: upgrade cnr_jax"
+        )
+    if not _is_intact(data, document):
+        raise errors.ManifestError(f"{where} is damaged: its digest does not match")
+    return fields
+
+
+def load(data: bytes, where: str) -> Manifest:
+    """The manifest in `data`; `where` names the file in errors.
+
+    Raises:
+        ManifestError: with every problem found.
+        UnsupportedVersionError: if the checkpoint needs a newer reader.
+    """
+    fields = open_document(data, where, names.FORMAT)
+    manifest = _read_manifest(fields)
+    if manifest.kind == "delta" and manifest.parent is None:
+        fields.problems.append("parent: a delta needs a parent, got null")
+    if manifest.kind == "full" and manifest.parent is not None:
+        fields.problems.append("parent: a full checkpoint has no parent")
+    if fields.problems:
+        count = len(fields.problems)
+        raise errors.ManifestError(
+            f"{where} is not valid ({count} problems)", fields.problems
+        )
+    return manifest
+
+
+def _read_manifest(fields: Fields) -> Manifest:
+    kind = fields.text("kind", choices=("full", "delta"))
+    return Manifest(
+        uuid=fields.hexadecimal("uuid", 32),
+        step=fields.integer("step"),
+        kind=cast("Kind", kind),
+        generation=fields.integer("generation", minimum=1),
+        lineage=fields.hexadecimal("lineage", 32),
+        tracking=fields.text(
+            "tracking", choices=("recorded", "fingerprint", "audited")
+        ),
+        recorded_clock=_optional_clock(fields, "recorded_clock"),
+        fingerprint_clock=_optional_clock(fields, "fingerprint_clock"),
+        parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,
+        processes=fields.objects("processes", _read_digest),
+        dense_files=fields.objects("dense_files", _read_digest),
+        dense_leaves=fields.objects("dense_leaves", _read_dense_leaf),
+        tables=fields.objects("tables", _read_table),
+        totals=_read_totals(fields.child("totals")),
+        policy=fields.text("policy"),
+        reason=fields.text("reason"),
+        history=fields.objects("history", _read_history),
+        restores=fields.integer("restores"),
+        written_at_unix_secs=fields.number("written_at_unix_secs"),
+        writer=fields.any("writer") or {},
+        required_features=fields.texts("required_features"),
+        version=fields.integer("version", minimum=1),
+    )
+
+
+def _optional_clock(fields: Fields, key: str) -> int | None:
+    return fields.integer(key) if fields.has(key) else None
+
+
+def _read_parent(fields: Fields) -> ParentRef:
+    return ParentRef(
+        directory=fields.name("directory"),
+        uuid=fields.hexadecimal("uuid", 32),
+        clock=fields.integer("clock"),
+    )
+
+
+def _read_digest(fields: Fields) -> FileDigest:
+    return FileDigest(
+        path=fields.text("path"),
+        bytes=fields.integer("bytes"),
+        sha256=fields.hexadecimal("sha256", 64),
+    )
+
+
+def read_named(fields: Fields) -> NamedConfiguration:
+    """A name and its configuration."""
+    configuration = fields.any("configuration")
+    if not isinstance(configuration, dict):
+        fields.problems.append(f"{fields.where}.configuration: expected an object")
+        configuration = {}
+    return NamedConfiguration(
+        name=fields.text("name"),
+        configuration=cast("dict[str, Any]", configuration),
+    )
+
+
+def _read_leaf(fields: Fields) -> LeafEntry:
+    return LeafEntry(
+        name=fields.text("name"),
+        path=fields.texts("path"),
+        shape=fields.integers("shape"),
+        dtype=fields.text("dtype"),
+    )
+
+
+def _read_table(fields: Fields) -> TableEntry:
+    table = TableEntry(
+        name=fields.text("name"),
+        rows=fields.integer("rows", minimum=1),
+        padded_rows=fields.integer("padded_rows", minimum=1),
+        layout=read_named(fields.child("layout")),
+        leaves=fields.objects("leaves", _read_leaf),
+    )
+    where = fields.where
+    if table.rows > table.padded_rows:
+        fields.problems.append(
+            f"{where}.rows: expected at most padded_rows "
+            f"({table.padded_rows}), got {table.rows}"
+        )
+    if not table.leaves or table.leaves[0].name != "table":
+        fields.problems.append(f"{where}.leaves: expected `table` as the first leaf")
+    for leaf in table.leaves:
+        if not leaf.shape or leaf.shape[0] != table.padded_rows:
+            fields.problems.append(
+                f"{where}.leaves.{leaf.name}.shape: expected {table.padded_rows} rows,"
+                f" got {list(leaf.shape)}"
+            )
+    return table
+
+
+def _read_dense_leaf(fields: Fields) -> DenseLeaf:
+    kind = fields.text("kind", choices=("array", "scalar", "key", "text"))
+    return DenseLeaf(
+        path=fields.texts("path"),
+        kind=kind,
+        shape=fields.integers("shape"),
+        dtype=fields.text("dtype"),
+        value=fields.text("value") if kind == "text" else None,
+    )
+
+
+def _read_history(fields: Fields) -> HistoryEntry:
+    return HistoryEntry(
+        step=fields.integer("step"),
+        kind=cast("Kind", fields.text("kind", choices=("full", "delta"))),
+        bytes=fields.integer("bytes"),
+        rows=fields.integer("rows"),
+        secs=fields.number("secs"),
+    )
+
+
+def _read_totals(fields: Fields) -> Totals:
+    return Totals(
+        rows=fields.integer("rows"),
+        table_bytes=fields.integer("table_bytes"),
+        slot_bytes=fields.integer("slot_bytes"),
+        dense_bytes=fields.integer("dense_bytes"),
+        manifest_bytes=fields.integer("manifest_bytes"),
+    )

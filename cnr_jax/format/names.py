@@ -1,0 +1,70 @@
+"""Names of the files and folders of one checkpoint item, and of the fields in them.
+
+A step is `<root>/<step directory>/<item>/`; everything below that is named here. Orbax names the
+step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and to the item.
+"""
+
+from __future__ import annotations
+
+FORMAT = "cnr_jax"
+VERSION = 1
+# What this reader understands beyond version 1 itself. A checkpoint that requires a feature
+# not listed here is refused, never read partly.
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+MANIFEST = "manifest.json"
+DENSE = "dense"
+ROW_IDS_ARRAY = "row_ids"
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+# Marks a step directory that a rollback moved out of the way; Orbax does not list such names.
+ABANDONED_MARK = ".abandoned-"
+
+
+def process_manifest(process: int) -> str:
+    """The manifest that one process writes after its arrays.
+
+    Example:
+        >>> process_manifest(3)
+        'manifest.p00003.json'
+    """
+    return f"manifest.p{process:05d}.json"
+
+
+def rows_directory(process: int) -> str:
+    """The folder that holds the arrays of one process.
+
+    Example:
+        >>> rows_directory(0)
+        'rows.p00000'
+    """
+    return f"rows.p{process:05d}"
+
+
+def array_name(codec: str, part: str, dtype: str) -> str:
+    """The array into which all rows of one codec, part and dtype are concatenated.
+
+    Example:
+        >>> array_name("cnr.asymmetric-4", "codes", "uint8")
+        'asymmetric-4.codes.uint8'
+    """
+    return f"{codec.removeprefix('cnr.')}.{part}.{dtype}"
+
+
+def abandoned(directory: str, generation: int, uuid: str) -> str:
+    """The name under which a step directory of an abandoned branch is kept.
+
+    Example:
+        >>> abandoned("1200", 1, "00ff" * 8)
+        '1200.abandoned-g1-00ff00ff'
+    """
+    return f"{directory}{ABANDONED_MARK}g{generation}-{uuid[:8]}"
+
+
+def final_name(temporary: str) -> str:
+    """The name a directory has once it is committed.
+
+    Example:
+        >>> final_name("1200.orbax-checkpoint-tmp")
+        '1200'
+    """
+    return temporary.split(TEMPORARY_SUFFIX)[0]

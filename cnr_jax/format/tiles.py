@@ -1,0 +1,279 @@
+"""The manifest of one process: its arrays, and which rows of which tile lie where in them.
+
+All rows of a process are concatenated into a few one-dimensional arrays, by codec, part and
+dtype. A *tile* is the part of one leaf that one device owned; its rows are in *segments*, each a
+run of encoded rows with the ids of those rows. A later segment overrides an earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.fields import Fields
+from cnr_jax.format.manifest import (
+    NamedConfiguration,
+    TableEntry,
+    dump,
+    open_document,
+    read_named,
+    to_json,
+)
+
+PROCESS_FORMAT = f"{names.FORMAT}.process"
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayEntry:
+    """One zarr v3 array: `[length]` elements in chunks of `chunk`.
+
+    Attributes:
+        metadata_sha256: digest of its `zarr.json`.
+        crc32c: for each chunk the checksum that its `crc32c` codec stores at its end. Naming
+            them here tells a chunk from a whole one of another place or run.
+    """
+
+    dtype: str
+    length: int
+    chunk: int
+    metadata_bytes: int
+    metadata_sha256: str
+    crc32c: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowIds:
+    """Which rows of a tile a segment holds: `count` ids in `form`, in the ids array."""
+
+    form: str
+    offset: int
+    bytes: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """Where one part of a segment starts: an array and the offset in its elements."""
+
+    array: str
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Encoded rows: indices into the codecs and row ids of the process, and the parts."""
+
+    codec: int
+    row_ids: int
+    parts: Mapping[str, PartRef]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The part `box` (start and stop in each dimension) of one leaf of one table."""
+
+    table: str
+    leaf: str
+    box: Box
+    segments: tuple[Segment, ...]
+
+    @property
+    def width(self) -> int:
+        """Elements in one row of the tile."""
+        return math.prod(stop - start for start, stop in self.box[1:])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessManifest:
+    """The contents of `manifest.pNNNNN.json`; see SPEC.md, section 6."""
+
+    uuid: str
+    process: int
+    arrays: Mapping[str, ArrayEntry]
+    codecs: tuple[NamedConfiguration, ...]
+    row_ids: tuple[RowIds, ...]
+    tiles: tuple[Tile, ...]
+    slot_bytes: int
+    version: int = names.VERSION
+
+
+def dump_process(manifest: ProcessManifest) -> bytes:
+    """Canonical bytes of a process manifest; boxes become flat lists."""
+    document = to_json(manifest)
+    for tile, entry in zip(manifest.tiles, document["tiles"], strict=True):
+        entry["box"] = box_json(tile.box)
+    return dump(document, PROCESS_FORMAT)
+
+
+def load_process(data: bytes, where: str) -> ProcessManifest:
+    """The process manifest in `data`; `where` names the file in errors.
+
+    Raises:
+        ManifestError: with every problem found.
+    """
+    fields = open_document(data, where, PROCESS_FORMAT)
+    manifest = ProcessManifest(
+        uuid=fields.hexadecimal("uuid", 32),
+        process=fields.integer("process"),
+        arrays=fields.mapping("arrays", _read_array),
+        codecs=fields.objects("codecs", read_named),
+        row_ids=fields.objects("row_ids", _read_row_ids),
+        tiles=fields.objects("tiles", _read_tile),
+        slot_bytes=fields.integer("slot_bytes"),
+        version=fields.integer("version", minimum=1),
+    )
+    problems = [*fields.problems, *_inconsistencies(manifest)]
+    if problems:
+        raise errors.ManifestError(
+            f"{where} is not valid ({len(problems)} problems)", problems
+        )
+    return manifest
+
+
+def _read_array(fields: Fields) -> ArrayEntry:
+    entry = ArrayEntry(
+        dtype=fields.text("dtype"),
+        length=fields.integer("length", minimum=1),
+        chunk=fields.integer("chunk", minimum=1),
+        metadata_bytes=fields.integer("metadata_bytes"),
+        metadata_sha256=fields.hexadecimal("metadata_sha256", 64),
+        crc32c=fields.integers("crc32c"),
+    )
+    chunks = -(-entry.length // entry.chunk)
+    if len(entry.crc32c) != chunks:
+        fields.problems.append(
+            f"{fields.where}.crc32c: expected {chunks} checksums,"
+            f" got {len(entry.crc32c)}"
+        )
+    return entry
+
+
+def _read_row_ids(fields: Fields) -> RowIds:
+    return RowIds(
+        form=fields.text("form", choices=("all", "none", "bitmap", "gaps")),
+        offset=fields.integer("offset"),
+        bytes=fields.integer("bytes"),
+        count=fields.integer("count"),
+    )
+
+
+def _read_part(fields: Fields) -> PartRef:
+    return PartRef(array=fields.text("array"), offset=fields.integer("offset"))
+
+
+def _read_segment(fields: Fields) -> Segment:
+    return Segment(
+        codec=fields.integer("codec"),
+        row_ids=fields.integer("row_ids"),
+        parts=fields.mapping("parts", _read_part),
+    )
+
+
+def _read_tile(fields: Fields) -> Tile:
+    return Tile(
+        table=fields.text("table"),
+        leaf=fields.text("leaf"),
+        box=_read_box(fields),
+        segments=fields.objects("segments", _read_segment),
+    )
+
+
+def _read_box(fields: Fields) -> Box:
+    flat = fields.integers("box")
+    pairs = tuple(zip(flat[::2], flat[1::2], strict=False))
+    if not flat or len(flat) % 2 or any(start >= stop for start, stop in pairs):
+        fields.problems.append(
+            f"{fields.where}.box: expected start and stop of each dimension,"
+            f" got {list(flat)}"
+        )
+        return ((0, 1),)
+    return pairs
+
+
+def _inconsistencies(manifest: ProcessManifest) -> list[str]:
+    """References that lead nowhere: checked once here, so that readers can follow them."""
+    problems: list[str] = []
+    for i, tile in enumerate(manifest.tiles):
+        for segment in tile.segments:
+            if segment.codec >= len(manifest.codecs):
+                problems.append(f"tiles[{i}]: codec {segment.codec} is not listed")
+            if segment.row_ids >= len(manifest.row_ids):
+                problems.append(f"tiles[{i}]: row ids {segment.row_ids} not listed")
+            elif manifest.row_ids[segment.row_ids].count == 0:
+                problems.append(f"tiles[{i}]: a segment without rows")
+            problems += [
+                f"tiles[{i}]: array {part.array} is not listed"
+                for part in segment.parts.values()
+                if part.array not in manifest.arrays
+            ]
+    ids = manifest.arrays.get(names.ROW_IDS_ARRAY)
+    for i, row_ids in enumerate(manifest.row_ids):
+        if row_ids.bytes and (
+            ids is None or row_ids.offset + row_ids.bytes > ids.length
+        ):
+            problems.append(f"row_ids[{i}]: outside the array of row ids")
+    return problems
+
+
+def box_json(box: Box) -> list[int]:
+    """A box as stored: start and stop of each dimension, in one flat list."""
+    return [bound for pair in box for bound in pair]
+
+
+def check_cover(
+    tables: Sequence[TableEntry], tiles: Iterable[Tile], where: str
+) -> None:
+    """Checks that the tiles of all processes cover every leaf exactly once.
+
+    Volumes add up to the leaf's size and no two boxes overlap: together that is exact cover.
+
+    Raises:
+        ManifestError: naming each leaf that is not covered or covered twice.
+    """
+    by_leaf: dict[tuple[str, str], list[Box]] = {}
+    for tile in tiles:
+        by_leaf.setdefault((tile.table, tile.leaf), []).append(tile.box)
+    problems: list[str] = []
+    for table in tables:
+        for leaf in table.leaves:
+            boxes = by_leaf.pop((table.name, leaf.name), [])
+            problems += _cover_problems(f"{table.name}.{leaf.name}", leaf.shape, boxes)
+    problems += [f"{table}.{leaf}: not a leaf of this step" for table, leaf in by_leaf]
+    if problems:
+        raise errors.ManifestError(
+            f"the tiles of {where} do not cover its tables", problems
+        )
+
+
+def _cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[str]:
+    for box in boxes:
+        inside = len(box) == len(shape) and all(
+            stop <= size for (_, stop), size in zip(box, shape, strict=True)
+        )
+        if not inside:
+            return [f"{name}: tile {box_json(box)} is outside shape {list(shape)}"]
+    covered = sum(math.prod(b - a for a, b in box) for box in boxes)
+    size = math.prod(shape)
+    if covered != size:
+        return [f"{name}: tiles hold {covered} elements, the leaf has {size}"]
+    return [
+        f"{name}: tiles {box_json(a)} and {box_json(b)} overlap"
+        for a, b in _overlapping(boxes)
+    ]
+
+
+def _overlapping(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """Pairs of boxes that share an element; a sweep along the rows keeps it near linear."""
+    found: list[tuple[Box, Box]] = []
+    open_boxes: list[Box] = []
+    for box in sorted(boxes):
+        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
+        for other in open_boxes:
+            if all(a < d and c < b for (a, b), (c, d) in zip(other, box, strict=True)):
+                found.append((other, box))
+        open_boxes.append(box)
+    return found

@@ -1,0 +1,351 @@
+"""The object of the training loop: Orbax's `CheckpointManager` with chains it understands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from cnr_jax import capture, errors
+from cnr_jax.handler import CnrHandler, Restore, Restored, Save, handler_registry
+from cnr_jax.options import Options
+from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
+from cnr_jax.repository.ledger import Entry, Ledger, describe
+from cnr_jax.tables import Tables
+from cnr_jax.telemetry import SaveReport
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager(ocp.CheckpointManager):
+    """Saves a train state in every call, mostly as deltas, and restores it.
+
+    Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
+    are kept; `latest_step()` is the newest whole checkpoint of the newest branch; after
+    restoring an older step saving goes on from there.
+
+    Args:
+        root: directory of the checkpoints; made if missing.
+        tables: from `find_tables`. None: only restoring is possible, for inspection.
+        options: what is particular to this library.
+        orbax_options: Orbax's own. Its `max_to_keep`, `keep_period` and
+            `preservation_policy` work, and are extended to parents.
+        item: name of the item that holds the state, where several are saved in one step.
+
+    Raises:
+        OptionError: if a preservation policy is given in both options.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
+        >>> state = {"user": jnp.zeros((8, 4)), "w": jnp.ones(3)}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> touched = cnr.init_touched(state, tables)
+        >>> with cnr.CheckpointManager(tempfile.mkdtemp(), tables=tables) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state, touched))
+        ...     manager.wait_until_finished()
+        ...     restored = manager.restore(0, args=cnr.args.Restore(state))
+        >>> restored.state["user"].shape
+        (8, 4)
+    """
+
+    def __init__(
+        self,
+        root: epath.PathLike,
+        *,
+        tables: Tables | None = None,
+        options: Options | None = None,
+        orbax_options: ocp.CheckpointManagerOptions | None = None,
+        item: str = DEFAULT_ITEM,
+    ) -> None:
+        options = options or Options()
+        registry = handler_registry(tables, options)
+        self._handler: CnrHandler = registry.handler
+        self._item = item
+        self._channel = Channel()
+        # The step that saving goes on from: the last one saved or restored here.
+        self._tip: int | None = None
+        self._root = epath.Path(root).absolute()
+        self._ledger: Ledger = self._handler.open(self._root, item)
+        inner = _inner_policy(options, orbax_options)
+        super().__init__(
+            self._root,
+            options=dataclasses.replace(
+                orbax_options or ocp.CheckpointManagerOptions(),
+                max_to_keep=None,
+                keep_period=None,
+                keep_time_interval=None,
+                preservation_policy=self._handler.preservation_policy(inner),
+            ),
+            handler_registry=registry,
+        )
+        self._handler.guarded = True
+        if tables is not None:
+            capture.warm_up(tables, options)
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """What the last committed save of this manager did."""
+        return self._handler.last_report
+
+    def latest_step(self) -> int | None:
+        """The step that `restore(None)` takes: the newest whole one of the newest branch.
+
+        Steps that are being written, or whose parents are missing, do not count.
+        """
+        self._settle()
+        whole = [e for e in self._ledger.committed() if self._ledger.is_whole(e)]
+        return whole[-1].step if whole else None
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save at this step is due, counted from where saving goes on.
+
+        A manager that has neither saved nor restored starts anew, whatever its root holds.
+        """
+        return _Continuing(self).should_save(step)
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: ocp.args.CheckpointArgs | None = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Saves if a save is due; returns whether it did. Raises what the last save raised.
+
+        Raises:
+            StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+            DependentsExistError: if a step is in the way that must be kept.
+        """
+        _check_step(step)
+        if not force and not self.should_save(step):
+            return False
+        self.wait_until_finished()
+        state = self._state_args(args)
+        if state is not None:
+            place = Place(self._root, self._step_directory(step), self._item)
+            abandoned = self._handler.prepare(place, state).abandoned
+            if abandoned:
+                # What was renamed aside must not be in the way of the new steps.
+                self._forget_steps(abandoned)
+        saved = super().save(
+            step,
+            items,
+            save_kwargs,
+            metrics=metrics,
+            force=True,
+            args=args,
+            custom_metadata=custom_metadata,
+        )
+        self._tip = step if saved else self._tip
+        return saved
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: epath.PathLike | None = None,
+        args: ocp.args.CheckpointArgs | None = None,
+    ) -> Any:
+        """Restores a step; None: the newest whole one of the newest branch.
+
+        Args:
+            step: what to restore.
+            items: not used; see Orbax.
+            restore_kwargs: not used; see Orbax.
+            directory: another root to restore from.
+            args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
+
+        Returns:
+            `Restored(state, touched)`, or a Composite with one where items are named.
+
+        Raises:
+            FileNotFoundError: if there is no such step, or none at all.
+            StateMismatchError: if the state asked for does not match.
+            ChainError, IntegrityError, FormatError: if the step cannot be restored.
+        """
+        self.wait_until_finished()
+        self._settle()
+        if step is None and directory is None:
+            step = self._agreed_latest()
+        if step is not None and directory is None:
+            self._check_exists(step)
+        if args is None:
+            args = Restore()
+            if self._item != DEFAULT_ITEM:
+                args = ocp.args.Composite(**{self._item: args})
+        restored = super().restore(
+            step, items, restore_kwargs, directory=directory, args=args
+        )
+        if directory is None:
+            self._tip = step
+        return restored
+
+    def delete(self, step: int) -> None:
+        """Deletes a step that no other depends on.
+
+        Raises:
+            DependentsExistError: naming those that do.
+        """
+        self.wait_until_finished()
+        self._settle()
+        entry = self._ledger.by_step(step)
+        if entry is not None:
+            dependents = self._ledger.dependents(entry.directory)
+            if dependents:
+                raise errors.DependentsExistError(
+                    f"refusing to delete step {step}: {describe(dependents)}"
+                    " depend on it\n  hint: delete those first, the newest first"
+                )
+        super().delete(step)
+        if entry is not None:
+            self._ledger.forget(entry.directory)
+
+    def reload(self) -> None:
+        """Reads the root again."""
+        super().reload()
+        self._settle()
+        fresh = Ledger.load(self._root, self._item)
+        self._ledger.entries = fresh.entries
+        self._ledger.unreadable = fresh.unreadable
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is being written, and raises what it raised."""
+        super().wait_until_finished()
+        self._settle()
+
+    def close(self) -> None:
+        """Waits for the save that is being written and frees what is held."""
+        super().close()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Notes a committed save, unless one is still being written."""
+        thread = self._finalize_thread.get()
+        if thread is None or not thread.is_alive():
+            self._handler.settle()
+
+    def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
+        """The arguments of the state among those of a save."""
+        if isinstance(args, Save):
+            return args
+        if isinstance(args, ocp.args.Composite):
+            found = [(key, item) for key, item in args.items() if isinstance(item, Save)]
+            for key, item in found:
+                if key != self._item:
+                    raise errors.OptionError(
+                        f"item {key!r} holds a state, but this manager saves it as"
+                        f" {self._item!r}\n"
+                        f"  hint: cnr_jax.CheckpointManager(..., item={key!r})"
+                    )
+                return item
+        return None
+
+    def _step_directory(self, step: int) -> str:
+        return self._get_write_step_directory(step, self._root).name
+
+    def _forget_steps(self, directories: tuple[str, ...]) -> None:
+        steps = [
+            info.step
+            for info in self._checkpoints
+            if self._step_directory(info.step) in directories
+        ]
+        self._checkpoints.delete_if(lambda info: info.step in steps)
+
+    def _agreed_latest(self) -> int:
+        """The newest whole step, as process 0 sees it."""
+        step = json.loads(self._channel.broadcast(json.dumps(self.latest_step())))
+        if step is None:
+            raise FileNotFoundError(f"no step in {self._root} can be restored")
+        return step
+
+    def _check_exists(self, step: int) -> None:
+        if step in self.all_steps():
+            return
+        known = ", ".join(str(known) for known in sorted(self.all_steps())) or "none"
+        raise FileNotFoundError(
+            f"step {step} does not exist in {self._root}\n  steps: {known}"
+        )
+
+
+class _Continuing:
+    """Asks Orbax whether a save is due as if the tip were the latest step."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
+
+    def latest_step(self) -> int | None:
+        return self._manager._tip
+
+    def should_save(self, step: int) -> bool:
+        return ocp.CheckpointManager.should_save(self, step)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def _inner_policy(
+    options: Options, orbax_options: ocp.CheckpointManagerOptions | None
+) -> Any:
+    """The user's own preservation policy, from whichever options hold it."""
+    if orbax_options is None:
+        return options.preservation_policy
+    classic = any(
+        (
+            orbax_options.max_to_keep,
+            orbax_options.keep_period,
+            orbax_options.keep_time_interval,
+        )
+    )
+    theirs = orbax_options.preservation_policy
+    if options.preservation_policy is not None and (theirs is not None or classic):
+        raise errors.OptionError(
+            "retention is given twice: options.preservation_policy and orbax_options"
+        )
+    if options.preservation_policy is not None:
+        return options.preservation_policy
+    if theirs is None and classic:
+        theirs = _classic_policy(orbax_options)
+    return theirs
+
+
+def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
+    """`max_to_keep` and its kin as a policy."""
+    policies = ocp.checkpoint_managers
+    found: list[Any] = []
+    if orbax_options.best_fn is not None:
+        found.append(
+            policies.BestN(
+                get_metric_fn=orbax_options.best_fn,
+                reverse=orbax_options.best_mode == "min",
+                n=orbax_options.max_to_keep,
+                keep_checkpoints_without_metrics=(
+                    orbax_options.keep_checkpoints_without_metrics
+                ),
+            )
+        )
+    else:
+        found.append(policies.LatestN(orbax_options.max_to_keep))
+    if orbax_options.keep_period is not None:
+        found.append(policies.EveryNSteps(orbax_options.keep_period))
+    if orbax_options.keep_time_interval is not None:
+        secs = orbax_options.keep_time_interval.total_seconds()
+        found.append(policies.EveryNSeconds(secs))
+    return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
+
+
+def _check_step(step: object) -> None:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise errors.OptionError(f"a step is an integer, got {step!r}")
+    if step.__index__() < 0:  # type: ignore[attr-defined]
+        raise errors.OptionError(f"a step is at least 0, got {step}")
+
+

@@ -1,0 +1,129 @@
+"""Options of a run, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.policy import Intermittent, Policy
+from cnr_jax.rows.codecs import Codec, Raw, make_codec
+from cnr_jax.telemetry import SaveReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """Options of one table, where they differ from those of the run; None: as the run's."""
+
+    codec: str | Codec | None = None
+    bits: int | None = None
+    slot_codec: str | Codec | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is saved and restored. The defaults suit most runs.
+
+    Attributes:
+        policy: when to save everything, and on which parent deltas rest.
+        codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
+            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), or a codec.
+        bits: width of a code: 2, 3, 4 or 8. Error enters training only when a checkpoint is
+            restored: Check-N-Run uses 2 bits for one expected restore, 3 for up to three, 4
+            for up to twenty, 8 beyond.
+        slot_codec: how optimizer slots are stored, exactly by default.
+        tables: options of single tables, by name.
+        tracking: `"recorded"`: rows are those that `record` was told of.
+        preservation_policy: an Orbax preservation policy, such as
+            `ocp.checkpoint_managers.LatestN(3)`; parents of what it keeps are kept too. None
+            keeps everything.
+        max_staging_bytes: bytes of rows that may wait in memory to be written. A save of more
+            goes on writing while training waits.
+        verify_reads: whether a restore compares every chunk with the manifest. Chunks are
+            compared with their own checksums in any case.
+        staging: where rows are encoded: `"host"` in the background, `"device"` before they
+            are copied to the host, `"auto"` by platform.
+        on_save: called with the report of each save, once it is known to be committed.
+
+    Raises:
+        OptionError: if a value cannot work.
+
+    Example:
+        >>> Options(codec="adaptive", bits=4).codec_for("user", "table", 64, np.float32)
+        Asymmetric(bits=4, refits=3, metadata_bits=16)
+    """
+
+    policy: Policy = dataclasses.field(default_factory=Intermittent)
+    codec: str | Codec = "adaptive"
+    bits: int = 4
+    slot_codec: str | Codec = "raw"
+    tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
+    tracking: Literal["recorded"] | None = None
+    preservation_policy: Any = None
+    max_staging_bytes: int = 2 << 30
+    verify_reads: bool = True
+    staging: Literal["auto", "host", "device"] = "auto"
+    on_save: Callable[[SaveReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tracking not in (None, "recorded"):
+            raise errors.OptionError(
+                f"tracking {self.tracking!r} is not known, expected 'recorded'"
+            )
+        if self.staging not in ("auto", "host", "device"):
+            raise errors.OptionError(
+                f"staging {self.staging!r} is not known, expected 'auto', 'host' or"
+                " 'device'"
+            )
+        if self.max_staging_bytes < 1:
+            raise errors.OptionError(
+                f"max_staging_bytes must be positive, got {self.max_staging_bytes}"
+            )
+        for name in ("", *self.tables):
+            for leaf in ("table", "slot"):
+                self._codec(name, leaf)
+
+    def _codec(self, table: str, leaf: str) -> Codec:
+        own = self.tables.get(table, TableOptions())
+        bits = own.bits if own.bits is not None else self.bits
+        if leaf == "table":
+            codec = own.codec if own.codec is not None else self.codec
+        else:
+            codec = own.slot_codec if own.slot_codec is not None else self.slot_codec
+        if not isinstance(codec, str):
+            return codec
+        try:
+            return make_codec(codec, bits)
+        except ValueError as error:
+            where = f"table {table!r}" if table else "options"
+            raise errors.OptionError(f"{where}: {error}") from error
+
+    def codec_for(self, table: str, leaf: str, width: int, dtype: Any) -> Codec:
+        """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
+
+        Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
+        encode (integers, double precision).
+        """
+        codec = self._codec(table, leaf)
+        dtype = np.dtype(dtype)
+        if dtype.name not in ("float32", "bfloat16", "float16"):
+            return Raw()
+        if codec.row_bytes(width, dtype) >= width * dtype.itemsize:
+            return Raw()
+        return codec
+
+    def check_tables(self, names: Any) -> None:
+        """Checks that options of single tables name tables that exist.
+
+        Raises:
+            OptionError: naming those that do not.
+        """
+        unknown = sorted(set(self.tables) - set(names))
+        if unknown:
+            raise errors.OptionError(
+                f"options for unknown tables: {', '.join(unknown)}\n"
+                f"  tables: {', '.join(sorted(names))}"
+            )

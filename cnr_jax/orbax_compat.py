@@ -1,0 +1,150 @@
+"""The parts of Orbax that are relied on beyond its documented interface, in one place.
+
+tests/test_orbax_assumptions.py names and tests each of them: the shape of temporary paths, that
+a standard handler can be nested below an item, that directories are created while `async_save`
+runs, and which client the processes of a run coordinate through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import future as ocp_future
+
+from cnr_jax.format import names
+from cnr_jax.repository.files import AnyPath
+
+DEFAULT_ITEM = "default"
+_channels = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item of a step lies, or will lie once it is committed.
+
+    Attributes:
+        root: holds the step directories.
+        directory: name of the step directory.
+        item: name of the item's directory in it.
+    """
+
+    root: AnyPath
+    directory: str
+    item: str
+
+    @property
+    def path(self) -> AnyPath:
+        """The item's directory."""
+        return self.root / self.directory / self.item
+
+
+def place_of(directory: AnyPath) -> Place:
+    """The final place of an item from the path that Orbax hands to its handler.
+
+    Example:
+        >>> from pathlib import Path
+        >>> tmp = ".orbax-checkpoint-tmp"
+        >>> place = place_of(Path(f"/ckpt/12{tmp}/state{tmp}"))
+        >>> place.directory, place.item
+        ('12', 'state')
+    """
+    step = directory.parent
+    return Place(
+        root=step.parent,
+        directory=names.final_name(step.name),
+        item=names.final_name(directory.name),
+    )
+
+
+def step_number(directory: str) -> int:
+    """The step that a step directory's name ends in; 0 for a name without digits.
+
+    Example:
+        >>> step_number("ck_000120")
+        120
+    """
+    digits = directory[len(directory.rstrip("0123456789")) :]
+    return int(digits) if digits else 0
+
+
+def in_background(work: Coroutine[Any, Any, None], name: str) -> Any:
+    """Runs a coroutine in a thread of its own once the item's directory exists."""
+    return ocp_future.CommitFutureAwaitingContractedSignals(work, name=name)
+
+
+class Channel:
+    """Tells all processes what the first one says, without any device computation.
+
+    Channels are matched by the order in which each process makes them, messages by their
+    order in the channel.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = f"cnr_jax/{next(_channels)}"
+        self._count = 0
+
+    def broadcast(self, text: str | None) -> str:
+        """Returns the text that process 0 passed; others pass None."""
+        if jax.process_count() == 1:
+            assert text is not None
+            return text
+        client = ocp.multihost.get_jax_distributed_client()
+        key = f"{self._prefix}/{self._count}"
+        self._count += 1
+        if jax.process_index() == 0:
+            assert text is not None
+            client.key_value_set(key, text)
+            return text
+        timeout_ms = ocp.multihost.coordination_timeout() * 1000
+        return str(client.blocking_key_value_get(key, timeout_ms))
+
+
+class DenseStore:
+    """Everything that is not a table, through Orbax's own handler, below the item."""
+
+    def __init__(self) -> None:
+        self._handler = ocp.StandardCheckpointHandler()
+
+    async def save(self, directory: AnyPath, dense: Mapping[str, Any]) -> list[Any]:
+        """Starts a save; returns futures that complete when it is written."""
+        if not dense:
+            return []
+        args: Any = ocp.args.StandardSave(dict(dense))
+        path: Any = directory / names.DENSE
+        return list(await self._handler.async_save(path, args=args) or [])
+
+    def finalize(self, directory: AnyPath) -> None:
+        """Completes a save of all processes."""
+        path: Any = directory / names.DENSE
+        if path.exists():
+            self._handler.finalize(path)
+
+    def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
+        """Restores the leaves of `abstract`, or all as they were saved for None."""
+        path: Any = directory / names.DENSE
+        if abstract is None:
+            return self._handler.restore(path) if path.exists() else {}
+        if not abstract:
+            return {}
+        # strict=False lets array shapes differ silently: shapes are compared before.
+        args: Any = ocp.args.StandardRestore(dict(abstract))
+        return self._handler.restore(path, args=args)
+
+    def close(self) -> None:
+        """Frees what the handler holds."""
+        self._handler.close()
+
+
+def abstract_dense(leaf: Any) -> Any:
+    """A dense leaf as Orbax wants to be told of it: abstract arrays, other leaves as is."""
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    return leaf

@@ -1,0 +1,38 @@
+"""Decisions: which kind of checkpoint to write next, and on which parent.
+
+Pure functions of plain numbers, standard library only: no arrays, no files, no
+clocks. A policy sees the committed saves of the current branch and returns a
+`Decision`; nothing else knows which policy ran. The invariant to remember: the numbers
+in a history are the same on every process, so every process reaches the same decision
+without talking.
+"""
+
+from __future__ import annotations
+
+from cnr_jax.policy.baseline import (
+    Consecutive,
+    Decision,
+    Full,
+    Intermittent,
+    Kind,
+    OneShot,
+    Policy,
+    SaveRecord,
+    since_baseline,
+)
+from cnr_jax.policy.predictor import CycleCosts, cycle_costs, should_take_full
+
+__all__ = [
+    "Consecutive",
+    "CycleCosts",
+    "Decision",
+    "Full",
+    "Intermittent",
+    "Kind",
+    "OneShot",
+    "Policy",
+    "SaveRecord",
+    "cycle_costs",
+    "should_take_full",
+    "since_baseline",
+]

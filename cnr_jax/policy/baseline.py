@@ -1,0 +1,290 @@
+"""Baseline policies: full or delta, and against which parent.
+
+Here are the record a policy sees, the decision it returns, and the four policies of
+Check-N-Run. Not here: whether the parent is legal (lineage, generation), which the
+caller checks, and which may turn a delta into a full save. The invariant to remember: a
+full save is always safe, so whenever a history says too little the decision is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, get_args
+
+from cnr_jax.errors import OptionError
+from cnr_jax.policy.predictor import cycle_costs, should_take_full
+
+Kind = Literal["full", "delta"]
+"""What a checkpoint holds: everything, or the rows that its parent does not have."""
+
+NO_BASELINE = "no baseline yet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRecord:
+    """One committed save, as policies see it.
+
+    Attributes:
+        step: the step directory's number.
+        kind: `"full"` or `"delta"`.
+        bytes: bytes written, over all processes.
+        rows: rows written, over all tables and processes.
+        secs: seconds from the start of the save to its commit.
+
+    Example:
+        >>> SaveRecord(step=100, kind="full", bytes=4096, rows=64, secs=0.5).kind
+        'full'
+    """
+
+    step: int
+    kind: Kind
+    bytes: int
+    rows: int
+    secs: float
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What the next save writes.
+
+    Attributes:
+        kind: `"full"` or `"delta"`.
+        parent: step of the checkpoint that a delta applies to; None for a full one.
+        codec: name of the row codec to use in place of the configured one, or None.
+        reason: why, in a few words, for logs and reports.
+
+    Raises:
+        OptionError: if a delta has no parent, a full one has one, or `kind` is neither.
+
+    Example:
+        >>> Decision(kind="delta", parent=100, reason="rows since step 100").parent
+        100
+    """
+
+    kind: Kind
+    parent: int | None
+    codec: str | None = None
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+        if (self.kind == "delta") != (self.parent is not None):
+            wanted = "the step of a parent" if self.kind == "delta" else "parent None"
+            raise OptionError(
+                "a decision's kind and parent do not go together\n"
+                f"  {self.kind}: expected {wanted}, got parent {self.parent!r}"
+            )
+
+
+class Policy(Protocol):
+    """Decides what the next save writes.
+
+    `decide` must be a pure function of its argument: it runs on every process of a run,
+    and all of them must reach the same decision.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name for logs and reports."""
+        ...
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns what to write next.
+
+        Args:
+            history: committed saves of the current branch since and including its
+                latest full one, oldest first. Empty if there is none.
+        """
+        ...
+
+
+def since_baseline(history: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
+    """Returns the latest full save of a history and the deltas after it, oldest first.
+
+    Args:
+        history: committed saves, oldest first; may reach back past the latest full one.
+
+    Returns:
+        The records from the latest full one on; empty if the history has no full one.
+
+    Example:
+        >>> old = SaveRecord(step=1, kind="full", bytes=9, rows=3, secs=0.1)
+        >>> new = SaveRecord(step=2, kind="full", bytes=9, rows=3, secs=0.1)
+        >>> [record.step for record in since_baseline([old, new])]
+        [2]
+    """
+    for index in range(len(history) - 1, -1, -1):
+        if history[index].kind == "full":
+            return tuple(history[index:])
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Writes everything every time; a restore reads one checkpoint.
+
+    Example:
+        >>> Full().decide([]).kind
+        'full'
+    """
+
+    name: ClassVar[str] = "full"
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns a full save, always."""
+        del history
+        return _full("every save is full")
+
+
+@dataclass(frozen=True, slots=True)
+class OneShot:
+    """Writes one full, then rows changed since it: deltas grow, a restore reads two.
+
+    Example:
+        >>> saves = [SaveRecord(step=7, kind="full", bytes=9, rows=3, secs=0.1)]
+        >>> OneShot().decide(saves).parent
+        7
+
+    Source: Check-N-Run (NSDI'22), one-shot differential checkpoints.
+    """
+
+    name: ClassVar[str] = "one_shot"
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns a delta against the latest full save, if there is one."""
+        cycle = since_baseline(history)
+        if not cycle:
+            return _full(NO_BASELINE)
+        return _delta(cycle[0], "rows since the baseline")
+
+
+@dataclass(frozen=True, slots=True)
+class Consecutive:
+    """Writes rows changed since the last save: least bytes, a restore reads them all.
+
+    Attributes:
+        max_chain: most deltas that a restore has to replay, 1 or more; the save after
+            that many is full. None: no limit.
+
+    Raises:
+        OptionError: if `max_chain` is less than 1.
+
+    Example:
+        >>> saves = [
+        ...     SaveRecord(step=7, kind="full", bytes=9, rows=3, secs=0.1),
+        ...     SaveRecord(step=8, kind="delta", bytes=3, rows=1, secs=0.1),
+        ... ]
+        >>> Consecutive().decide(saves).parent
+        8
+        >>> Consecutive(max_chain=1).decide(saves).reason
+        'the chain has 1 delta, max_chain is 1'
+
+    Source: Check-N-Run (NSDI'22), consecutive incremental checkpoints.
+    """
+
+    name: ClassVar[str] = "consecutive"
+    max_chain: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_limit("max_chain", self.max_chain)
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns a delta against the last save, or a full one past `max_chain`."""
+        cycle = since_baseline(history)
+        if not cycle:
+            return _full(NO_BASELINE)
+        if self.max_chain is not None and len(cycle) > self.max_chain:
+            held = _count(len(cycle) - 1)
+            return _full(f"the chain has {held}, max_chain is {self.max_chain}")
+        return _delta(cycle[-1], "rows since the last save")
+
+
+@dataclass(frozen=True, slots=True)
+class Intermittent:
+    """Writes rows changed since the baseline, and a new baseline when it pays.
+
+    A restore reads two checkpoints, as with `OneShot`, but deltas do not grow for ever:
+    once the latest delta costs as many bytes as the average save since the baseline,
+    the next save is full (`predictor.should_take_full`).
+
+    Attributes:
+        max_deltas: most deltas on one baseline, 1 or more; the save after that many is
+            full, whatever the predictor says. None: no limit.
+
+    Raises:
+        OptionError: if `max_deltas` is less than 1.
+
+    Example:
+        >>> saves = [
+        ...     SaveRecord(step=7, kind="full", bytes=100, rows=10, secs=0.1),
+        ...     SaveRecord(step=8, kind="delta", bytes=60, rows=6, secs=0.1),
+        ... ]
+        >>> Intermittent().decide(saves).parent
+        7
+        >>> saves.append(SaveRecord(step=9, kind="delta", bytes=90, rows=9, secs=0.1))
+        >>> Intermittent().decide(saves).reason
+        'a new baseline pays: the last delta was 90 bytes, the average save 83.3'
+
+    Source: Check-N-Run (NSDI'22), intermittent differential checkpoints (its default).
+    """
+
+    name: ClassVar[str] = "intermittent"
+    max_deltas: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_limit("max_deltas", self.max_deltas)
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns a delta against the latest full save, or a full one when it pays."""
+        cycle = since_baseline(history)
+        if not cycle:
+            return _full(NO_BASELINE)
+        baseline, deltas = cycle[0], cycle[1:]
+        if self.max_deltas is not None and len(deltas) >= self.max_deltas:
+            held = _count(len(deltas))
+            return _full(f"the baseline has {held}, max_deltas is {self.max_deltas}")
+        # Bytes are integers, so the comparison is exact: no division, no rounding.
+        sizes = [delta.bytes for delta in deltas]
+        if should_take_full(sizes, full_size=baseline.bytes):
+            costs = cycle_costs(sizes, full_size=baseline.bytes)
+            average = costs.full_now / len(cycle)
+            return _full(
+                f"a new baseline pays: the last delta was {sizes[-1]:,} bytes, "
+                f"the average save {average:,.1f}"
+            )
+        return _delta(baseline, "rows since the baseline")
+
+
+def _full(reason: str) -> Decision:
+    return Decision(kind="full", parent=None, reason=reason)
+
+
+def _delta(parent: SaveRecord, what: str) -> Decision:
+    return Decision(
+        kind="delta", parent=parent.step, reason=f"{what} (step {parent.step})"
+    )
+
+
+def _count(deltas: int) -> str:
+    return "1 delta" if deltas == 1 else f"{deltas} deltas"
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in get_args(Kind):
+        raise OptionError(
+            "unknown kind of checkpoint\n"
+            f"  expected one of {', '.join(get_args(Kind))}, got {kind!r}"
+        )
+
+
+def _check_limit(name: str, limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise OptionError(
+            f"{name} cannot be {limit!r}\n"
+            "  expected None (no limit) or a number of deltas, 1 or more\n"
+            "  hint: use Full() to write no deltas at all."
+        )

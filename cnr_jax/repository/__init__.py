@@ -1,0 +1,1 @@
+"""Bytes and lineage: arrays on storage, chains of checkpoints, what may be deleted."""

@@ -1,0 +1,101 @@
+"""From a checkpoint back to the full one it rests on.
+
+A parent is named by directory and uuid. Following the names backwards ends at a full checkpoint,
+or with an error that shows the chain and says what to restore instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.step import StepReader, read_manifest
+
+
+def resolve_chain(
+    root: AnyPath, directory: str, item: str, *, verify: bool = True
+) -> tuple[StepReader, ...]:
+    """The checkpoints to replay, the full one first and `directory` last.
+
+    Args:
+        root: holds the step directories.
+        directory: name of the step directory to restore.
+        item: name of the item in each step directory.
+        verify: whether chunks are compared with the checksums in the manifests.
+
+    Raises:
+        ParentMissingError: if a parent is not there or is another than the named one.
+        IntegrityError: if a manifest is missing or damaged; also its subclass' relatives.
+        StateMismatchError: never; the tables of a chain agree or a ManifestError is raised.
+    """
+    chain: list[tuple[str, Manifest]] = [
+        (directory, read_manifest(root / directory / item))
+    ]
+    while (parent := chain[-1][1].parent) is not None:
+        manifest = _read_parent(root, item, parent, chain)
+        chain.append((parent.directory, manifest))
+    chain.reverse()
+    _check_tables(chain)
+    return tuple(
+        StepReader(root / name / item, manifest, verify=verify)
+        for name, manifest in chain
+    )
+
+
+def _read_parent(
+    root: AnyPath,
+    item: str,
+    parent: ParentRef,
+    chain: Sequence[tuple[str, Manifest]],
+) -> Manifest:
+    child = chain[0][0]
+    if any(manifest.uuid == parent.uuid for _, manifest in chain):
+        raise errors.ChainError(
+            f"checkpoint {child} cannot be restored: its chain is a circle\n"
+            f"  chain: {_picture(chain, parent.directory, 'again')}"
+        )
+    try:
+        manifest = read_manifest(root / parent.directory / item)
+    except errors.IntegrityError as error:
+        raise errors.ParentMissingError(
+            f"checkpoint {child} cannot be restored: its parent {parent.directory}"
+            f" is missing\n  chain: {_picture(chain, parent.directory, 'missing')}\n"
+            f"  hint: restore an older step, or bring back"
+            f" {os.fspath(root / parent.directory)}"
+        ) from error
+    if manifest.uuid != parent.uuid:
+        raise errors.ParentMissingError(
+            f"checkpoint {child} cannot be restored: {parent.directory} is not the"
+            f" parent it was saved with\n  got uuid {manifest.uuid}, expected"
+            f" {parent.uuid}\n"
+            f"  chain: {_picture(chain, parent.directory, 'another run')}",
+            kind="foreign_parent",
+        )
+    return manifest
+
+
+def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str:
+    known = [f"{name} ({manifest.kind})" for name, manifest in chain]
+    return " <- ".join([f"{last} ({note})", *reversed(known)])
+
+
+def _check_tables(chain: Sequence[tuple[str, Manifest]]) -> None:
+    """A delta holds rows of the very tables of its parent: names, leaves and shapes."""
+    for (name, parent), (child_name, child) in zip(chain, chain[1:], strict=False):
+        if parent.tables != child.tables:
+            raise errors.ManifestError(
+                f"checkpoints {name} and {child_name} are of one chain but hold"
+                " different tables",
+                [f"{name}: {_names(parent)}", f"{child_name}: {_names(child)}"],
+            )
+
+
+def _names(manifest: Manifest) -> str:
+    return ", ".join(
+        f"{table.name}.{leaf.name} {list(leaf.shape)} {leaf.dtype}"
+        for table in manifest.tables
+        for leaf in table.leaves
+    )

@@ -1,0 +1,193 @@
+"""Small files of a step: durable writes, reads with a digest, paths of storage systems.
+
+Paths are what Orbax hands over (`etils.epath` objects, which behave like `pathlib.Path`); local
+paths get `fsync`, others are durable when their write returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import FileDigest
+
+
+class AnyPath(Protocol):
+    """The part of `pathlib.Path` that is used of a path on any storage."""
+
+    @property
+    def name(self) -> str:
+        """Last component."""
+        ...
+
+    @property
+    def parent(self) -> AnyPath:
+        """The directory this is in."""
+        ...
+
+    def __truediv__(self, key: str, /) -> AnyPath: ...
+    def __fspath__(self) -> str: ...
+    def exists(self) -> bool:
+        """Whether it is there."""
+        ...
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory."""
+        ...
+
+    def iterdir(self) -> Any:
+        """Its entries."""
+        ...
+
+    def read_bytes(self) -> bytes:
+        """Its contents."""
+        ...
+
+    def open(self, mode: str = "r") -> Any:
+        """Opens it as a file."""
+        ...
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Makes a directory."""
+        ...
+
+    def rename(self, target: Any) -> Any:
+        """Renames it."""
+        ...
+
+
+def is_local(path: AnyPath) -> bool:
+    """Whether the path is in a local (or mounted) file system."""
+    return "://" not in os.fspath(path)
+
+
+def write_durably(path: AnyPath, data: bytes) -> FileDigest:
+    """Writes a file so that it survives a power cut once its directory is synced.
+
+    Returns:
+        Its digest, with the file's name as path.
+    """
+    with path.open("wb") as file:
+        file.write(data)
+        if is_local(path):
+            file.flush()
+            os.fsync(file.fileno())
+    return digest_of(path.name, data)
+
+
+def sync_directory(path: AnyPath) -> None:
+    """Makes the entries of a local directory durable; storage services need nothing."""
+    if not is_local(path):
+        return
+    descriptor = os.open(os.fspath(path), os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: AnyPath) -> None:
+    """Makes all files and directories below a local directory durable.
+
+    Orbax itself syncs nothing of what it writes beside TensorStore's files.
+    """
+    if not is_local(directory):
+        return
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            sync_tree(entry)
+        else:
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def digest_of(path: str, data: bytes) -> FileDigest:
+    """Size and SHA-256 of `data`."""
+    return FileDigest(
+        path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+def digest_tree(directory: AnyPath, prefix: str) -> tuple[FileDigest, ...]:
+    """Digests of all files below `directory`, by path, in order; `prefix` leads each path."""
+    found: list[FileDigest] = []
+    for entry in sorted(directory.iterdir(), key=lambda path: path.name):
+        path = f"{prefix}/{entry.name}"
+        if entry.is_dir():
+            found += digest_tree(entry, path)
+        else:
+            found.append(_digest_file(entry, path))
+    return tuple(found)
+
+
+def _digest_file(file: AnyPath, path: str) -> FileDigest:
+    """Streams a file of any size through SHA-256, 1 MiB at a time."""
+    digest, size = hashlib.sha256(), 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return FileDigest(path=path, bytes=size, sha256=digest.hexdigest())
+
+
+def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
+    """The contents of a file whose digest is known.
+
+    Raises:
+        IntegrityError: if it is missing or its size or SHA-256 differs.
+    """
+    path = directory / expected.path
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise errors.IntegrityError(
+            f"{os.fspath(path)} is missing", kind="file_missing"
+        ) from error
+    check_digest(digest_of(expected.path, data), expected, os.fspath(path))
+    return data
+
+
+def check_file(directory: AnyPath, expected: FileDigest) -> None:
+    """Checks a file against its digest without keeping its contents.
+
+    Raises:
+        IntegrityError: if it is missing or its size or SHA-256 differs.
+    """
+    path = directory / expected.path
+    if not path.exists():
+        raise errors.IntegrityError(
+            f"{os.fspath(path)} is missing", kind="file_missing"
+        )
+    check_digest(_digest_file(path, expected.path), expected, os.fspath(path))
+
+
+def check_digest(got: FileDigest, expected: FileDigest, where: str) -> None:
+    """Compares two digests.
+
+    Raises:
+        IntegrityError: if they differ.
+    """
+    if got != expected:
+        raise errors.IntegrityError(
+            f"{where} is damaged\n"
+            f"  got {got.bytes} bytes, sha256 {got.sha256[:16]}...,"
+            f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...",
+            kind="file_damaged",
+        )
+
+
+def kvstore_spec(path: AnyPath) -> str | dict[str, str]:
+    """The TensorStore key-value store of a directory, local or `gs://`."""
+    text = os.fspath(path)
+    if not is_local(path):
+        return text if text.endswith("/") else text + "/"
+    return {"driver": "file", "path": os.path.abspath(text) + "/"}
+
+
+def as_path(path: Any) -> AnyPath:
+    """A path object: strings become `pathlib.Path`, path objects stay."""
+    return Path(path) if isinstance(path, str) else path

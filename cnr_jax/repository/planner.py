@@ -1,0 +1,248 @@
+"""What the next save is: full or delta, on which parent, in which generation.
+
+The policy proposes; this module knows what is legal. A parent is legal for a state if the state's
+`touched` rows are counted from it: it was saved in the same lineage, or is the step that was
+restored, or rests beneath that. Whatever is not provably legal becomes a full save, with the
+reason in the log and the manifest: doubt costs bytes, never rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
+from cnr_jax.policy import Decision, Policy, SaveRecord
+from cnr_jax.repository.ledger import Entry, Ledger, describe
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One save, the same on every process.
+
+    Attributes:
+        committed: uuid of the save before this one if it was committed, else None.
+        abandoned: step directories to rename aside before this one is written.
+        history: of the branch since its latest full save, without this one.
+        restores: how often a run was restored along this chain.
+    """
+
+    uuid: str
+    step: int
+    directory: str
+    kind: Kind
+    parent: ParentRef | None
+    generation: int
+    codec: str | None
+    policy: str
+    reason: str
+    history: tuple[HistoryEntry, ...]
+    restores: int
+    abandoned: tuple[str, ...]
+    committed: str | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Branch:
+    """What is known of one lineage.
+
+    Attributes:
+        parents: clock of each legal parent by its uuid, counted in this lineage.
+        tip: the newest checkpoint of this lineage: the last one saved, or the one restored.
+        history: saves since the latest full one, the tip last.
+        restores: how often a run was restored along this branch.
+        last_clock: clock of the tip.
+    """
+
+    parents: dict[str, int] = dataclasses.field(default_factory=dict)
+    tip: Entry | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    restores: int = 0
+    last_clock: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is about to be saved.
+
+    Attributes:
+        lineage: of the state's touched rows, 32 hex digits.
+        clock: of the state's touched rows.
+        at_limit: the clock has reached its limit and tells rows apart no more.
+        tables: as the manifest will list them.
+        guarded: retention is known to keep parents.
+    """
+
+    step: int
+    directory: str
+    lineage: str
+    clock: int
+    at_limit: bool
+    tables: tuple[TableEntry, ...]
+    guarded: bool
+
+
+class Planner:
+    """Plans the saves of one root, on the process that decides.
+
+    Args:
+        policy: proposes full or delta.
+        nonce: 24 hex digits that are unique to this run of the program.
+    """
+
+    def __init__(self, policy: Policy, nonce: str | None = None) -> None:
+        self._policy = policy
+        self._nonce = nonce or secrets.token_hex(12)
+        self._attempt = 0
+        self.branches: dict[str, Branch] = {}
+
+    def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
+        """Decides about one save.
+
+        Raises:
+            DependentsExistError: if a step is in the way that a kept one depends on.
+        """
+        branch = self.branches.setdefault(request.lineage, Branch())
+        generation = self._generation(ledger, branch)
+        abandoned = self._in_the_way(ledger, branch, request, generation)
+        decision, reason = self._decide(ledger, branch, request)
+        parent = self._parent(ledger, branch, decision)
+        self._attempt += 1
+        return Plan(
+            uuid=f"{self._nonce}{self._attempt:08x}",
+            step=request.step,
+            directory=request.directory,
+            kind=decision.kind,
+            parent=parent,
+            generation=generation,
+            codec=decision.codec,
+            policy=self._policy.name,
+            reason=reason,
+            history=branch.history if decision.kind == "delta" else (),
+            restores=branch.restores,
+            abandoned=tuple(entry.directory for entry in abandoned),
+            committed=committed,
+        )
+
+    def saved(self, lineage: str, entry: Entry, clock: int) -> None:
+        """Notes a committed save: from now on it may be a parent in its lineage."""
+        assert entry.manifest is not None
+        branch = self.branches.setdefault(lineage, Branch())
+        if clock < branch.last_clock:
+            # The state went back in memory: rows of the time in between have stamps that
+            # say nothing about checkpoints taken then.
+            branch.parents.clear()
+        branch.parents[entry.uuid] = clock
+        branch.tip, branch.last_clock = entry, clock
+        branch.history = entry.manifest.history
+
+    def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
+        """Notes that the state of `chain[-1]` goes on as `lineage`.
+
+        Args:
+            lineage: the fresh lineage of the restored touched rows.
+            chain: the full checkpoint first, the restored one last; clocks count 0, 1, ...
+            exact: whether the state is what the chain holds. If not (another dtype, not all
+                leaves, another layout), no checkpoint is a legal parent.
+        """
+        tip = chain[-1]
+        assert tip.manifest is not None
+        branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
+        if exact:
+            branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
+            branch.history = tip.manifest.history
+            branch.last_clock = len(chain) - 1
+        self.branches[lineage] = branch
+
+    def _generation(self, ledger: Ledger, branch: Branch) -> int:
+        """The current generation if the branch goes on from its head, else a higher one."""
+        head = ledger.head()
+        highest = max((e.generation for e in ledger.committed()), default=0)
+        if head is None:
+            return highest + 1
+        if branch.tip is not None and branch.tip.uuid == head.uuid:
+            return head.generation
+        return highest + 1
+
+    def _in_the_way(
+        self, ledger: Ledger, branch: Branch, request: Request, generation: int
+    ) -> list[Entry]:
+        """Abandoned steps that must go aside, dependents first."""
+        entry = ledger.entries.get(request.directory)
+        if entry is None:
+            return []
+        if entry.generation >= generation:
+            raise errors.DependentsExistError(
+                f"step {request.step} was saved already, in the branch that goes on here",
+                kind="step_exists",
+            )
+        dependents = ledger.dependents(request.directory)
+        own = {e.uuid for e in ledger.chain(branch.tip)} if branch.tip else set[str]()
+        kept = [e for e in (*dependents, entry) if e.uuid in own]
+        if kept:
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory}"
+                f" is in use\n  it belongs to generation {entry.generation} and"
+                f" {describe(kept)} of the restored chain needs it\n"
+                f"  hint: go on with a step number after {branch.tip.step if branch.tip else 0}"
+            )
+        return [*dependents, entry]
+
+    def _decide(
+        self, ledger: Ledger, branch: Branch, request: Request
+    ) -> tuple[Decision, str]:
+        obstacle = self._obstacle(ledger, branch, request)
+        if obstacle is not None:
+            _log.info("step %d is saved full: %s", request.step, obstacle)
+            return Decision(kind="full", parent=None, reason=obstacle), obstacle
+        records = [
+            SaveRecord(
+                step=h.step, kind=h.kind, bytes=h.bytes, rows=h.rows, secs=h.secs
+            )
+            for h in branch.history
+        ]
+        decision = self._policy.decide(records)
+        if decision.kind == "delta" and self._parent(ledger, branch, decision) is None:
+            reason = f"step {decision.parent} is not a legal parent any more"
+            _log.info("step %d is saved full: %s", request.step, reason)
+            return Decision(kind="full", parent=None, reason=reason), reason
+        return decision, decision.reason
+
+    def _obstacle(self, ledger: Ledger, branch: Branch, request: Request) -> str | None:
+        """Why no delta is possible, whatever the policy says; None if one is."""
+        if not branch.parents:
+            if ledger.head() is None:
+                return "no baseline yet"
+            return "the touched rows are not counted from any checkpoint here"
+        if not request.guarded:
+            return "retention might delete parents: no policy of cnr_jax was asked yet"
+        if request.at_limit:
+            return "the clock of the touched rows has reached its limit"
+        if request.clock < branch.last_clock:
+            return (
+                f"the clock of the touched rows went back, from {branch.last_clock}"
+                f" to {request.clock}"
+            )
+        tip = branch.tip
+        if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
+            return "the tables are not those of the checkpoint before"
+        return None
+
+    def _parent(
+        self, ledger: Ledger, branch: Branch, decision: Decision
+    ) -> ParentRef | None:
+        """The parent a decision names, if it is legal and its chain is whole."""
+        for entry in ledger.committed():
+            if entry.step == decision.parent and entry.uuid in branch.parents:
+                if ledger.is_whole(entry):
+                    return ParentRef(
+                        directory=entry.directory,
+                        uuid=entry.uuid,
+                        clock=branch.parents[entry.uuid],
+                    )
+        return None

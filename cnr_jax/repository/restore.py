@@ -1,0 +1,409 @@
+"""Rebuilding table leaves from a chain, for any sharding, without a whole table in memory.
+
+For each part of a leaf that a local device holds, the chain is replayed from the full
+checkpoint on: of every stored tile the rows that fall into the part are read, decoded and put in
+place. Later checkpoints overwrite earlier ones. Nothing is communicated between processes.
+
+Differs from Check-N-Run in: 1. the part, not the table, is the unit, so any mesh can read what
+any other wrote; 2. codes, not decoded rows, cross to an accelerator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from cnr_jax.format.manifest import TableEntry
+from cnr_jax.format.tiles import Box, Segment, Tile
+from cnr_jax.layouts import RowLayout, layout_from
+from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.rows.codecs import Codec, Raw, codec_from
+from cnr_jax.rows.gather import SMALL_ROWS, chunk_rows
+from cnr_jax.rows.tiling import boxes_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A table as it is wanted: how many rows, and where logical rows lie.
+
+    Attributes:
+        rows: logical rows; equal to the checkpoint's.
+        layout: may differ from the checkpoint's.
+        padded_rows: stored rows; may differ too. New padding is zero.
+    """
+
+    rows: int
+    layout: RowLayout
+    padded_rows: int
+
+
+class _Rows(Protocol):
+    """Rows of a part being rebuilt."""
+
+    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
+        """Puts decoded rows in place; `rows` are rows of the part."""
+        ...
+
+    def result(self) -> jax.Array | np.ndarray:
+        """The part."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """Encoded rows read from a segment."""
+
+    codec: Codec
+    parts: dict[str, np.ndarray]
+    count: int
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Columns:
+    """Where the columns of a tile lie in the part, and which of the tile's they are."""
+
+    target: tuple[slice, ...]
+    source: tuple[slice, ...]
+
+
+def restore_leaf(
+    chain: Sequence[StepReader],
+    table: str,
+    leaf: str,
+    target: Target,
+    abstract: jax.ShapeDtypeStruct,
+) -> jax.Array:
+    """One leaf of a table, sharded as `abstract` says.
+
+    Args:
+        chain: the checkpoints to replay, the full one first.
+        table: name of the table.
+        leaf: `"table"` or the name of a slot.
+        target: rows and layout that are wanted.
+        abstract: shape, dtype and sharding; `shape[0]` is `target.padded_rows`.
+
+    Raises:
+        IntegrityError: if data is missing or damaged.
+    """
+    sharding = abstract.sharding
+    assert isinstance(sharding, Sharding)
+    arrays: dict[jax.Device, jax.Array] = {}
+    for box, devices in boxes_of(sharding, abstract.shape).items():
+        local = [d for d in devices if d.process_index == jax.process_index()]
+        if not local:
+            continue
+        rows = _new_rows(box, np.dtype(abstract.dtype), local[0])
+        for reader in chain:
+            _replay(reader, table, leaf, target, box, rows)
+        part = rows.result()
+        for device in local:
+            arrays[device] = jax.device_put(part, device)
+    order = [d for d in sharding.addressable_devices_indices_map(abstract.shape)]
+    return jax.make_array_from_single_device_arrays(
+        abstract.shape, sharding, [arrays[device] for device in order]
+    )
+
+
+def restore_stamps(
+    chain: Sequence[StepReader], table: str, target: Target, sharding: Sharding
+) -> jax.Array:
+    """Stamps under which the next delta is right, whichever of `chain` is its parent.
+
+    The clock is counted anew: 0 for the full checkpoint, 1 for the first delta, and so on. A
+    row gets the number of the newest checkpoint that holds it, so rows stamped after checkpoint
+    `k` are those in which a later one differs from it.
+
+    Returns:
+        int32[target.padded_rows], sharded as `sharding` says.
+    """
+    shape = (target.padded_rows,)
+    arrays: dict[jax.Device, jax.Array] = {}
+    for box, devices in boxes_of(sharding, shape).items():
+        local = [d for d in devices if d.process_index == jax.process_index()]
+        if not local:
+            continue
+        stamps = np.zeros(box[0][1] - box[0][0], np.int32)
+        for clock, reader in enumerate(chain[1:], start=1):
+            for at in _rows_in(reader, table, target, box[0]):
+                stamps[at] = clock
+        for device in local:
+            arrays[device] = jax.device_put(stamps, device)
+    order = [d for d in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [arrays[device] for device in order]
+    )
+
+
+def _rows_in(
+    reader: StepReader, table: str, target: Target, rows: tuple[int, int]
+) -> Iterator[np.ndarray | slice]:
+    """Rows within `rows` that a checkpoint holds, relative to the first."""
+    place = _placement(_entry(reader, table), target)
+    for process, tile in _tiles(reader, table, "table"):
+        for segment in tile.segments:
+            _, at = _overlap(reader, process, tile, segment, place, rows)
+            yield at
+
+
+def _entry(reader: StepReader, table: str) -> TableEntry:
+    entry = reader.manifest.table(table)
+    assert entry is not None, table
+    return entry
+
+
+def _tiles(reader: StepReader, table: str, leaf: str) -> Iterator[tuple[int, Tile]]:
+    for process in reader.processes:
+        for tile in process.tiles:
+            if tile.table == table and tile.leaf == leaf:
+                yield process.process, tile
+
+
+def _placement(
+    entry: TableEntry, target: Target
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Maps stored rows to wanted ones, -1 for padding; None where they are the same."""
+    saved = layout_from(entry.layout.name, entry.layout.configuration)
+    if saved == target.layout and entry.padded_rows == target.padded_rows:
+        return None
+
+    def place(stored: np.ndarray) -> np.ndarray:
+        logical = saved.to_logical(stored)
+        known = logical < min(entry.rows, target.rows)
+        return np.where(
+            known, target.layout.to_physical(np.where(known, logical, 0)), -1
+        )
+
+    return place
+
+
+def _overlap(
+    reader: StepReader,
+    process: int,
+    tile: Tile,
+    segment: Segment,
+    place: Callable[[np.ndarray], np.ndarray] | None,
+    rows: tuple[int, int],
+) -> tuple[np.ndarray | slice, np.ndarray | slice]:
+    """Which rows of a segment fall into `rows`, and where they go.
+
+    Returns:
+        Indices into the segment, and rows relative to `rows[0]`; slices where both are runs.
+    """
+    start, stop = tile.box[0]
+    positions = reader.positions(process, segment.row_ids, stop - start)
+    if positions is None and place is None:
+        first, last = max(start, rows[0]), min(stop, rows[1])
+        if first >= last:
+            return slice(0, 0), slice(0, 0)
+        return slice(first - start, last - start), slice(
+            first - rows[0], last - rows[0]
+        )
+    stored = np.arange(start, stop) if positions is None else positions + start
+    if place is None:
+        # Positions are sorted, so those within a range are a run.
+        first, last = np.searchsorted(stored, rows).tolist()
+        return slice(first, last), stored[first:last] - rows[0]
+    wanted = place(stored)
+    index = np.flatnonzero((wanted >= rows[0]) & (wanted < rows[1]))
+    return index, wanted[index] - rows[0]
+
+
+def _replay(
+    reader: StepReader, table: str, leaf: str, target: Target, box: Box, rows: _Rows
+) -> None:
+    """Puts the rows that one checkpoint holds of a part in place."""
+    entry = _entry(reader, table)
+    dtype = next(numpy_dtype(x.dtype) for x in entry.leaves if x.name == leaf)
+    place = _placement(entry, target)
+    for process, tile in _tiles(reader, table, leaf):
+        columns = _columns(tile.box[1:], box[1:])
+        if columns is None:
+            continue
+        for segment in tile.segments:
+            index, at = _overlap(reader, process, tile, segment, place, box[0])
+            for block, where in _blocks(
+                reader, process, tile, segment, dtype, index, at
+            ):
+                rows.put(where, columns, block)
+
+
+def _columns(tile: Box, part: Box) -> _Columns | None:
+    """The columns that a tile and a part share; None where there are none."""
+    target: list[slice] = []
+    source: list[slice] = []
+    for (a, b), (c, d) in zip(tile, part, strict=True):
+        start, stop = max(a, c), min(b, d)
+        if start >= stop:
+            return None
+        target.append(slice(start - c, stop - c))
+        source.append(slice(start - a, stop - a))
+    return _Columns(tuple(target), tuple(source))
+
+
+def _blocks(
+    reader: StepReader,
+    process: int,
+    tile: Tile,
+    segment: Segment,
+    dtype: np.dtype,
+    index: np.ndarray | slice,
+    at: np.ndarray | slice,
+) -> Iterator[tuple[_Block, np.ndarray | slice]]:
+    """Reads the rows `index` of a segment, a bounded number at a time."""
+    named = reader.processes[process].codecs[segment.codec]
+    codec = codec_from(named.name, named.configuration)
+    trailing = tuple(b - a for a, b in tile.box[1:])
+    first, last = _bounds(index)
+    step = chunk_rows(tile.width, dtype.itemsize)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        parts: dict[str, np.ndarray] = {}
+        for name, part in codec.parts(tile.width, dtype).items():
+            ref = segment.parts[name]
+            offset = ref.offset + start * part.width
+            values = reader.read(
+                process, ref.array, offset, offset + (stop - start) * part.width
+            )
+            parts[name] = values.reshape(stop - start, part.width)
+        where: np.ndarray | slice
+        if isinstance(index, slice):
+            where = _part_of(at, start - first, stop - first)
+        else:
+            mine = (index >= start) & (index < stop)
+            parts = {name: part[index[mine] - start] for name, part in parts.items()}
+            where = np.asarray(at)[mine]
+        count = len(next(iter(parts.values())))
+        yield _Block(codec, parts, count, trailing, dtype), where
+
+
+def _bounds(index: np.ndarray | slice) -> tuple[int, int]:
+    if isinstance(index, slice):
+        return index.start, index.stop
+    return (int(index.min()), int(index.max()) + 1) if len(index) else (0, 0)
+
+
+def _part_of(at: np.ndarray | slice, start: int, stop: int) -> np.ndarray | slice:
+    if isinstance(at, slice):
+        return slice(at.start + start, at.start + stop)
+    return at[start:stop]
+
+
+def _new_rows(box: Box, dtype: np.dtype, device: jax.Device) -> _Rows:
+    shape = tuple(stop - start for start, stop in box)
+    if device.platform == "cpu":
+        return _HostRows(shape, dtype, device)
+    return _DeviceRows(shape, dtype, device)
+
+
+def _padded(values: np.ndarray, rows: int) -> np.ndarray:
+    if len(values) == rows:
+        return values
+    padded = np.zeros((rows, *values.shape[1:]), values.dtype)
+    padded[: len(values)] = values
+    return padded
+
+
+def _program_rows(block: _Block) -> int:
+    """Rows of the compiled program that decodes a block: one of two sizes."""
+    large = chunk_rows(
+        int(np.prod(block.trailing, dtype=np.int64)), block.dtype.itemsize
+    )
+    return SMALL_ROWS if block.count <= SMALL_ROWS else large
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _decode(
+    codec: Codec, parts: dict[str, jax.Array], dim: int, dtype: np.dtype
+) -> jax.Array:
+    return codec.decode(parts, dim=dim, dtype=dtype)
+
+
+class _HostRows:
+    """Rebuilds a part in host memory, which on CPU is where it stays."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
+    ) -> None:
+        self._out = np.zeros(shape, dtype)
+        self._device = device
+
+    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
+        if not block.count:
+            return
+        values = self._values(block).reshape(block.count, *block.trailing)
+        chosen = values[(slice(None), *columns.source)]
+        self._out[(rows, *columns.target)] = chosen.astype(self._out.dtype, copy=False)
+
+    def _values(self, block: _Block) -> np.ndarray:
+        if isinstance(block.codec, Raw):
+            return block.parts["rows"]
+        size = _program_rows(block)
+        parts = {name: _padded(part, size) for name, part in block.parts.items()}
+        dim = int(np.prod(block.trailing, dtype=np.int64))
+        parts = jax.device_put(parts, self._device)
+        return np.asarray(_decode(block.codec, parts, dim, block.dtype))[: block.count]
+
+    def result(self) -> np.ndarray:
+        return self._out
+
+
+class _DeviceRows:
+    """Rebuilds a part on its device: codes are uploaded, decoded and scattered there."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
+    ) -> None:
+        self._out = jax.device_put(jnp.zeros(shape, dtype), device)
+        self._device = device
+
+    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
+        if not block.count:
+            return
+        size = _program_rows(block)
+        parts = {name: _padded(part, size) for name, part in block.parts.items()}
+        if isinstance(rows, slice):
+            rows = np.arange(rows.start, rows.stop)
+        # Padding goes to a row past the end, which the scatter drops.
+        index = np.full(size, self._out.shape[0], np.int32)
+        index[: block.count] = rows
+        bounds = [(s.start, s.stop) for s in (*columns.source, *columns.target)]
+        self._out = _scatter(
+            block.codec,
+            block.trailing,
+            block.dtype,
+            tuple(bounds),
+            self._out,
+            jax.device_put(parts, self._device),
+            jax.device_put(index, self._device),
+        )
+
+    def result(self) -> jax.Array:
+        return self._out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+def _scatter(
+    codec: Codec,
+    trailing: tuple[int, ...],
+    dtype: np.dtype,
+    bounds: tuple[tuple[int, int], ...],
+    out: jax.Array,
+    parts: dict[str, jax.Array],
+    index: jax.Array,
+) -> jax.Array:
+    dim = int(np.prod(trailing, dtype=np.int64))
+    rows = codec.decode(parts, dim=dim, dtype=dtype)
+    source = [slice(*pair) for pair in bounds[: len(trailing)]]
+    target = [slice(*pair) for pair in bounds[len(trailing) :]]
+    values = rows.reshape(-1, *trailing)[(slice(None), *source)].astype(out.dtype)
+    return out.at[(index, *target)].set(values, mode="drop")

@@ -1,0 +1,89 @@
+"""Keeping the parents of what is kept.
+
+Orbax's preservation policies look at one checkpoint at a time. The policy here wraps one of them
+and keeps, beside what it keeps, all that these rest on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cnr_jax.repository.ledger import Ledger
+
+
+class StepInfo(Protocol):
+    """What Orbax tells a policy about a checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        ...
+
+
+class Preserving(Protocol):
+    """An Orbax preservation policy."""
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> Sequence[bool]:
+        """Which of the checkpoints to keep."""
+        ...
+
+
+class ChainPreservation:
+    """Keeps what an inner policy keeps, and every checkpoint those depend on.
+
+    The inner policy sees checkpoints oldest first in the order of generations, so that "the
+    latest three" are those of the current branch. While a step has no readable manifest,
+    everything older is kept: it may depend on any of it.
+
+    Args:
+        inner: an Orbax preservation policy; None keeps everything.
+        ledger: returns the current ledger, or None before the first save or restore.
+        consulted: called each time the policy is asked; from then on deltas are safe.
+    """
+
+    def __init__(
+        self,
+        inner: Preserving | None,
+        ledger: Callable[[], Ledger | None],
+        consulted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._inner, self._ledger, self._consulted = inner, ledger, consulted
+
+    def should_preserve(
+        self, checkpoints: Sequence[StepInfo], *, context: Any = None
+    ) -> list[bool]:
+        """Which of the checkpoints to keep, in the order given."""
+        self._consulted()
+        ledger = self._ledger()
+        if ledger is None or self._inner is None:
+            return [True] * len(checkpoints)
+        ordered = sorted(checkpoints, key=lambda info: _order(ledger, info.step))
+        kept = self._inner.should_preserve(ordered, context=context)
+        wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
+        wanted |= _unsafe(ledger, [info.step for info in checkpoints])
+        found = (ledger.by_step(step) for step in wanted)
+        closure = ledger.closure(entry.directory for entry in found if entry)
+        steps = {e.step for d, e in ledger.entries.items() if d in closure} | wanted
+        result = [info.step in steps for info in checkpoints]
+        for info, keep in zip(checkpoints, result, strict=True):
+            entry = ledger.by_step(info.step)
+            # What is about to be deleted must not become a parent any more.
+            if not keep and entry is not None:
+                ledger.forget(entry.directory)
+        return result
+
+
+def _order(ledger: Ledger, step: int) -> tuple[int, int]:
+    entry = ledger.by_step(step)
+    return entry.order if entry else (0, step)
+
+
+def _unsafe(ledger: Ledger, steps: Sequence[int]) -> set[int]:
+    """Steps up to and including the newest one whose dependencies are not known."""
+    numbers = [re.search(r"\d+$", name) for name in ledger.unreadable]
+    newest = max((int(number[0]) for number in numbers if number), default=-1)
+    return {step for step in steps if step <= newest}

@@ -1,0 +1,281 @@
+"""One-dimensional zarr v3 arrays with crc32c: appended to by a save, read in slices later.
+
+Chunks are written once, whole, from memory that nobody changes afterwards. The checksum that
+the `crc32c` codec puts at the end of each chunk is read back and named in the process manifest:
+so a reader can tell a whole chunk of another array, place or run from the right one.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+
+from cnr_jax import errors
+from cnr_jax.format.tiles import ArrayEntry
+from cnr_jax.repository.files import AnyPath, kvstore_spec
+
+# Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
+# tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
+CHUNK_BYTES = 16 << 20
+# Chunks of one array in flight: one is written while the next is filled.
+_IN_FLIGHT = 3
+
+
+@functools.cache
+def _context() -> ts.Context:
+    """Limits of our own, so that a save does not take all cores from training."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 8},
+            "data_copy_concurrency": {"limit": 2},
+            # The directory is private until Orbax renames it: no other writer exists.
+            "file_io_locking": {"mode": "none"},
+            # Neighbouring shards read the two halves of one chunk.
+            "cache_pool": {"total_bytes_limit": 128 << 20},
+        }
+    )
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a stored dtype name, bfloat16 and float8 included.
+
+    Raises:
+        FormatError: if there is no such dtype.
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError as error:
+        raise errors.FormatError(f"dtype {name!r} is not known") from error
+
+
+def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
+    """Elements of a chunk: chunks of equal size, padded by less than an element each.
+
+    zarr stores the last chunk of a regular grid whole; with a fixed chunk size an array just
+    over the limit would take twice its bytes.
+
+    Example:
+        >>> chunk_length(17, 1, limit_bytes=16)
+        9
+    """
+    chunks = -(-length * itemsize // limit_bytes)
+    return max(1, -(-length // max(1, chunks)))
+
+
+def _metadata(dtype: str, length: int, chunk: int) -> dict[str, Any]:
+    return {
+        "shape": [length],
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": False if dtype == "bool" else 0,
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
+    }
+
+
+def _spec(path: AnyPath, dtype: str, length: int, chunk: int) -> dict[str, Any]:
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore_spec(path),
+        "metadata": _metadata(dtype, length, chunk),
+        # A missing chunk is an error, never a chunk of zeros; so zeros must be written.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+class ArrayWriter:
+    """Appends to one array; `finish` makes it durable and describes it.
+
+    Args:
+        path: directory of the array.
+        dtype: dtype of its elements.
+        length: elements that will be appended, or the most there can be where `exact` is
+            False. An inexact array keeps `CHUNK_BYTES` chunks and is cut at the end.
+    """
+
+    def __init__(
+        self, path: AnyPath, dtype: str, length: int, *, exact: bool = True
+    ) -> None:
+        self._path, self._dtype, self._length = path, dtype, length
+        self._exact = exact
+        self._item = numpy_dtype(dtype)
+        limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
+        if exact:
+            self._chunk = chunk_length(length, self._item.itemsize, limit)
+        else:
+            self._chunk = max(1, min(length, limit // self._item.itemsize))
+        self._buffer = np.empty(self._chunk, self._item)
+        self._filled = 0
+        self._written = 0
+        self._store: ts.TensorStore | None = None
+        self._pending: collections.deque[ts.WriteFutures] = collections.deque()
+
+    @property
+    def position(self) -> int:
+        """Elements appended so far: the offset of what is appended next."""
+        return self._written + self._filled
+
+    def append(self, values: np.ndarray) -> None:
+        """Appends a copy of `values`, flattened; they must have the array's dtype."""
+        flat = np.ascontiguousarray(values).reshape(-1)
+        if flat.dtype != self._item:
+            raise TypeError(f"{self._path.name}: got {flat.dtype}, not {self._item}")
+        start = 0
+        while start < flat.size:
+            count = min(flat.size - start, self._chunk - self._filled)
+            self._buffer[self._filled : self._filled + count] = flat[
+                start : start + count
+            ]
+            self._filled += count
+            start += count
+            if self._filled == self._chunk:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._store is None:
+            self._store = self._create(self._length)
+        stop = self._written + self._filled
+        write = self._store[self._written : stop].write(
+            self._buffer[: self._filled], can_reference_source_data_indefinitely=True
+        )
+        self._pending.append(write)
+        while len(self._pending) > _IN_FLIGHT:
+            self._pending.popleft().commit.result()
+        self._written = stop
+        # A new buffer: TensorStore still refers to the old one.
+        self._buffer = np.empty(self._chunk, self._item)
+        self._filled = 0
+
+    def _create(self, length: int) -> ts.TensorStore:
+        spec = _spec(self._path, self._dtype, length, self._chunk)
+        return ts.open(spec, create=True, context=_context()).result()
+
+    def finish(self) -> ArrayEntry | None:
+        """Waits until everything is on storage.
+
+        Returns:
+            The array's entry for the process manifest; None when nothing was appended, and
+            then nothing was written.
+        """
+        if self._store is None and self._filled and not self._exact:
+            self._length = self._chunk = self._filled
+        if self._filled:
+            self._flush()
+        if self._store is None:
+            return None
+        while self._pending:
+            self._pending.popleft().commit.result()
+        if self._exact and self._written != self._length:
+            raise RuntimeError(
+                f"{self._path.name}: {self._written} of {self._length} were appended"
+            )
+        if self._written < self._length:
+            self._store.resize(
+                exclusive_max=[self._written],
+                resize_metadata_only=True,
+                shrink_only=True,
+            ).result()
+        self._store = None
+        return self._describe()
+
+    def _describe(self) -> ArrayEntry:
+        metadata = (self._path / "zarr.json").read_bytes()
+        chunks = -(-self._written // self._chunk)
+        return ArrayEntry(
+            dtype=self._dtype,
+            length=self._written,
+            chunk=self._chunk,
+            metadata_bytes=len(metadata),
+            metadata_sha256=hashlib.sha256(metadata).hexdigest(),
+            crc32c=tuple(stored_crc32c(self._path, i) for i in range(chunks)),
+        )
+
+
+def stored_crc32c(path: AnyPath, chunk: int) -> int:
+    """The checksum at the end of a chunk's file.
+
+    Raises:
+        IntegrityError: if the file is missing or too short to hold one.
+    """
+    file = path / "c" / str(chunk)
+    try:
+        with file.open("rb") as stream:
+            stream.seek(-4, os.SEEK_END)
+            return int.from_bytes(stream.read(4), "little")
+    except OSError as error:
+        raise errors.IntegrityError(
+            f"{os.fspath(file)} is missing or cut short", kind="file_missing"
+        ) from error
+
+
+class ArrayReader:
+    """Reads slices of an array that a process manifest describes.
+
+    `zarr.json` is not consulted: the manifest, whose digest was checked, says all that is
+    needed, so damage to `zarr.json` cannot change what is read.
+
+    Args:
+        path: directory of the array.
+        entry: its entry in the process manifest.
+        verify: whether each chunk's checksum is compared with the manifest's. TensorStore
+            compares the chunk's data with its checksum in any case.
+    """
+
+    def __init__(
+        self, path: AnyPath, entry: ArrayEntry, *, verify: bool = True
+    ) -> None:
+        self._path, self._entry, self._verify = path, entry, verify
+        self._checked: set[int] = set()
+        spec = _spec(path, entry.dtype, entry.length, entry.chunk)
+        spec["assume_metadata"] = True
+        self._store = ts.open(spec, open=True, context=_context()).result()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Elements `start` to `stop`, checked.
+
+        Raises:
+            IntegrityError: if a chunk is missing, damaged or not the one of this array.
+            FormatError: if the slice is not inside the array.
+        """
+        if not 0 <= start <= stop <= self._entry.length:
+            raise errors.FormatError(
+                f"{os.fspath(self._path)}: elements {start} to {stop} are outside"
+                f" the array of {self._entry.length}"
+            )
+        if start == stop:
+            return np.empty(0, numpy_dtype(self._entry.dtype))
+        if self._verify:
+            last = (stop - 1) // self._entry.chunk
+            for chunk in range(start // self._entry.chunk, last + 1):
+                self._check(chunk)
+        try:
+            return self._store[start:stop].read().result()
+        except ValueError as error:
+            raise errors.IntegrityError(
+                f"{os.fspath(self._path)} is damaged in elements {start} to {stop}\n"
+                f"  {str(error).splitlines()[0][:300]}",
+                kind="data_damaged",
+            ) from error
+
+    def _check(self, chunk: int) -> None:
+        if chunk in self._checked:
+            return
+        got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
+        if got != expected:
+            raise errors.IntegrityError(
+                f"chunk {chunk} of {os.fspath(self._path)} is not the one that was saved"
+                f"\n  got crc32c {got:08x}, expected {expected:08x}",
+                kind="foreign_chunk",
+            )
+        self._checked.add(chunk)

@@ -1,0 +1,251 @@
+"""Writing the rows of one process: arrays first, then the manifest that names them.
+
+Crash order: a process manifest is written when every array it names is on storage, and
+`manifest.json` when every process manifest is. So whatever a manifest names is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from cnr_jax.format import names, rowids
+from cnr_jax.format.manifest import FileDigest, NamedConfiguration
+from cnr_jax.format.tiles import (
+    ArrayEntry,
+    Box,
+    PartRef,
+    ProcessManifest,
+    RowIds,
+    Segment,
+    Tile,
+    dump_process,
+)
+from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
+from cnr_jax.repository.store import ArrayWriter
+from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.rows.gather import Chunk, encode_chunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What is written for one tile: the rows of one run, and where they belong.
+
+    Attributes:
+        box: the tile, start and stop in each dimension of the leaf.
+        positions: sorted positions within the tile; None for all rows. Runs of one row range
+            share the same object, and then the row ids are stored once.
+        count: rows; zero writes a tile without segments.
+        dtype: of the leaf.
+    """
+
+    table: str
+    leaf: str
+    box: Box
+    positions: np.ndarray | None
+    count: int
+    codec: Codec
+    dtype: np.dtype
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.box[0][1] - self.box[0][0]
+
+    @property
+    def width(self) -> int:
+        """Elements in a row of the tile."""
+        return int(np.prod([b - a for a, b in self.box[1:]], dtype=np.int64))
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether this is an optimizer slot rather than the table itself."""
+        return self.leaf != "table"
+
+
+class RowsWriter:
+    """Writes the runs of one process in the order in which their chunks come.
+
+    Args:
+        directory: the item's directory; it must exist.
+        uuid: of the checkpoint.
+        process: index of this process.
+        plans: one for each tile, those with rows in the order of the chunks.
+    """
+
+    def __init__(
+        self, directory: AnyPath, uuid: str, process: int, plans: Sequence[RunPlan]
+    ) -> None:
+        self._directory = directory
+        self._rows = directory / names.rows_directory(process)
+        self._uuid, self._process, self._plans = uuid, process, plans
+        self._with_rows = [plan for plan in plans if plan.count]
+        self._run_of = {id(plan): i for i, plan in enumerate(self._with_rows)}
+        self._starts = np.cumsum([0, *(plan.count for plan in self._with_rows)])
+        self._codecs: dict[Codec, int] = {}
+        self._ids: list[RowIds] = []
+        self._id_bytes: list[np.ndarray] = []
+        self._id_length = 0
+        self._known_ids: dict[tuple[int, int], int] = {}
+        self._escaped: dict[int, list[tuple[np.ndarray, PartRef]]] = {}
+        self._slot_bytes = 0
+        self._writers = self._open_writers()
+
+    def _open_writers(self) -> dict[str, ArrayWriter]:
+        lengths: dict[tuple[str, str], int] = {}
+        escapes: dict[tuple[str, str], int] = {}
+        for plan in self._with_rows:
+            for name, part in plan.codec.parts(plan.width, plan.dtype).items():
+                dtype = part.dtype.name
+                array = names.array_name(plan.codec.name, name, dtype)
+                key = (array, dtype)
+                lengths[key] = lengths.get(key, 0) + plan.count * part.width
+            if not isinstance(plan.codec, Raw):
+                array = names.array_name("escaped", "rows", plan.dtype.name)
+                key = (array, plan.dtype.name)
+                escapes[key] = escapes.get(key, 0) + plan.count * plan.width
+        writers = {
+            array: ArrayWriter(self._rows / array, dtype, length)
+            for (array, dtype), length in lengths.items()
+        }
+        for (array, dtype), length in escapes.items():
+            writers[array] = ArrayWriter(self._rows / array, dtype, length, exact=False)
+        return writers
+
+    def write(self, chunks: Iterable[Chunk], device: jax.Device) -> FileDigest:
+        """Encodes and writes all chunks, then the process manifest.
+
+        Args:
+            chunks: the rows of all runs, in order.
+            device: encodes chunks that are not encoded yet.
+
+        Returns:
+            Digest of the process manifest, which is durable.
+        """
+        offsets = self._segment_offsets()
+        done = 0
+        for chunk in chunks:
+            done = self._write_chunk(chunk, done, device)
+        if done != self._starts[-1]:
+            raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
+        tiles = tuple(self._tile(plan, offsets) for plan in self._plans)
+        arrays = self._finish_arrays()
+        manifest = ProcessManifest(
+            uuid=self._uuid,
+            process=self._process,
+            arrays=arrays,
+            codecs=tuple(
+                NamedConfiguration(name=c.name, configuration=c.configuration())
+                for c in self._codecs
+            ),
+            row_ids=tuple(self._ids),
+            tiles=tiles,
+            slot_bytes=self._slot_bytes,
+        )
+        if arrays:
+            self._sync_array_directories(arrays)
+        path = self._directory / names.process_manifest(self._process)
+        digest = write_durably(path, dump_process(manifest))
+        sync_directory(self._directory)
+        return digest
+
+    def _segment_offsets(self) -> dict[int, dict[str, PartRef]]:
+        """Where the parts of each run start, by index of the run."""
+        totals: dict[str, int] = {}
+        offsets: dict[int, dict[str, PartRef]] = {}
+        for i, plan in enumerate(self._with_rows):
+            offsets[i] = {}
+            for name, part in plan.codec.parts(plan.width, plan.dtype).items():
+                array = names.array_name(plan.codec.name, name, part.dtype.name)
+                start = totals.get(array, 0)
+                offsets[i][name] = PartRef(array=array, offset=start)
+                totals[array] = start + plan.count * part.width
+        return offsets
+
+    def _write_chunk(self, chunk: Chunk, done: int, device: jax.Device) -> int:
+        parts, escaped, rows = encode_chunk(chunk, device)
+        for name, values in parts.items():
+            array = names.array_name(chunk.codec.name, name, values.dtype.name)
+            self._writers[array].append(values)
+        if rows is not None:
+            self._write_escaped(escaped + done, rows)
+        return done + chunk.count
+
+    def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
+        """Stores escaped rows raw, remembering for each run which rows and where."""
+        runs = np.searchsorted(self._starts, at, side="right") - 1
+        array = names.array_name("escaped", "rows", rows.dtype.name)
+        writer = self._writers[array]
+        for run in np.unique(runs).tolist():
+            mine = runs == run
+            where = PartRef(array=array, offset=writer.position)
+            writer.append(rows[mine])
+            found = self._escaped.setdefault(run, [])
+            found.append((at[mine] - self._starts[run], where))
+            plan = self._with_rows[run]
+            self._slot_bytes += rows[mine].nbytes if plan.is_slot else 0
+
+    def _tile(self, plan: RunPlan, offsets: dict[int, dict[str, PartRef]]) -> Tile:
+        segments: list[Segment] = []
+        if plan.count:
+            run = self._run_of[id(plan)]
+            ids = self._shared_ids(plan)
+            segments.append(
+                Segment(codec=self._codec(plan.codec), row_ids=ids, parts=offsets[run])
+            )
+            for at, where in self._escaped.get(run, ()):
+                positions = at if plan.positions is None else plan.positions[at]
+                segments.append(
+                    Segment(
+                        codec=self._codec(Raw()),
+                        row_ids=self._add_ids(positions, plan.rows),
+                        parts={"rows": where},
+                    )
+                )
+            if plan.is_slot:
+                row_bytes = plan.codec.row_bytes(plan.width, plan.dtype)
+                self._slot_bytes += plan.count * row_bytes
+        return Tile(
+            table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)
+        )
+
+    def _codec(self, codec: Codec) -> int:
+        return self._codecs.setdefault(codec, len(self._codecs))
+
+    def _shared_ids(self, plan: RunPlan) -> int:
+        """Index of the row ids of a run; leaves with the same rows share them."""
+        key = (id(plan.positions), plan.rows)
+        if key not in self._known_ids:
+            self._known_ids[key] = self._add_ids(plan.positions, plan.rows)
+        return self._known_ids[key]
+
+    def _add_ids(self, positions: np.ndarray | None, rows: int) -> int:
+        """Index of new row ids within a tile of `rows` rows."""
+        if positions is None:
+            form, data, count = "all", np.empty(0, np.uint8), rows
+        else:
+            form, data = rowids.encode_rowids(positions, rows)
+            count = len(positions)
+        offset = self._id_length
+        self._ids.append(RowIds(form=form, offset=offset, bytes=len(data), count=count))
+        self._id_bytes.append(data)
+        self._id_length += len(data)
+        return len(self._ids) - 1
+
+    def _finish_arrays(self) -> dict[str, ArrayEntry]:
+        data = np.concatenate([*self._id_bytes, np.empty(0, np.uint8)])
+        if len(data):
+            name = names.ROW_IDS_ARRAY
+            self._writers[name] = ArrayWriter(self._rows / name, "uint8", len(data))
+            self._writers[name].append(data)
+        entries = {name: writer.finish() for name, writer in self._writers.items()}
+        return {name: entry for name, entry in entries.items() if entry is not None}
+
+    def _sync_array_directories(self, arrays: Iterable[str]) -> None:
+        """TensorStore syncs files and the directory of each; the ones above are ours."""
+        for name in arrays:
+            sync_directory(self._rows / name)
+        sync_directory(self._rows)

@@ -1,0 +1,294 @@
+"""From a chain of checkpoints to a train state: what fits where, and what does not.
+
+Everything is compared with the manifest before anything is read, so a state that does not match
+is refused with all its differences at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
+from cnr_jax.layouts import layout_from
+from cnr_jax.repository.restore import Target, restore_leaf, restore_stamps
+from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.rows.touched import Touched, seeded, stamp_sharding
+from cnr_jax.tables import Leaf, Table, Tables, flatten_paths
+
+Path = tuple[str, ...]
+
+
+def tables_of(manifest: Manifest, sharding: Sharding | None = None) -> Tables:
+    """The tables of a checkpoint, on one device, for a reader that has no state."""
+    where = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    found: dict[str, Table] = {}
+    for entry in manifest.tables:
+        leaf, *slots = (
+            Leaf(
+                name=leaf.name,
+                path=leaf.path,
+                shape=leaf.shape,
+                dtype=numpy_dtype(leaf.dtype),
+                sharding=where,
+            )
+            for leaf in entry.leaves
+        )
+        found[entry.name] = Table(
+            name=entry.name,
+            leaf=leaf,
+            slots=tuple(slots),
+            rows=entry.rows,
+            layout=layout_from(entry.layout.name, entry.layout.configuration),
+            row_sparse=False,
+        )
+    return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
+
+
+def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
+    """Everything a checkpoint holds as nested dicts by path, for a reader without a state."""
+    leaves: dict[Path, Any] = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for table in tables.values()
+        for leaf in table.leaves
+    }
+    for leaf in manifest.dense_leaves:
+        leaves[leaf.path] = leaf.value if leaf.kind == "text" else np.empty(leaf.shape)
+    return nest(leaves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be restored, checked against the checkpoint.
+
+    Attributes:
+        tables: leaves to rebuild: table, leaf name, and the abstract array.
+        targets: rows and layout of each table that is rebuilt.
+        dense: paths to restore, with the abstract leaf.
+        texts: strings, by path.
+        kept: leaves of the given state that the checkpoint does not hold.
+        exact: the restored tables are all of the checkpoint's, bit for bit.
+    """
+
+    tables: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
+    targets: Mapping[str, Target]
+    dense: Mapping[Path, Any]
+    texts: Mapping[Path, str]
+    kept: Mapping[Path, Any]
+    exact: bool
+
+
+def match(
+    manifest: Manifest, state: Any, tables: Tables, *, partial: bool, step: str
+) -> Wanted:
+    """Compares a state with a checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        state: abstract or concrete pytree to restore into.
+        tables: where the tables of the checkpoint are in `state`.
+        partial: restore what both have; what only `state` has must be concrete and is kept.
+        step: the checkpoint's name, for errors.
+
+    Raises:
+        StateMismatchError: with every difference.
+    """
+    problems: list[str] = []
+    leaves: dict[Path, Any] = dict(flatten_paths(state))
+    wanted: list[tuple[str, str, jax.ShapeDtypeStruct]] = []
+    targets: dict[str, Target] = {}
+    exact = set(tables) == {entry.name for entry in manifest.tables}
+    for entry in manifest.tables:
+        table = tables.get(entry.name)
+        if table is None or table.path not in leaves:
+            exact = False
+            if not partial:
+                problems.append(f"table {entry.name!r}: not in the state")
+            continue
+        targets[entry.name] = Target(
+            rows=table.rows, layout=table.layout, padded_rows=table.padded_rows
+        )
+        exact &= _match_table(entry, table, leaves, wanted, problems, partial)
+    dense, texts = _match_dense(manifest.dense_leaves, leaves, problems, partial)
+    kept = _kept(leaves, problems, partial)
+    if problems:
+        raise errors.StateMismatchError(
+            f"the state does not match checkpoint {step} ({len(problems)} differences)\n  "
+            + "\n  ".join(problems)
+            + "\n  hint: pass the state that was saved, or Restore(..., partial=True)"
+            " to restore what both have"
+        )
+    return Wanted(
+        tables=tuple(wanted),
+        targets=targets,
+        dense=dense,
+        texts=texts,
+        kept=kept,
+        exact=exact,
+    )
+
+
+def _match_table(
+    entry: TableEntry,
+    table: Table,
+    leaves: dict[Path, Any],
+    wanted: list[tuple[str, str, jax.ShapeDtypeStruct]],
+    problems: list[str],
+    partial: bool,
+) -> bool:
+    """Takes the leaves of one table out of `leaves`; returns whether it comes back exactly."""
+    saved = {leaf.name: leaf for leaf in entry.leaves}
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    exact = layout == table.layout and entry.padded_rows == table.padded_rows
+    if table.rows != entry.rows:
+        problems.append(
+            f"table {entry.name!r}: {entry.rows:,} rows in the checkpoint,"
+            f" {table.rows:,} in the state"
+        )
+    for leaf in table.leaves:
+        if leaf.path not in leaves:
+            continue
+        if leaf.name not in saved:
+            continue  # stays among the leaves, and is kept or reported there
+        value = leaves.pop(leaf.path)
+        stored = saved.pop(leaf.name)
+        if value.shape[:1] != leaf.shape[:1]:
+            problems.append(
+                f"{'/'.join(leaf.path)}: {value.shape[0]:,} rows in the state, but"
+                f" {leaf.shape[0]:,} in the tables of this manager: pass"
+                " Restore(..., tables=find_tables(state, ...))"
+            )
+        if value.shape[1:] != stored.shape[1:]:
+            problems.append(
+                f"{'/'.join(leaf.path)}: rows of shape {list(stored.shape[1:])} in the"
+                f" checkpoint, {list(value.shape[1:])} in the state"
+            )
+        exact &= np.dtype(value.dtype).name == stored.dtype
+        wanted.append((entry.name, leaf.name, _abstract(value)))
+    for name in saved:
+        exact = False
+        if not partial:
+            problems.append(f"table {entry.name!r}: slot {name!r} is not in the state")
+    return exact
+
+
+def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def _match_dense(
+    saved: Sequence[DenseLeaf],
+    leaves: dict[Path, Any],
+    problems: list[str],
+    partial: bool,
+) -> tuple[dict[Path, Any], dict[Path, str]]:
+    """Takes the dense leaves that the checkpoint holds out of `leaves`."""
+    dense: dict[Path, Any] = {}
+    texts: dict[Path, str] = {}
+    for leaf in saved:
+        if leaf.path not in leaves:
+            if not partial:
+                problems.append(f"{'/'.join(leaf.path)}: not in the state")
+            continue
+        value = leaves.pop(leaf.path)
+        if leaf.kind == "text":
+            texts[leaf.path] = leaf.value or ""
+        elif tuple(np.shape(value)) != leaf.shape:
+            problems.append(
+                f"{'/'.join(leaf.path)}: shape {list(leaf.shape)} in the checkpoint,"
+                f" {list(np.shape(value))} in the state"
+            )
+        else:
+            dense[leaf.path] = value
+    return dense, texts
+
+
+def _kept(leaves: Mapping[Path, Any], problems: list[str], partial: bool) -> dict[Path, Any]:
+    """Leaves that the checkpoint does not hold: kept where that was asked for and possible."""
+    for path, value in leaves.items():
+        if not partial:
+            problems.append(f"{'/'.join(path)}: not in the checkpoint")
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            problems.append(
+                f"{'/'.join(path)}: not in the checkpoint, and abstract: pass a value to keep"
+            )
+    return dict(leaves)
+
+
+def rebuild(
+    chain: Sequence[StepReader], wanted: Wanted
+) -> dict[str, dict[str, jax.Array]]:
+    """The table leaves, by table and leaf name."""
+    found: dict[str, dict[str, jax.Array]] = {}
+    for table, leaf, abstract in wanted.tables:
+        array = restore_leaf(chain, table, leaf, wanted.targets[table], abstract)
+        found.setdefault(table, {})[leaf] = array
+    return found
+
+
+def reseed(chain: Sequence[StepReader], wanted: Wanted, tables: Tables) -> Touched:
+    """Touched rows from which the next delta is right, in a fresh lineage.
+
+    Tables that were not restored get stamps of zero.
+    """
+    shardings: dict[str, Sharding] = {}
+    stamps: dict[str, Any] = {}
+    abstract = {table: array for table, leaf, array in wanted.tables if leaf == "table"}
+    for name, table in tables.items():
+        array = abstract.get(name)
+        source = array.sharding if array is not None else table.leaf.sharding
+        source = source or SingleDeviceSharding(jax.local_devices()[0])
+        shardings[name] = stamp_sharding(source, table.leaf.shape)
+        if array is not None:
+            stamps[name] = restore_stamps(
+                chain, name, wanted.targets[name], shardings[name]
+            )
+        else:
+            stamps[name] = np.zeros(table.padded_rows, np.int32)
+    return seeded(tables, shardings, stamps, len(chain) - 1)
+
+
+def assemble(
+    state: Any,
+    wanted: Wanted,
+    tables: Tables,
+    arrays: Mapping[str, Mapping[str, jax.Array]],
+    dense: Mapping[str, Any],
+) -> Any:
+    """The state, in the structure of the one that was asked for.
+
+    Args:
+        state: abstract or concrete; gives the structure.
+        wanted: as `match` returned it for this state.
+        tables: gives the paths of table leaves.
+        arrays: the table leaves, by table and leaf name.
+        dense: the restored dense leaves as nested dicts.
+    """
+    values: dict[Path, Any] = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
+    for name, leaves in arrays.items():
+        paths = {leaf.name: leaf.path for leaf in tables[name].leaves}
+        values.update({paths[leaf]: value for leaf, value in leaves.items()})
+    order = [path for path, _ in flatten_paths(state)]
+    treedef = jax.tree.structure(state)
+    return jax.tree.unflatten(treedef, [values[path] for path in order])
+
+
+def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """A nested dict from values by path."""
+    root: dict[str, Any] = {}
+    for path, value in leaves.items():
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return root

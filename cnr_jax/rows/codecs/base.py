@@ -1,0 +1,83 @@
+"""What a codec is: a pure, jit-able map from rows to fixed-width parts, and back.
+
+A codec is a frozen, hashable value, so it can be a static argument of a jitted
+function. On disk it is a name and a configuration. Every part has one fixed width per
+row: rows of different saves can be concatenated, sliced and gathered without decoding.
+Rows that a codec cannot hold within its error bound are *escaped*: the caller stores
+them raw beside the parts and overwrites what `decode` returns for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+
+class Part(NamedTuple):
+    """One of the arrays that encoded rows consist of.
+
+    Attributes:
+        dtype: dtype of the array.
+        width: elements per row; the array is `dtype[rows, width]`.
+    """
+
+    dtype: np.dtype
+    width: int
+
+
+class Encoded(NamedTuple):
+    """Encoded rows, a pytree.
+
+    Attributes:
+        parts: name to `dtype[rows, width]`, as `Codec.parts` describes them.
+        escaped: bool[rows]; True where the parts do not hold the row. The parts of an
+            escaped row are finite and decode to zeros.
+    """
+
+    parts: dict[str, jax.Array]
+    escaped: jax.Array
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Encodes rows of a table or of an optimizer slot."""
+
+    @property
+    def name(self) -> str:
+        """The codec's name on disk."""
+        ...
+
+    def configuration(self) -> dict[str, int | str]:
+        """Returns what, beside the name, is needed to make an equal codec again."""
+        ...
+
+    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
+        """Returns the parts of encoded rows of `dim` elements of `dtype`."""
+        ...
+
+    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
+        """Returns the bytes of one encoded row, all parts together."""
+        ...
+
+    def encode(self, rows: jax.Array) -> Encoded:
+        """Encodes `dtype[rows, dim]`. Jit-able; no shape depends on values."""
+        ...
+
+    def decode(
+        self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike
+    ) -> jax.Array:
+        """Returns `dtype[rows, dim]` from the parts. Jit-able.
+
+        The same parts give the same bits on every platform. Values of escaped rows are
+        of no meaning.
+        """
+        ...
+
+
+def bytes_of(parts: Mapping[str, Part]) -> int:
+    """Returns the bytes of one row of all `parts` together."""
+    return sum(part.width * part.dtype.itemsize for part in parts.values())

@@ -1,0 +1,328 @@
+"""Selecting touched rows, gathering them into fixed-size chunks, and encoding these.
+
+Rows are gathered in the blocking part of a save, before the next train step can donate the
+buffers they are in. What is gathered are fresh copies; nothing here outlives the call but those.
+
+Two ways, chosen by platform. On CPU rows are gathered by numpy from a view of the buffer and
+encoded later, behind training: gathering needs no compilation, so a thousand tables of distinct
+shapes cost none, and rows of all tables of one width share the chunks. On accelerators rows are
+gathered and encoded at once on their device and only encoded bytes cross to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cnr_jax.rows.codecs import Codec, Encoded, Raw
+from cnr_jax.rows.tiling import local_shard
+
+Where = Literal["host", "device"]
+# Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
+# to stay in cache while it is encoded (measured on CPU: 2 to 8 MiB are alike).
+CHUNK_BYTES = 4 << 20
+# Rows of the small chunk that holds the rest of a group, so that few touched rows cost little.
+SMALL_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The rows of one tile that are saved with one codec.
+
+    Attributes:
+        data: the shard that holds the tile, on its device.
+        first: row of `data` at which the tile starts.
+        rows: rows of the tile.
+        positions: sorted int64 positions within the tile; None for all rows.
+        codec: how they are encoded.
+    """
+
+    data: jax.Array
+    first: int
+    rows: int
+    positions: np.ndarray | None
+    codec: Codec
+
+    @property
+    def count(self) -> int:
+        """Rows to be saved."""
+        return self.rows if self.positions is None else len(self.positions)
+
+    @property
+    def width(self) -> int:
+        """Elements of one row."""
+        return int(np.prod(self.data.shape[1:], dtype=np.int64))
+
+    @property
+    def group(self) -> tuple[Codec, np.dtype, int]:
+        """Runs of one group share chunks and compiled programs."""
+        return self.codec, np.dtype(self.data.dtype), self.width
+
+
+@dataclasses.dataclass(slots=True)
+class Chunk:
+    """Up to a fixed number of consecutive rows of one group.
+
+    Attributes:
+        count: rows that are meant; what follows them is padding.
+        rows: host array `[at least count, width]`; None where `encoded` holds the rows.
+        encoded: encoded on the device; None where they are encoded later.
+        escaped_rows: the rows themselves, on the device, where some were escaped.
+    """
+
+    codec: Codec
+    count: int
+    rows: np.ndarray | None = None
+    encoded: Encoded | None = None
+    escaped_rows: jax.Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on host and device that this chunk keeps."""
+        size = self.rows.nbytes if self.rows is not None else 0
+        size += self.escaped_rows.nbytes if self.escaped_rows is not None else 0
+        if self.encoded is not None:
+            size += sum(part.nbytes for part in self.encoded.parts.values())
+        return size
+
+
+def chunk_rows(width: int, itemsize: int) -> int:
+    """Rows of a large chunk: a power of two, at least `SMALL_ROWS`.
+
+    Example:
+        >>> chunk_rows(64, 4)
+        16384
+    """
+    rows = max(1, CHUNK_BYTES // max(1, width * itemsize))
+    return max(SMALL_ROWS, 1 << (rows.bit_length() - 1))
+
+
+def touched_positions(
+    stamps: jax.Array, rows: tuple[int, int], clock: int, where: Where
+) -> np.ndarray:
+    """Positions within `rows` whose stamp is greater than `clock`, sorted, int64.
+
+    Waits for the computation that produced `stamps`.
+    """
+    data, first = local_shard(stamps, rows)
+    part = slice(rows[0] - first, rows[1] - first)
+    if where == "host":
+        mask = np.asarray(data)[part] > clock
+    else:
+        program = _bits_program(data.shape, data.device)
+        bits = np.asarray(program(data, jax.device_put(np.int32(clock), data.device)))
+        mask = np.unpackbits(bits, count=data.shape[0], bitorder="little")[part]
+    return np.flatnonzero(mask)
+
+
+def _touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
+    """One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes."""
+    return jnp.packbits(stamps > clock, bitorder="little")
+
+
+def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
+    """Yields the rows of all runs, in order, in chunks.
+
+    Runs must be sorted by group. On the host a chunk holds rows of several runs of a group;
+    on a device each run has its own.
+    """
+    if where == "device":
+        for run in runs:
+            yield from _device_chunks(run)
+        return
+    start = 0
+    while start < len(runs):
+        stop = start
+        while stop < len(runs) and runs[stop].group == runs[start].group:
+            stop += 1
+        yield from _host_chunks(runs[start:stop])
+        start = stop
+
+
+def _bit_view(array: np.ndarray) -> np.ndarray:
+    """The same rows as unsigned integers: numpy copies them faster, and never as numbers."""
+    flat = array.reshape(array.shape[0], -1)
+    return flat.view(f"u{array.dtype.itemsize}")
+
+
+def _host_chunks(runs: Sequence[Run]) -> Iterator[Chunk]:
+    codec, dtype, width = runs[0].group
+    large = chunk_rows(width, dtype.itemsize)
+    left = sum(run.count for run in runs)
+    buffer, filled = _buffer(large, left, width, dtype), 0
+    for run in runs:
+        done = 0
+        while done < run.count:
+            count = min(run.count - done, len(buffer) - filled)
+            if count == 0:
+                yield Chunk(codec=codec, count=filled, rows=buffer)
+                buffer, filled = _buffer(large, left, width, dtype), 0
+                continue
+            _copy_rows(run, done, _bit_view(buffer)[filled : filled + count])
+            done += count
+            filled += count
+            left -= count
+    if filled:
+        yield Chunk(codec=codec, count=filled, rows=buffer)
+
+
+def _buffer(large: int, left: int, width: int, dtype: np.dtype) -> np.ndarray:
+    """Room for the next chunk; a small one where that is enough for all that is left."""
+    rows = large if left > SMALL_ROWS else SMALL_ROWS
+    # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
+    make = np.empty if left >= rows else np.zeros
+    return make((rows, width), dtype)
+
+
+def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
+    """Copies rows `done` and following of a run into `out`, as bits."""
+    # The view lives for this call only: a view that is alive when the buffer is donated
+    # makes XLA copy the whole table instead of reusing it.
+    view = _bit_view(np.asarray(run.data))
+    if run.positions is None:
+        start = run.first + done
+        out[...] = view[start : start + len(out)]
+    else:
+        index = run.positions[done : done + len(out)] + run.first
+        # "clip" skips a bounds check that copies; positions are within the tile.
+        np.take(view, index, axis=0, out=out, mode="clip")
+
+
+def _device_chunks(run: Run) -> Iterator[Chunk]:
+    """Encodes a run on its device, one chunk ahead of the one that is handed out."""
+    large = chunk_rows(run.width, run.data.dtype.itemsize)
+    waiting: tuple[Chunk, jax.Array] | None = None
+    for start in range(0, run.count, large):
+        chunk, at = _device_chunk(run, start, min(large, run.count - start))
+        if waiting is not None:
+            yield _keep_escaped(run, *waiting)
+        waiting = (chunk, at)
+    if waiting is not None:
+        yield _keep_escaped(run, *waiting)
+
+
+def _device_chunk(run: Run, start: int, count: int) -> tuple[Chunk, jax.Array]:
+    """Starts to encode `count` rows from `start` on; also returns their rows in the shard."""
+    large = chunk_rows(run.width, run.data.dtype.itemsize)
+    index = np.full(large if count > SMALL_ROWS else SMALL_ROWS, run.first, np.int32)
+    if run.positions is None:
+        index[:count] = np.arange(start, start + count) + run.first
+    else:
+        index[:count] = run.positions[start : start + count] + run.first
+    at = jax.device_put(index, run.data.device)
+    encoded = _program_for(run, run.codec, len(index))(run.data, at)
+    for array in (*encoded.parts.values(), encoded.escaped):
+        array.copy_to_host_async()
+    return Chunk(codec=run.codec, count=count, encoded=encoded), at
+
+
+def _keep_escaped(run: Run, chunk: Chunk, at: jax.Array) -> Chunk:
+    """Keeps the rows themselves where some were escaped: the shard may be donated later."""
+    assert chunk.encoded is not None
+    if not isinstance(run.codec, Raw):
+        if np.asarray(chunk.encoded.escaped)[: chunk.count].any():
+            rows = _program_for(run, Raw(), len(at))(run.data, at)
+            chunk.escaped_rows = rows.parts["rows"]
+    return chunk
+
+
+def _program_for(
+    run: Run, codec: Codec, rows: int
+) -> Callable[[jax.Array, jax.Array], Encoded]:
+    dtype = np.dtype(run.data.dtype)
+    return _gather_program(codec, run.data.shape, dtype, run.data.device, rows)
+
+
+# Programs of the device way are compiled ahead of time and kept here: calling a jitted function
+# to warm it up would need an array as large as the shard.
+@functools.cache
+def _gather_program(
+    codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
+) -> Callable[[jax.Array, jax.Array], Encoded]:
+    def gather_encode(data: jax.Array, index: jax.Array) -> Encoded:
+        picked = data.reshape(data.shape[0], -1).at[index].get(mode="clip")
+        return codec.encode(picked)
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    data = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    index = jax.ShapeDtypeStruct((rows,), np.int32, sharding=sharding)
+    return jax.jit(gather_encode).lower(data, index).compile()
+
+
+@functools.cache
+def _bits_program(
+    shape: tuple[int, ...], device: jax.Device
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    stamps = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    clock = jax.ShapeDtypeStruct((), np.int32, sharding=sharding)
+    return jax.jit(_touched_bits).lower(stamps, clock).compile()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(codec: Codec, rows: jax.Array) -> Encoded:
+    return codec.encode(rows)
+
+
+def encode_chunk(
+    chunk: Chunk, device: jax.Device
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray | None]:
+    """The encoded parts of a chunk on the host, without its padding.
+
+    Waits for the result: on CPU a train step queued behind several chunks would wait for all
+    of them, behind one it waits for that one.
+
+    Returns:
+        The parts, each `[count, width of the part]`; the positions of escaped rows; these
+        rows themselves, or None when there are none.
+    """
+    count = chunk.count
+    if chunk.encoded is None:
+        assert chunk.rows is not None
+        if isinstance(chunk.codec, Raw):
+            return {"rows": chunk.rows[:count]}, np.empty(0, np.int64), None
+        encoded = _encode(chunk.codec, jax.device_put(chunk.rows, device))
+    else:
+        encoded = chunk.encoded
+    parts = {name: np.asarray(part)[:count] for name, part in encoded.parts.items()}
+    escaped = np.flatnonzero(np.asarray(encoded.escaped)[:count])
+    if not len(escaped):
+        return parts, escaped, None
+    rows = chunk.rows if chunk.rows is not None else np.asarray(chunk.escaped_rows)
+    return parts, escaped, rows[escaped]
+
+
+def host_device() -> jax.Device:
+    """The device that encodes rows which are staged on the host."""
+    return jax.local_devices(backend="cpu")[0]
+
+
+def warm_up_host(codec: Codec, dtype: np.dtype, width: int) -> None:
+    """Compiles what encoding chunks of this group on the host needs."""
+    device = host_device()
+    if isinstance(codec, Raw):
+        return
+    for rows in (SMALL_ROWS, chunk_rows(width, dtype.itemsize)):
+        chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
+        encode_chunk(chunk, device)
+
+
+def warm_up_device(
+    codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
+) -> None:
+    """Compiles what gathering and encoding from a shard of this shape on a device needs."""
+    width = int(np.prod(shape[1:], dtype=np.int64))
+    for rows in (SMALL_ROWS, chunk_rows(width, dtype.itemsize)):
+        _gather_program(codec, shape, dtype, device, rows)
+        _gather_program(Raw(), shape, dtype, device, rows)
+
+
+def warm_up_stamps(rows: int, device: jax.Device) -> None:
+    """Compiles what selecting rows of a shard of this many stamps on a device needs."""
+    _bits_program((rows,), device)

@@ -1,0 +1,132 @@
+"""Which device saves which part of a leaf: every element once, decided alike everywhere.
+
+A tile is a part of one shard whose rows lie within one shard of the stamps, because the rows
+of a tile are chosen by stamps that its process must hold. All processes compute the same tiling
+from shardings alone; nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Sharding
+
+from cnr_jax import errors
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """A part of a leaf and the device that saves it.
+
+    Attributes:
+        box: start and stop in each dimension of the leaf.
+        device: holds the box; its process holds the stamps of the rows.
+    """
+
+    box: Box
+    device: jax.Device
+
+
+def boxes_of(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> Mapping[Box, tuple[jax.Device, ...]]:
+    """The distinct parts of an array and the devices that hold each, in order of device id.
+
+    Example:
+        >>> sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> [box for box in boxes_of(sharding, (4, 2))]
+        [((0, 4), (0, 2))]
+    """
+    return _boxes_of(sharding, tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes_of(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> Mapping[Box, tuple[jax.Device, ...]]:
+    found: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = (
+            part.indices(size)[:2]
+            for part, size in zip(index or (), shape, strict=True)
+        )
+        found.setdefault(tuple(bounds), []).append(device)
+    return {
+        box: tuple(sorted(devices, key=lambda device: device.id))
+        for box, devices in sorted(found.items())
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_leaf(
+    name: str, shape: tuple[int, ...], sharding: Sharding, stamp_sharding: Sharding
+) -> tuple[Piece, ...]:
+    """Splits a leaf into tiles, each with the device that saves it.
+
+    Args:
+        name: of the leaf, for the error.
+        shape: of the leaf; `shape[0]` is the table's padded rows.
+        sharding: of the leaf.
+        stamp_sharding: of the table's stamps, `[shape[0]]`.
+
+    Raises:
+        TableError: if no process holds both a part of the leaf and the stamps of its rows.
+    """
+    pieces: list[Piece] = []
+    stamps = boxes_of(stamp_sharding, shape[:1])
+    for box, devices in boxes_of(sharding, shape).items():
+        for (stamp_rows,), holders in stamps.items():
+            start = max(box[0][0], stamp_rows[0])
+            stop = min(box[0][1], stamp_rows[1])
+            if start < stop:
+                owner = _choose(devices, holders)
+                if owner is None:
+                    raise errors.TableError(
+                        f"{name} is sharded so that no process can choose its rows\n"
+                        f"  rows {start} to {stop} are on processes"
+                        f" {sorted({d.process_index for d in devices})}, the stamps of"
+                        f" these rows on {sorted({d.process_index for d in holders})}\n"
+                        "  hint: shard it like its table, or replicate it"
+                    )
+                pieces.append(Piece(((start, stop), *box[1:]), owner))
+    return tuple(pieces)
+
+
+def _choose(
+    devices: tuple[jax.Device, ...], holders: tuple[jax.Device, ...]
+) -> jax.Device | None:
+    """The device that saves a tile: one that holds its stamps too, so that replicas share.
+
+    A replicated slot of a row-sharded table is so saved by all devices, each the rows whose
+    stamps it holds, and not by the first device alone.
+    """
+    both = [device for device in devices if device in holders]
+    if both:
+        return both[0]
+    processes = {device.process_index for device in holders}
+    return next((d for d in devices if d.process_index in processes), None)
+
+
+def local_shard(array: jax.Array, rows: tuple[int, int]) -> tuple[jax.Array, int]:
+    """A local shard that holds `rows` of a one-dimensional array, and its first row.
+
+    Raises:
+        TableError: if no local shard holds them.
+    """
+    for shard in array.addressable_shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        if start <= rows[0] and rows[1] <= stop:
+            return shard.data, start
+    raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
+
+
+def shard_on(array: jax.Array, device: jax.Device) -> tuple[jax.Array, int]:
+    """The shard of `array` on `device`, and its first row."""
+    for shard in array.addressable_shards:
+        if shard.device == device:
+            return shard.data, shard.index[0].indices(array.shape[0])[0]
+    raise errors.TableError(f"the array has no shard on {device}")

@@ -1,0 +1,553 @@
+"""Touched rows: one stamp per table row and a clock that `record` advances.
+
+`record` runs in the train step, on the device, and writes the new clock to the stamps of
+the rows that were looked up. A checkpoint stores the clock at which it was taken; the
+rows of a delta are those with a stamp past its parent's clock. Selecting and gathering
+them lives elsewhere.
+
+To remember: nothing here is ever cleared by a save, so a save that fails loses nothing;
+and the lineage ties stamps to the checkpoints whose clocks they can be compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from cnr_jax.errors import TouchedError
+from cnr_jax.layouts import Identity, RowLayout
+from cnr_jax.optimizers import check_row_sparse
+from cnr_jax.tables import Table, Tables, split
+
+__all__ = [
+    "CLOCK_LIMIT",
+    "Ids",
+    "Lookup",
+    "StampedTable",
+    "Touched",
+    "clock_of",
+    "init_touched",
+    "lineage_hex",
+    "record",
+    "reset_touched",
+    "seeded",
+    "stamp_sharding",
+]
+
+# The clock stops here and never wraps. Far below int32's end, so that `clock + 1` and
+# comparisons of stamps cannot overflow; a step every millisecond gets here in 12 days.
+CLOCK_LIMIT = 2**30
+
+
+class Lookup(NamedTuple):
+    """Row ids of which some entries do not count.
+
+    Attributes:
+        ids: integer[...], row ids.
+        where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at
+            the last axis); entries that are False are ignored.
+        row_splits: integer[n + 1], for ragged `ids` of one dimension, as in
+            `jax_ragged`-style inputs: row `i` holds entries `row_splits[i]` up to
+            `row_splits[i + 1]`. Entries at or past `row_splits[-1]` are padding and
+            ignored.
+    """
+
+    ids: Any
+    where: Any = None
+    row_splits: Any = None
+
+
+# One feature, or several that share a table.
+Ids: TypeAlias = Union[ArrayLike, Lookup, "Sequence[Ids]"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StampedTable:
+    """What `record` must know of a table, static under `jax.jit`.
+
+    Attributes:
+        name: the table's name.
+        padded_rows: rows of the stored array, and so the number of stamps.
+        lookup_rows: rows that ids wrap and clamp to: those of the stored array where
+            ids index it directly, the logical rows where a layout is in between.
+        layout: how logical row ids map to stored rows.
+    """
+
+    name: str
+    padded_rows: int
+    lookup_rows: int
+    layout: RowLayout
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["stamps", "clock", "lineage"],
+    meta_fields=["tables"],
+)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Touched:
+    """When each row was last looked up; a pytree that travels beside the train state.
+
+    A row's stamp is the clock of the last `record` that named it, 0 for never. The clock
+    counts calls of `record`, not steps. Build it with `init_touched` and donate it to
+    the train step together with the state.
+
+    Attributes:
+        stamps: by table, int32[padded_rows], sharded as the table's rows are. Indexed
+            by stored row, that is, after the table's layout.
+        clock: int32[], 0 to `CLOCK_LIMIT`.
+        lineage: uint32[4], 128 random bits. Stamps may be compared with the clock of a
+            checkpoint only if both are of one lineage.
+        tables: static description of the tables, in order of their names.
+    """
+
+    stamps: dict[str, jax.Array]
+    clock: jax.Array
+    lineage: jax.Array
+    tables: tuple[StampedTable, ...]
+
+
+def init_touched(state: Any, tables: Tables) -> Touched:
+    """Returns stamps for a state of which no row was looked up yet.
+
+    The stamps are placed as the rows of `state`'s tables are: over the same mesh and
+    devices, replicated over axes that split columns, and uncommitted where the table
+    is. They lie in device memory even if the table is kept on the host. Draws a new
+    lineage, so with several processes every one of them must make this call.
+
+    Args:
+        state: the train state, of concrete arrays.
+        tables: what `find_tables` found in a state of this structure.
+
+    Returns:
+        Stamps int32[padded_rows] of zeros by table, clock 0 and a fresh lineage.
+
+    Raises:
+        OptimizerError: if the optimizer moves rows that no batch looked up.
+        StateMismatchError: if `state` and `tables` disagree.
+        TouchedError: if called inside `jax.jit`, or a table's sharding is of a kind
+            from which the sharding of its rows cannot be read.
+
+    Example:
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"user": {"embedding": jnp.zeros((6, 2))}}
+        >>> touched = init_touched(state, find_tables(state, ["user"]))
+        >>> touched = record(touched, {"user": jnp.array([4, 0])})
+        >>> touched = record(touched, {"user": jnp.array([4])})
+        >>> touched.stamps["user"].tolist(), clock_of(touched)
+        ([1, 0, 0, 0, 2, 0], 2)
+    """
+    check_row_sparse(state, tables)
+    leaves, _ = split(state, tables)
+    arrays = {name: leaves[name][table.leaf.name] for name, table in tables.items()}
+    _require_concrete(arrays.values(), "init_touched")
+    shardings = {
+        name: stamp_sharding(array.sharding, array.shape) if array.committed else None
+        for name, array in arrays.items()
+    }
+    zeros = {name: _zero_stamps(array.shape[0]) for name, array in arrays.items()}
+    return _assemble(_stamped_tables(tables), shardings, zeros, clock=0)
+
+
+def seeded(
+    tables: Tables,
+    shardings: Mapping[str, Sharding | None],
+    stamps: Mapping[str, np.ndarray | jax.Array],
+    clock: int,
+) -> Touched:
+    """Returns `touched` for restored tables, with given stamps and a fresh lineage.
+
+    With several processes every one of them must make this call, with equal arguments.
+
+    Args:
+        tables: the tables of the state that was restored.
+        shardings: by table, the sharding of its *stamps* (see `stamp_sharding`); None
+            leaves them uncommitted on the default device.
+        stamps: by table, integer[padded_rows], no value above `clock`. Numpy arrays
+            are copied; JAX arrays may be taken over, so do not use them afterwards.
+        clock: 0 to `CLOCK_LIMIT`, that of the restored checkpoint.
+
+    Raises:
+        TouchedError: if stamps are missing or of another shape, or the clock is out of
+            its range.
+
+    Example:
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"user": {"embedding": jnp.zeros((3, 2))}}
+        >>> tables = find_tables(state, ["user"])
+        >>> touched = seeded(tables, {"user": None}, {"user": np.array([7, 0, 9])}, 9)
+        >>> touched.stamps["user"].tolist(), clock_of(touched)
+        ([7, 0, 9], 9)
+    """
+    if not 0 <= clock <= CLOCK_LIMIT:
+        raise TouchedError(f"clock {clock} is outside its range\n  0 to {CLOCK_LIMIT}")
+    for given, what in ((shardings, "shardings"), (stamps, "stamps")):
+        if set(given) != set(tables):
+            raise TouchedError(
+                f"{what} do not fit the tables\n"
+                f"  got {sorted(given)}, expected {sorted(tables)}"
+            )
+    for name, table in tables.items():
+        if stamps[name].shape != (table.padded_rows,) or stamps[name].dtype.kind != "i":
+            raise TouchedError(
+                f"stamps of table {name!r} do not fit it\n"
+                f"  got {stamps[name].dtype}{list(stamps[name].shape)}, "
+                f"expected integers[{table.padded_rows}]"
+            )
+    return _assemble(_stamped_tables(tables), shardings, stamps, clock)
+
+
+def reset_touched(touched: Touched) -> Touched:
+    """Returns `touched` as at the start: stamps and clock 0, and a fresh lineage.
+
+    For a state that was changed behind `record`'s back (rolled back to a copy in memory,
+    rows assigned by hand), and for a clock at its limit. The next save is a full one.
+    With several processes every one of them must make this call.
+
+    Raises:
+        TouchedError: if called inside `jax.jit`.
+
+    Example:
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"user": {"embedding": jnp.zeros((3, 2))}}
+        >>> touched = init_touched(state, find_tables(state, ["user"]))
+        >>> touched = record(touched, {"user": jnp.array([1])})
+        >>> reset = reset_touched(touched)
+        >>> reset.stamps["user"].tolist(), lineage_hex(reset) == lineage_hex(touched)
+        ([0, 0, 0], False)
+    """
+    _require_concrete([touched.clock, *touched.stamps.values()], "reset_touched")
+    shardings = {
+        name: array.sharding if array.committed else None
+        for name, array in touched.stamps.items()
+    }
+    zeros = {name: _zero_stamps(a.shape[0]) for name, a in touched.stamps.items()}
+    return _assemble(touched.tables, shardings, zeros, clock=0)
+
+
+def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
+    """Returns `touched` with the clock advanced and the looked-up rows stamped with it.
+
+    Call it under `jax.jit`, in the step that *applies* the update of these rows, on
+    global arrays (not inside `shard_map`). Donate `touched`: the stamps are then
+    written in place, one scatter a table, and sharded ids are gathered, never stamps.
+
+    Ids mean what they mean in `table[ids]`, with V rows (those of the stored array, or
+    the logical rows where the table has a layout): -V to -1 mark the row they wrap
+    to, ids of V or more mark row V - 1, ids below -V mark row 0. Only masked entries
+    are ignored. `jnp.take` with `mode="clip"` or `"wrap"` reads other rows for ids
+    out of [0, V): hand such ids in as clipped or wrapped.
+
+    Args:
+        touched: from `init_touched`, a restore, or an earlier call.
+        ids: by table, integers of any shape and width; a sequence of such for features
+            that share a table; a `Lookup` for masked or ragged ids. Tables that are
+            not named are left alone.
+
+    Returns:
+        The same structure, shapes, dtypes and shardings. The clock stops at
+        `CLOCK_LIMIT`, after which every save must be a full one.
+
+    Raises:
+        TouchedError: at trace time, for an unknown table, ids that are not integers, a
+            mask that does not fit them, or stamps of another length than the table.
+
+    Example:
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"item": {"embedding": jnp.zeros((5, 2))}}
+        >>> touched = init_touched(state, find_tables(state, ["item"]))
+        >>> bag = Lookup(jnp.array([[1, 3], [2, 0]]), where=jnp.array([[1, 0], [1, 0]]) > 0)
+        >>> jax.jit(record)(touched, {"item": [bag, jnp.array([-1])]}).stamps["item"]
+        Array([0, 1, 1, 0, 1], dtype=int32)
+    """
+    tables = {table.name: table for table in touched.tables}
+    unknown = sorted(set(ids) - set(tables))
+    if unknown:
+        raise TouchedError(
+            f"table {unknown[0]!r} is not tracked\n"
+            f"  got ids of {sorted(ids)}, tracked: {sorted(tables)}"
+        )
+    clock = jnp.minimum(touched.clock, CLOCK_LIMIT - 1) + 1
+    stamps = dict(touched.stamps)
+    for name, given in ids.items():
+        table = tables[name]
+        _check_length(stamps[name], table)
+        rows = [
+            _stored_rows(lookup, table, label)
+            for label, lookup in _lookups(given, f"ids of table {name!r}")
+        ]
+        if rows:
+            flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+            stamps[name] = _stamp(stamps[name], flat, clock)
+    return dataclasses.replace(touched, stamps=stamps, clock=clock)
+
+
+def stamp_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """Returns the sharding of a table's stamps: that of its rows, in device memory.
+
+    Args:
+        sharding: of the table, a `NamedSharding` or any sharding on one device.
+        shape: of the table, (padded_rows, dim).
+
+    Raises:
+        TouchedError: if the sharding is of another kind, or does not split the rows
+            evenly.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+        >>> stamp_sharding(NamedSharding(mesh, P("data", "model")), (8, 4)).spec
+        PartitionSpec('data',)
+    """
+    if not isinstance(sharding, NamedSharding):
+        if len(sharding.device_set) == 1:
+            return SingleDeviceSharding(next(iter(sharding.device_set)))
+        raise TouchedError(
+            f"the sharding of a table's rows cannot be read from {sharding}\n"
+            "  hint: place the table with a jax.sharding.NamedSharding"
+        )
+    rows = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
+    try:
+        rows.shard_shape(tuple(shape[:1]))
+    except ValueError as error:
+        raise TouchedError(
+            f"{shape[0]} rows cannot be split evenly by {sharding.spec} "
+            f"over the mesh {dict(sharding.mesh.shape)}\n"
+            "  hint: pad the table to a multiple of the number of row shards"
+        ) from error
+    return rows
+
+
+def lineage_hex(touched: Touched) -> str:
+    """Returns the lineage as 32 hex digits; waits for the device."""
+    words = np.asarray(touched.lineage.addressable_data(0))
+    return "".join(f"{int(word):08x}" for word in words)
+
+
+def clock_of(touched: Touched) -> int:
+    """Returns the clock as a Python int; waits for the device."""
+    return int(np.asarray(touched.clock.addressable_data(0)))
+
+
+def _stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
+    """Returns integer[n]: the stored rows of a lookup, `padded_rows` where masked."""
+    ids = _integers(lookup.ids, label)
+    rows = table.layout.to_physical(_in_range(ids, table))
+    keep = _counted(lookup, ids.shape, label)
+    if keep is not None:
+        # Not -1, as scatter would wrap it to the last row before it drops anything.
+        rows = jnp.where(keep, rows, table.padded_rows)
+    return rows.reshape(-1)
+
+
+def _in_range(ids: jax.Array, table: StampedTable) -> jax.Array:
+    """Returns `ids` wrapped and clamped to [0, lookup_rows), in the index dtype."""
+    rows, index_dtype = table.lookup_rows, _index_dtype(table)
+    # Only in a dtype that holds `rows` are `ids + rows` and the bound below right.
+    if jnp.iinfo(ids.dtype).bits < 32 or jnp.iinfo(ids.dtype).max < rows:
+        ids = ids.astype(index_dtype)
+    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        ids = jnp.where(ids < 0, ids + rows, ids)
+    return jnp.clip(ids, 0, rows - 1).astype(index_dtype)
+
+
+def _index_dtype(table: StampedTable) -> Any:
+    # int32 holds every row and `padded_rows` itself, the mark for "drop". XLA reads
+    # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
+    if table.padded_rows <= np.iinfo(np.int32).max:
+        return jnp.int32
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return jnp.int64
+    raise TouchedError(
+        f"table {table.name!r} has {table.padded_rows:,} rows, "
+        "more than 32-bit indices can tell apart\n"
+        "  hint: enable jax_enable_x64, or split the table"
+    )
+
+
+def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | None:
+    """Returns bool[shape]: which entries count; None if all do."""
+    keep = None
+    if lookup.where is not None:
+        where = _replicated(_as_array(lookup.where, f"mask of {label}"))
+        if where.dtype != jnp.bool_:
+            raise TouchedError(
+                f"mask of {label} is {where.dtype}, expected bool\n"
+                "  hint: compare it, as in `where != 0`"
+            )
+        if not _broadcasts_to(where.shape, shape):
+            raise TouchedError(
+                f"mask of {label} does not fit the ids\n"
+                f"  got {list(where.shape)}, expected it to broadcast to {list(shape)}"
+            )
+        keep = jnp.broadcast_to(where, shape)
+    if lookup.row_splits is not None:
+        splits = _integers(lookup.row_splits, f"row_splits of {label}")
+        if len(shape) != 1 or splits.ndim != 1 or splits.size == 0:
+            raise TouchedError(
+                f"row_splits of {label} do not fit the ids\n"
+                f"  got row_splits{list(splits.shape)} with ids{list(shape)}, "
+                "expected one dimension each and at least one split"
+            )
+        # The clip comes before the cast, lest a wide count wraps into a small one.
+        wide = splits if jnp.iinfo(splits.dtype).bits >= 32 else splits.astype("int32")
+        count = jnp.clip(wide[-1], 0, shape[0]).astype(jnp.int32)
+        ragged = jnp.arange(shape[0], dtype=jnp.int32) < count
+        keep = ragged if keep is None else keep & ragged
+    return keep
+
+
+def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
+    """Returns `stamps` with `clock` at `rows`; rows out of range are dropped."""
+    sharding = jax.typeof(stamps).sharding
+    # `set`, though the clock is the greatest stamp and `max` would give the same: for a
+    # combiner that commutes, XLA scatters each device's share of the ids into stamps
+    # of its own and then all-reduces the whole stamps (seen in the HLO of jax 0.10.2).
+    return stamps.at[rows].set(
+        clock, mode="drop", out_sharding=sharding if _is_explicit(sharding) else None
+    )
+
+
+def _replicated(array: jax.Array) -> jax.Array:
+    # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
+    # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
+    sharding = jax.typeof(array).sharding
+    if not _is_explicit(sharding):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P()))
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
+    """Yields every feature in `ids` with a label for error messages."""
+    if isinstance(ids, Lookup):
+        yield label, ids
+    elif isinstance(ids, list | tuple) and not all(isinstance(i, int) for i in ids):
+        for index, part in enumerate(ids):
+            yield from _lookups(part, f"{label}[{index}]")
+    elif not isinstance(ids, list | tuple) or ids:
+        yield label, Lookup(ids)
+
+
+def _integers(values: Any, label: str) -> jax.Array:
+    array = _as_array(values, label)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        hint = (
+            "\n  hint: pass a mask beside the ids, as `Lookup(ids, where=mask)`"
+            if array.dtype == jnp.bool_
+            else ""
+        )
+        raise TouchedError(f"{label} are {array.dtype}, expected integers{hint}")
+    return _replicated(array)
+
+
+def _as_array(values: Any, label: str) -> jax.Array:
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TouchedError(
+            f"{label} cannot be made an array\n  got {type(values).__name__}: {error}"
+        ) from error
+
+
+def _broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+def _check_length(stamps: jax.Array, table: StampedTable) -> None:
+    if stamps.shape != (table.padded_rows,):
+        raise TouchedError(
+            f"stamps of table {table.name!r} have another shape than its rows\n"
+            f"  got {list(stamps.shape)}, expected [{table.padded_rows}]\n"
+            "  hint: call `record` on global arrays, outside of `shard_map`"
+        )
+
+
+def _require_concrete(arrays: Iterable[Any], caller: str) -> None:
+    for array in arrays:
+        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+            # Traced, the lineage would be a constant that every call shares.
+            raise TouchedError(
+                f"{caller} needs concrete arrays\n  got {type(array).__name__}\n"
+                "  hint: call it outside of jax.jit, on the state itself"
+            )
+
+
+def _stamped_tables(tables: Mapping[str, Table]) -> tuple[StampedTable, ...]:
+    stamped = tuple(
+        StampedTable(
+            name=name,
+            padded_rows=table.padded_rows,
+            lookup_rows=(
+                table.padded_rows if isinstance(table.layout, Identity) else table.rows
+            ),
+            layout=table.layout,
+        )
+        for name, table in sorted(tables.items())
+    )
+    for table in stamped:
+        _index_dtype(table)  # Raises here rather than in the middle of a train step.
+    return stamped
+
+
+def _assemble(
+    tables: tuple[StampedTable, ...],
+    shardings: Mapping[str, Sharding | None],
+    stamps: Mapping[str, np.ndarray | jax.Array],
+    clock: int,
+) -> Touched:
+    placed = {name: _place(stamps[name], shardings[name]) for name in sorted(stamps)}
+    committed = [s for s in shardings.values() if s is not None]
+    scalars = None
+    if committed:
+        first = committed[0]
+        named = isinstance(first, NamedSharding)
+        scalars = NamedSharding(first.mesh, P()) if named else first
+    return Touched(
+        stamps=placed,
+        clock=_place(np.asarray(clock, np.int32), scalars),
+        lineage=_place(_draw_lineage(), scalars),
+        tables=tables,
+    )
+
+
+def _place(values: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Array:
+    """Returns `values` as an array with `sharding`, int32 unless unsigned."""
+    if isinstance(values, jax.Array):
+        return jax.device_put(values.astype(jnp.int32), sharding)
+    dtype = np.uint32 if values.dtype == np.uint32 else np.int32
+    # Copies, as on CPU the result may share memory with the array it is made from.
+    if sharding is None:
+        return jax.device_put(np.array(values, dtype))
+    return jax.make_array_from_callback(
+        values.shape, sharding, lambda index: np.array(values[index], dtype)
+    )
+
+
+def _zero_stamps(rows: int) -> np.ndarray:
+    # Of no size: only the shards of this process are ever spelled out.
+    return np.broadcast_to(np.zeros((), np.int32), (rows,))
+
+
+def _draw_lineage() -> np.ndarray:
+    """Returns uint32[4]: random bits of process 0, the same in every process."""
+    words = np.frombuffer(secrets.token_bytes(16), np.uint32)
+    if jax.process_count() > 1:
+        words = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return words

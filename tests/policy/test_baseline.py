@@ -1,0 +1,155 @@
+"""Decisions of the four policies on small histories."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cnr_jax.errors import OptionError
+from cnr_jax.policy import (
+    Consecutive,
+    Decision,
+    Full,
+    Intermittent,
+    Kind,
+    OneShot,
+    Policy,
+    SaveRecord,
+    since_baseline,
+)
+
+POLICIES: tuple[Policy, ...] = (Full(), OneShot(), Consecutive(), Intermittent())
+
+
+def save(step: int, kind: Kind, size: int = 100) -> SaveRecord:
+    return SaveRecord(step=step, kind=kind, bytes=size, rows=size, secs=1.0)
+
+
+def cycle(
+    *sizes: int, full_bytes: int = 1000, first_step: int = 10
+) -> list[SaveRecord]:
+    """A full save at `first_step`, then deltas of the given bytes, ten steps apart."""
+    deltas = [save(first_step + 10 * (i + 1), "delta", s) for i, s in enumerate(sizes)]
+    return [save(first_step, "full", full_bytes), *deltas]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_first_save_is_full(policy: Policy) -> None:
+    decision = policy.decide([])
+    assert (decision.kind, decision.parent) == ("full", None)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: p.name)
+def test_first_save_says_that_there_is_no_baseline(policy: Policy) -> None:
+    assert policy.decide([]).reason == "no baseline yet"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_history_without_a_full_save_leads_to_a_full_save(policy: Policy) -> None:
+    assert policy.decide([save(20, "delta"), save(30, "delta")]).kind == "full"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_policies_leave_the_codec_as_configured(policy: Policy) -> None:
+    assert policy.decide(cycle(100)).codec is None
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_saves_before_the_latest_full_change_nothing(policy: Policy) -> None:
+    older = cycle(900, 950, 990, first_step=1000)
+    latest = cycle(100, 110, first_step=2000)
+    assert policy.decide([*older, *latest]) == policy.decide(latest)
+
+
+def test_names_are_distinct() -> None:
+    assert len({policy.name for policy in POLICIES}) == len(POLICIES)
+
+
+def test_full_never_writes_a_delta() -> None:
+    assert Full().decide(cycle(1, 1)).kind == "full"
+
+
+def test_one_shot_names_the_baseline_as_parent_however_large_deltas_grow() -> None:
+    assert OneShot().decide(cycle(500, 900, 2000)).parent == 10
+
+
+def test_consecutive_names_the_last_save_as_parent() -> None:
+    assert Consecutive().decide(cycle()).parent == 10
+    assert Consecutive().decide(cycle(500, 900, 2000)).parent == 40
+
+
+def test_consecutive_writes_a_full_save_once_the_chain_is_full() -> None:
+    policy = Consecutive(max_chain=2)
+    assert policy.decide(cycle(1)).kind == "delta"
+    decision = policy.decide(cycle(1, 1))
+    assert decision.kind == "full"
+    assert "2 deltas" in decision.reason
+
+
+def test_intermittent_names_the_baseline_as_parent_until_a_full_pays() -> None:
+    assert Intermittent().decide(cycle(100)).parent == 10
+    assert Intermittent().decide(cycle(250, 500)).parent == 10
+    assert Intermittent().decide(cycle(250, 500, 750)).kind == "full"
+
+
+def test_intermittent_reason_gives_both_sides_of_the_comparison() -> None:
+    reason = Intermittent().decide(cycle(250, 500, 750)).reason
+    assert "750 bytes" in reason
+    assert "625.0" in reason
+
+
+def test_intermittent_obeys_max_deltas_where_the_predictor_would_go_on() -> None:
+    assert Intermittent(max_deltas=3).decide(cycle(1, 1)).kind == "delta"
+    assert Intermittent(max_deltas=2).decide(cycle(1, 1)).kind == "full"
+
+
+def test_intermittent_compares_bytes_exactly_past_float_precision() -> None:
+    # Both sides equal, then one byte apart, where a double holds no odd numbers.
+    big = 2**53 + 1
+    assert Intermittent().decide(cycle(big, full_bytes=big)).kind == "full"
+    assert Intermittent().decide(cycle(big, full_bytes=big + 1)).kind == "delta"
+
+
+def test_intermittent_takes_a_baseline_of_no_bytes() -> None:
+    assert Intermittent().decide(cycle(full_bytes=0)).kind == "delta"
+    assert Intermittent().decide(cycle(0, full_bytes=0)).kind == "full"
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_limits_below_one_are_refused(limit: int) -> None:
+    with pytest.raises(OptionError, match="max_chain cannot be"):
+        Consecutive(max_chain=limit)
+    with pytest.raises(OptionError, match="max_deltas cannot be"):
+        Intermittent(max_deltas=limit)
+
+
+def test_decision_needs_a_parent_for_a_delta_and_none_for_a_full() -> None:
+    with pytest.raises(OptionError, match="expected the step of a parent"):
+        Decision(kind="delta", parent=None, reason="")
+    with pytest.raises(OptionError, match="got parent 3"):
+        Decision(kind="full", parent=3, reason="")
+
+
+def test_step_zero_is_a_parent() -> None:
+    assert OneShot().decide([save(0, "full")]).parent == 0
+
+
+def test_unknown_kinds_are_refused() -> None:
+    with pytest.raises(OptionError, match="synthetic"):
+        save(1, "synthetic")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match="synthetic"):
+        Decision(kind="synthetic", parent=1, reason="")  # pyright: ignore[reportArgumentType]
+
+
+def test_since_baseline_keeps_order_and_starts_at_the_full_save() -> None:
+    history = [*cycle(1, first_step=100), *cycle(1, 2, first_step=200)]
+    assert [record.step for record in since_baseline(history)] == [200, 210, 220]
+    assert since_baseline([]) == ()
+
+
+def test_records_and_decisions_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        save(1, "full").step = 2  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Full().decide([]).reason = ""  # pyright: ignore[reportAttributeAccessIssue]

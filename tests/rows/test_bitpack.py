@@ -1,0 +1,83 @@
+"""Packing against a reference that writes one bit at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cnr_jax.rows.codecs import bitpack
+
+WIDTHS = [2, 3, 4, 8]
+
+
+def reference_pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    rows, dim = codes.shape
+    out = np.zeros((rows, (dim * bits + 7) // 8), np.uint8)
+    for row in range(rows):
+        number = sum(int(code) << (bits * i) for i, code in enumerate(codes[row]))
+        out[row] = list(number.to_bytes(out.shape[1], "little"))
+    return out
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def there_and_back(
+    codes: jax.Array, bits: int, dim: int
+) -> tuple[jax.Array, jax.Array]:
+    packed = bitpack.pack(codes, bits)
+    return packed, bitpack.unpack(packed, bits, dim)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits):
+    rng = np.random.default_rng(bits)
+    for dim in (*range(1, 26), *range(31, 35), *range(62, 71)):
+        codes = rng.integers(0, 2**bits, (5, dim), dtype=np.uint8)
+        codes[0], codes[1] = 0, 2**bits - 1
+        packed, unpacked = there_and_back(jnp.asarray(codes), bits, dim)
+        assert packed.dtype == unpacked.dtype == jnp.uint8
+        assert packed.shape == (5, bitpack.packed_width(dim, bits))
+        np.testing.assert_array_equal(packed, reference_pack(codes, bits), str(dim))
+        np.testing.assert_array_equal(unpacked, codes, str(dim))
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "stored"),
+    [
+        (2, [1, 2, 3, 0, 3], [0b00111001, 0b00000011]),
+        (3, [1, 2, 3, 4, 5, 6, 7, 0, 7], [0xD1, 0x58, 0x1F, 0x07]),
+        (4, [1, 2, 15], [0x21, 0x0F]),
+        (8, [7, 255], [7, 255]),
+    ],
+)
+def test_bit_order_is_what_checkpoints_hold(bits, codes, stored):
+    packed = bitpack.pack(jnp.array([codes], jnp.uint8), bits)
+    assert packed.tolist() == [stored]
+
+
+def test_padding_bits_are_zero_and_ignored():
+    packed = bitpack.pack(jnp.full((1, 3), 7, jnp.uint8), 3)
+    assert packed.tolist() == [[0xFF, 0x01]]
+    dirty = packed | jnp.array([[0, 0xFE]], jnp.uint8)
+    assert bitpack.unpack(dirty, 3, 3).tolist() == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_no_rows_pack_to_no_rows(bits):
+    packed = bitpack.pack(jnp.zeros((0, 9), jnp.uint8), bits)
+    assert packed.shape == (0, bitpack.packed_width(9, bits))
+    assert bitpack.unpack(packed, bits, 9).shape == (0, 9)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, 16])
+def test_other_widths_are_refused_with_the_legal_ones(bits):
+    with pytest.raises(ValueError, match=r"2, 3, 4, 8"):
+        bitpack.packed_width(8, bits)
+
+
+def test_unpack_names_both_widths_when_the_dim_does_not_fit():
+    with pytest.raises(ValueError, match="5 bytes wide, expected 4 for 8 codes"):
+        bitpack.unpack(jnp.zeros((2, 5), jnp.uint8), 4, 8)
