@@ -28,7 +28,9 @@ from cnr_jax.orbax_compat import (
     DenseStore,
     Place,
     abstract_dense,
+    digest_of_local,
     in_background,
+    is_host_local,
     place_of,
     step_number,
 )
@@ -41,7 +43,7 @@ from cnr_jax.repository.write import RowsWriter, RunPlan
 from cnr_jax.rows.gather import Chunk, host_device
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import CLOCK_LIMIT, Touched, clock_of, lineage_hex
-from cnr_jax.tables import Tables, split
+from cnr_jax.tables import Tables, flatten_paths, split
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
@@ -189,7 +191,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tables=capture.table_entries(tables),
             guarded=self.guarded,
         )
-        plan = self._agree(ledger, request)
+        plan = self._agree(ledger, request, dense)
         self._prepared = _Prepared(
             args=args,
             place=place,
@@ -211,11 +213,13 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
         return self.tables
 
-    def _agree(self, ledger: Ledger, request: Request) -> Plan:
+    def _agree(self, ledger: Ledger, request: Request, dense: dict[str, Any]) -> Plan:
         """Process 0 decides; all processes get its plan, or its error."""
+        local = self._gather_local(dense)
         if jax.process_index() == 0:
             committed = self.settle()
             try:
+                _check_same(local)
                 plan = self._planner.plan(ledger, request, committed)
             except errors.CnrError as error:
                 failure = {"error": str(error), "kind": error.kind}
@@ -227,6 +231,17 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.settle(plan.committed)
         self._move_aside(ledger, plan)
         return plan
+
+    def _gather_local(self, dense: dict[str, Any]) -> list[dict[str, str]]:
+        """Digests of the host-local leaves of each process; nothing without such leaves."""
+        digests = {
+            "/".join(path): digest_of_local(leaf)
+            for path, leaf in flatten_paths(dense)
+            if is_host_local(leaf)
+        }
+        if not digests:
+            return []
+        return [json.loads(text) for text in self._channel.gather(json.dumps(digests))]
 
     def _move_aside(self, ledger: Ledger, plan: Plan) -> None:
         assert self._place is not None
@@ -484,6 +499,23 @@ async def _write_rows(
     except BaseException:
         stage.fail()
         raise
+
+
+def _check_same(local: list[dict[str, str]]) -> None:
+    """Checks that host-local leaves are the same on all processes.
+
+    Raises:
+        StateMismatchError: naming those that are not: only one of them could be saved.
+    """
+    first, *others = local or [{}]
+    for process, digests in enumerate(others, start=1):
+        different = sorted(path for path in first if digests.get(path) != first[path])
+        if different:
+            raise errors.StateMismatchError(
+                f"leaves of the state differ between process 0 and process {process}\n"
+                f"  {', '.join(different)}\n"
+                "  hint: make them global arrays, or save them as an item of their own"
+            )
 
 
 def _with_codec(

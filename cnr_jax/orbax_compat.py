@@ -8,6 +8,7 @@ runs, and which client the processes of a run coordinate through.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -105,6 +106,56 @@ class Channel:
         return str(client.blocking_key_value_get(key, timeout_ms))
 
 
+    def gather(self, text: str) -> list[str]:
+        """Returns what every process passed, on process 0; an empty list on others."""
+        client = ocp.multihost.get_jax_distributed_client()
+        key = f"{self._prefix}/gather/{self._count}"
+        client.key_value_set(f"{key}/{jax.process_index()}", text)
+        if jax.process_index() != 0:
+            return []
+        timeout_ms = ocp.multihost.coordination_timeout() * 1000
+        return [
+            str(client.blocking_key_value_get(f"{key}/{i}", timeout_ms))
+            for i in range(jax.process_count())
+        ]
+
+
+def is_host_local(leaf: Any) -> bool:
+    """Whether an array is one process's own in a run of several processes.
+
+    Such are arrays that no jitted step has returned yet: a fresh PRNG key, a counter.
+    """
+    local = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+    return local and jax.process_count() > 1
+
+
+def digest_of_local(leaf: jax.Array) -> str:
+    """Digest of the values of a host-local array, to compare between processes."""
+    return hashlib.sha256(np.asarray(_key_data(leaf)).tobytes()).hexdigest()
+
+
+def replicated(leaf: Any) -> Any:
+    """A host-local array as a global one, equal on all processes; other leaves as is.
+
+    Orbax saves only global arrays. No communication: every process has the values.
+    """
+    if not is_host_local(leaf):
+        return leaf
+    data = np.asarray(_key_data(leaf))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    array = jax.make_array_from_callback(data.shape, everywhere, lambda i: data[i])
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+    return array
+
+
+def _key_data(leaf: jax.Array) -> jax.Array:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
 class DenseStore:
     """Everything that is not a table, through Orbax's own handler, below the item."""
 
@@ -115,7 +166,7 @@ class DenseStore:
         """Starts a save; returns futures that complete when it is written."""
         if not dense:
             return []
-        args: Any = ocp.args.StandardSave(dict(dense))
+        args: Any = ocp.args.StandardSave(jax.tree.map(replicated, dict(dense)))
         path: Any = directory / names.DENSE
         return list(await self._handler.async_save(path, args=args) or [])
 

@@ -4,7 +4,7 @@ Differs from Check-N-Run in:
 1. The range is not shrunk greedily (25 bins, two evaluations a move) but refitted: with
    the codes fixed, the best scale and offset have a closed form; then rows are coded
    anew. The scale moves past the solution (`_OVERSHOOT`), which codes that are about to
-   change make too small a move. Four evaluations come within 3 % of the mean error of
+   change make too small a move. Four evaluations come within 4 % of the mean error of
    the paper's thirty at 64 columns, and at 4 bits and 16 columns beat it by 5 %.
 2. Candidates are rounded to the stored metadata *before* they are judged, so the error
    that is minimised is the error after restoring.
@@ -124,7 +124,8 @@ class Asymmetric:
     (5) A refit replaces s, o only if its summed squared error, computed from the stored
         values by the formula that reads them, is smaller. The sum of dim terms in
         float32 is exact to dim * 2**-24 <= 2**-8 relative, so the l2 error grows by at
-        most that.
+        most half that, and by 2**-8 steps an element where a compiler fuses the product
+        into the residual: 0.51 * 1.002 + 0.004 < 0.52.
 
     Attributes:
         bits: width of a code.
