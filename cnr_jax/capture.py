@@ -291,7 +291,9 @@ def check_touched(stamps: Mapping[str, jax.Array], tables: Tables) -> None:
         )
 
 
-def check_tiling(tables: Tables, arrays: Arrays, stamps: Mapping[str, jax.Array]) -> None:
+def check_tiling(
+    tables: Tables, arrays: Arrays, stamps: Mapping[str, jax.Array]
+) -> None:
     """Checks that for every row some process holds both its values and its stamp.
 
     Raises:

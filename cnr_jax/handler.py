@@ -11,11 +11,9 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -109,7 +107,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(
-        self, tables: Tables | None = None, options: cnr_jax.options.Options | None = None
+        self,
+        tables: Tables | None = None,
+        options: cnr_jax.options.Options | None = None,
     ) -> None:
         self.options = options or cnr_jax.options.Options()
         self.tables = tables
@@ -250,9 +250,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 rename_aside(self._place.root, ledger.entries[directory])
             ledger.forget(directory)
 
-    async def async_save(
-        self, directory: epath.Path, args: Save
-    ) -> list[ocp.future.Future]:
+    async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
         place = place_of(directory)
         prepared, self._prepared = self._prepared, None
@@ -302,7 +300,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             for chunk in found.chunks():
                 if not stage.put(chunk):
                     break  # the writer has failed; its future says why
-            dense = await self._dense.save(directory, capture.without_texts(prepared.dense))
+            dense = await self._dense.save(
+                directory, capture.without_texts(prepared.dense)
+            )
         except BaseException:
             stage.abort()
             raise
@@ -409,7 +409,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return self._dense.restore(directory, restoring.nest(abstract))
 
     def _note_restore(
-        self, place: Place, chain: tuple[StepReader, ...], touched: Touched, *, exact: bool
+        self,
+        place: Place,
+        chain: tuple[StepReader, ...],
+        touched: Touched,
+        *,
+        exact: bool,
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
         if self._place is None:
@@ -561,5 +566,3 @@ def _check_alive(tree: Any, what: str) -> None:
                 f"{what}{jax.tree_util.keystr(path)} was donated to a computation\n"
                 "  hint: save what the train step returned, not what it was given"
             )
-
-

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from cnr_jax.errors import FormatError
+from cnr_jax.errors import FormatError, TableError
 
 __all__ = ["Identity", "ModSharded", "RowLayout", "layout_from"]
 
@@ -102,7 +102,7 @@ class ModSharded:
             value = getattr(self, field)
             # A bool is an int to Python, but a configuration that says `true` is wrong.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise FormatError(
+                raise TableError(
                     f"layout 'mod' cannot have {field}={value!r}\n"
                     f"  got {value!r}, expected an integer of at least 1"
                 )
@@ -156,7 +156,7 @@ def layout_from(name: str, configuration: Mapping[str, int]) -> RowLayout:
         )
     try:
         return known(**configuration)
-    except TypeError as error:
+    except (TypeError, TableError) as error:
         raise FormatError(
             f"configuration of row layout {name!r} does not fit it\n"
             f"  got {dict(configuration)!r}: {error}"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import capture, errors
-from cnr_jax.handler import CnrHandler, Restore, Restored, Save, handler_registry
+from cnr_jax.handler import CnrHandler, Restore, Save, handler_registry
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
-from cnr_jax.repository.ledger import Entry, Ledger, describe
+from cnr_jax.repository.ledger import Ledger, describe, find_item
 from cnr_jax.tables import Tables
 from cnr_jax.telemetry import SaveReport
 
@@ -35,7 +34,8 @@ class CheckpointManager(ocp.CheckpointManager):
         options: what is particular to this library.
         orbax_options: Orbax's own. Its `max_to_keep`, `keep_period` and
             `preservation_policy` work, and are extended to parents.
-        item: name of the item that holds the state, where several are saved in one step.
+        item: name of the item that holds the state, where several are saved in one step;
+            None: the one found in the root, else the one first saved.
 
     Raises:
         OptionError: if a preservation policy is given in both options.
@@ -60,17 +60,18 @@ class CheckpointManager(ocp.CheckpointManager):
         tables: Tables | None = None,
         options: Options | None = None,
         orbax_options: ocp.CheckpointManagerOptions | None = None,
-        item: str = DEFAULT_ITEM,
+        item: str | None = None,
     ) -> None:
         options = options or Options()
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
-        self._item = item
         self._channel = Channel()
         # The step that saving goes on from: the last one saved or restored here.
         self._tip: int | None = None
         self._root = epath.Path(root).absolute()
-        self._ledger: Ledger = self._handler.open(self._root, item)
+        self._item = item or find_item(self._root)
+        if self._item is not None:
+            self._handler.open(self._root, self._item)
         inner = _inner_policy(options, orbax_options)
         super().__init__(
             self._root,
@@ -86,6 +87,11 @@ class CheckpointManager(ocp.CheckpointManager):
         self._handler.guarded = True
         if tables is not None:
             capture.warm_up(tables, options)
+
+    @property
+    def _ledger(self) -> Ledger:
+        """What the root holds; nothing, until the first save names the item."""
+        return self._handler.ledger or Ledger()
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -130,7 +136,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self.wait_until_finished()
         state = self._state_args(args)
         if state is not None:
-            place = Place(self._root, self._step_directory(step), self._item)
+            place = Place(self._root, self._step_directory(step), str(self._item))
             abandoned = self._handler.prepare(place, state).abandoned
             if abandoned:
                 # What was renamed aside must not be in the way of the new steps.
@@ -180,8 +186,8 @@ class CheckpointManager(ocp.CheckpointManager):
             self._check_exists(step)
         if args is None:
             args = Restore()
-            if self._item != DEFAULT_ITEM:
-                args = ocp.args.Composite(**{self._item: args})
+            if self._item not in (None, DEFAULT_ITEM):
+                args = ocp.args.Composite(**{str(self._item): args})
         restored = super().restore(
             step, items, restore_kwargs, directory=directory, args=args
         )
@@ -213,9 +219,11 @@ class CheckpointManager(ocp.CheckpointManager):
         """Reads the root again."""
         super().reload()
         self._settle()
-        fresh = Ledger.load(self._root, self._item)
-        self._ledger.entries = fresh.entries
-        self._ledger.unreadable = fresh.unreadable
+        self._item = self._item or find_item(self._root)
+        if self._item is not None:
+            ledger = self._handler.open(self._root, self._item)
+            fresh = Ledger.load(self._root, self._item)
+            ledger.entries, ledger.unreadable = fresh.entries, fresh.unreadable
 
     def wait_until_finished(self) -> None:
         """Waits for the save that is being written, and raises what it raised."""
@@ -235,19 +243,21 @@ class CheckpointManager(ocp.CheckpointManager):
 
     def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
         """The arguments of the state among those of a save."""
-        if isinstance(args, Save):
-            return args
+        items = {DEFAULT_ITEM: args}
         if isinstance(args, ocp.args.Composite):
-            found = [(key, item) for key, item in args.items() if isinstance(item, Save)]
-            for key, item in found:
-                if key != self._item:
-                    raise errors.OptionError(
-                        f"item {key!r} holds a state, but this manager saves it as"
-                        f" {self._item!r}\n"
-                        f"  hint: cnr_jax.CheckpointManager(..., item={key!r})"
-                    )
-                return item
-        return None
+            items = dict(args.items())
+        found = {key: item for key, item in items.items() if isinstance(item, Save)}
+        if not found:
+            return None
+        if self._item is None and len(found) == 1:
+            self._item = next(iter(found))
+        if set(found) != {self._item}:
+            raise errors.OptionError(
+                "a manager saves one state, always as the same item\n"
+                f"  got {', '.join(map(repr, found))}, expected {self._item!r}\n"
+                "  hint: make another manager with another root for another state"
+            )
+        return found[self._item]
 
     def _step_directory(self, step: int) -> str:
         return self._get_write_step_directory(step, self._root).name
@@ -337,7 +347,7 @@ def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
     if orbax_options.keep_period is not None:
         found.append(policies.EveryNSteps(orbax_options.keep_period))
     if orbax_options.keep_time_interval is not None:
-        secs = orbax_options.keep_time_interval.total_seconds()
+        secs = int(orbax_options.keep_time_interval.total_seconds())
         found.append(policies.EveryNSeconds(secs))
     return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
 
@@ -347,5 +357,3 @@ def _check_step(step: object) -> None:
         raise errors.OptionError(f"a step is an integer, got {step!r}")
     if step.__index__() < 0:  # type: ignore[attr-defined]
         raise errors.OptionError(f"a step is at least 0, got {step}")
-
-

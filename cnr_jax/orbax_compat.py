@@ -7,6 +7,7 @@ runs, and which client the processes of a run coordinate through.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -105,7 +106,6 @@ class Channel:
         timeout_ms = ocp.multihost.coordination_timeout() * 1000
         return str(client.blocking_key_value_get(key, timeout_ms))
 
-
     def gather(self, text: str) -> list[str]:
         """Returns what every process passed, on process 0; an empty list on others."""
         client = ocp.multihost.get_jax_distributed_client()
@@ -156,11 +156,34 @@ def _key_data(leaf: jax.Array) -> jax.Array:
     return leaf
 
 
+def _standard_handler() -> ocp.StandardCheckpointHandler:
+    """Orbax's standard handler without replica-parallel writes.
+
+    By default each replica of a replicated array writes a slice of it, which compiles a small
+    program for each device and shape in the blocking part of the first save: 2.8 s for a small
+    model on 8 CPU devices, of 3.0 s in all. The dense part is small; the first replica writes it.
+    """
+    types = ocp.type_handlers
+    arrays: Any = copy.copy(types.get_type_handler(jax.Array))
+    arrays._use_replica_parallel = False
+    scalars = types.get_type_handler(int)
+    registry = types.create_type_handler_registry(
+        (int, scalars),
+        (float, scalars),
+        (np.number, types.get_type_handler(np.number)),
+        (np.ndarray, types.get_type_handler(np.ndarray)),
+        (jax.Array, arrays),
+    )
+    handler: Any = ocp.StandardCheckpointHandler()
+    handler._impl = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    return handler
+
+
 class DenseStore:
     """Everything that is not a table, through Orbax's own handler, below the item."""
 
     def __init__(self) -> None:
-        self._handler = ocp.StandardCheckpointHandler()
+        self._handler = _standard_handler()
 
     async def save(self, directory: AnyPath, dense: Mapping[str, Any]) -> list[Any]:
         """Starts a save; returns futures that complete when it is written."""

@@ -213,7 +213,9 @@ def _match_dense(
     return dense, texts
 
 
-def _kept(leaves: Mapping[Path, Any], problems: list[str], partial: bool) -> dict[Path, Any]:
+def _kept(
+    leaves: Mapping[Path, Any], problems: list[str], partial: bool
+) -> dict[Path, Any]:
     """Leaves that the checkpoint does not hold: kept where that was asked for and possible."""
     for path, value in leaves.items():
         if not partial:
@@ -274,7 +276,11 @@ def assemble(
         arrays: the table leaves, by table and leaf name.
         dense: the restored dense leaves as nested dicts.
     """
-    values: dict[Path, Any] = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
+    values: dict[Path, Any] = {
+        **wanted.kept,
+        **wanted.texts,
+        **dict(flatten_paths(dense)),
+    }
     for name, leaves in arrays.items():
         paths = {leaf.name: leaf.path for leaf in tables[name].leaves}
         values.update({paths[leaf]: value for leaf, value in leaves.items()})

@@ -94,6 +94,15 @@ class Fields:
         self._report(key, "the name of a file or folder", value)
         return "_"
 
+    def path(self, key: str) -> str:
+        """A path below the folder of the document: names joined by `/`, none of them `..`."""
+        value = self._get(key)
+        if isinstance(value, str) and "\\" not in value:
+            if not {"", ".", ".."} & set(value.split("/")):
+                return value
+        self._report(key, "a path below this folder", value)
+        return "_"
+
     def any(self, key: str) -> Any:
         """The value as it is; None when absent."""
         return self._value.get(key)
@@ -125,6 +134,7 @@ class Fields:
         value = self._get(key)
         if isinstance(value, list):
             items = cast("list[object]", value)
+            value = items
             if all(good(item) for item in items):
                 return tuple(items)
         self._report(key, f"a list of {expected}", value)

@@ -175,7 +175,7 @@ def to_json(value: Any) -> Any:
 
 
 def dump(value: Any, kind: str = names.FORMAT) -> bytes:
-    """Canonical bytes of a manifest, with a digest of themselves.
+    """Canonical bytes of a manifest, with a digest of themselves; see SPEC.md, section 5.1.
 
     Sorted keys, no spaces, one final newline; `sha256` is the digest of the same document
     without that key, so that any change of any byte shows.
@@ -192,8 +192,11 @@ def _canonical(document: object) -> bytes:
 
 def _is_intact(data: bytes, document: dict[str, object]) -> bool:
     body = {key: value for key, value in document.items() if key != "sha256"}
-    digest = hashlib.sha256(_canonical(body)).hexdigest()
-    return document.get("sha256") == digest and _canonical(document) == data
+    try:
+        digest = hashlib.sha256(_canonical(body)).hexdigest()
+        return document.get("sha256") == digest and _canonical(document) == data
+    except ValueError:  # NaN or infinity, which Python reads but no manifest holds
+        return False
 
 
 def open_document(data: bytes, where: str, kind: str) -> Fields:
@@ -205,7 +208,7 @@ def open_document(data: bytes, where: str, kind: str) -> Fields:
     """
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise errors.ManifestError(
             f"{where} is damaged: it is not JSON ({error})"
         ) from error
@@ -292,7 +295,7 @@ def _read_parent(fields: Fields) -> ParentRef:
 
 def _read_digest(fields: Fields) -> FileDigest:
     return FileDigest(
-        path=fields.text("path"),
+        path=fields.path("path"),
         bytes=fields.integer("bytes"),
         sha256=fields.hexadecimal("sha256", 64),
     )

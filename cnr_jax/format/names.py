@@ -12,6 +12,9 @@ VERSION = 1
 # not listed here is refused, never read partly.
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
+# Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
+RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})
+
 MANIFEST = "manifest.json"
 DENSE = "dense"
 ROW_IDS_ARRAY = "row_ids"
@@ -44,8 +47,8 @@ def array_name(codec: str, part: str, dtype: str) -> str:
     """The array into which all rows of one codec, part and dtype are concatenated.
 
     Example:
-        >>> array_name("cnr.asymmetric-4", "codes", "uint8")
-        'asymmetric-4.codes.uint8'
+        >>> array_name("cnr.asymmetric", "codes", "uint8")
+        'asymmetric.codes.uint8'
     """
     return f"{codec.removeprefix('cnr.')}.{part}.{dtype}"
 
@@ -53,11 +56,14 @@ def array_name(codec: str, part: str, dtype: str) -> str:
 def abandoned(directory: str, generation: int, uuid: str) -> str:
     """The name under which a step directory of an abandoned branch is kept.
 
+    With the whole uuid: its first digits are those of all checkpoints of a run, and a run can
+    abandon the same step and generation twice where a save in between failed.
+
     Example:
         >>> abandoned("1200", 1, "00ff" * 8)
-        '1200.abandoned-g1-00ff00ff'
+        '1200.abandoned-g1-00ff00ff00ff00ff00ff00ff00ff00ff'
     """
-    return f"{directory}{ABANDONED_MARK}g{generation}-{uuid[:8]}"
+    return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
 def final_name(temporary: str) -> str:

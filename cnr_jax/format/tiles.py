@@ -196,7 +196,11 @@ def _read_box(fields: Fields) -> Box:
 
 def _inconsistencies(manifest: ProcessManifest) -> list[str]:
     """References that lead nowhere: checked once here, so that readers can follow them."""
-    problems: list[str] = []
+    problems = [
+        f"arrays.{name}: expected the name of a folder"
+        for name in manifest.arrays
+        if not name or name.startswith(".") or "/" in name or "\\" in name
+    ]
     for i, tile in enumerate(manifest.tiles):
         for segment in tile.segments:
             if segment.codec >= len(manifest.codecs):

@@ -87,10 +87,8 @@ class Policy(Protocol):
     and all of them must reach the same decision.
     """
 
-    @property
-    def name(self) -> str:
-        """Short name for logs and reports."""
-        ...
+    name: ClassVar[str]
+    """Short name for logs and reports."""
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
         """Returns what to write next.

@@ -6,6 +6,7 @@ or with an error that shows the chain and says what to restore instead.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -84,7 +85,7 @@ def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str
 
 def _check_tables(chain: Sequence[tuple[str, Manifest]]) -> None:
     """A delta holds rows of the very tables of its parent: names, leaves and shapes."""
-    for (name, parent), (child_name, child) in zip(chain, chain[1:], strict=False):
+    for (name, parent), (child_name, child) in itertools.pairwise(chain):
         if parent.tables != child.tables:
             raise errors.ManifestError(
                 f"checkpoints {name} and {child_name} are of one chain but hold"

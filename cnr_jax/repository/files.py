@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Any, Protocol
 
 from cnr_jax import errors
@@ -186,8 +185,3 @@ def kvstore_spec(path: AnyPath) -> str | dict[str, str]:
     if not is_local(path):
         return text if text.endswith("/") else text + "/"
     return {"driver": "file", "path": os.path.abspath(text) + "/"}
-
-
-def as_path(path: Any) -> AnyPath:
-    """A path object: strings become `pathlib.Path`, path objects stay."""
-    return Path(path) if isinstance(path, str) else path

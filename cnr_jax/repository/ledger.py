@@ -170,6 +170,18 @@ class Ledger:
         return kept
 
 
+def find_item(root: AnyPath) -> str | None:
+    """The item of a root's steps that holds a checkpoint of this library, if any does."""
+    if not root.exists():
+        return None
+    for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True):
+        if _is_step(step):
+            for item in sorted(step.iterdir(), key=lambda path: path.name):
+                if (item / names.MANIFEST).exists():
+                    return item.name
+    return None
+
+
 def _is_step(path: AnyPath) -> bool:
     """Whether a path may be a committed step: a folder that ends in a number."""
     name = path.name

@@ -11,22 +11,20 @@ any other wrote; 2. codes, not decoded rows, cross to an accelerator.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Box, Segment, Tile
 from cnr_jax.layouts import RowLayout, layout_from
+from cnr_jax.repository.assemble import Block, Columns, Rows, new_rows
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.codecs import Codec, Raw, codec_from
-from cnr_jax.rows.gather import SMALL_ROWS, chunk_rows
+from cnr_jax.rows.codecs import codec_from
+from cnr_jax.rows.gather import chunk_rows
 from cnr_jax.rows.tiling import boxes_of
 
 
@@ -43,37 +41,6 @@ class Target:
     rows: int
     layout: RowLayout
     padded_rows: int
-
-
-class _Rows(Protocol):
-    """Rows of a part being rebuilt."""
-
-    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
-        """Puts decoded rows in place; `rows` are rows of the part."""
-        ...
-
-    def result(self) -> jax.Array | np.ndarray:
-        """The part."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Block:
-    """Encoded rows read from a segment."""
-
-    codec: Codec
-    parts: dict[str, np.ndarray]
-    count: int
-    trailing: tuple[int, ...]
-    dtype: np.dtype
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Columns:
-    """Where the columns of a tile lie in the part, and which of the tile's they are."""
-
-    target: tuple[slice, ...]
-    source: tuple[slice, ...]
 
 
 def restore_leaf(
@@ -102,7 +69,7 @@ def restore_leaf(
         local = [d for d in devices if d.process_index == jax.process_index()]
         if not local:
             continue
-        rows = _new_rows(box, np.dtype(abstract.dtype), local[0])
+        rows = new_rows(box, np.dtype(abstract.dtype), local[0])
         for reader in chain:
             _replay(reader, table, leaf, target, box, rows)
         part = rows.result()
@@ -219,7 +186,7 @@ def _overlap(
 
 
 def _replay(
-    reader: StepReader, table: str, leaf: str, target: Target, box: Box, rows: _Rows
+    reader: StepReader, table: str, leaf: str, target: Target, box: Box, rows: Rows
 ) -> None:
     """Puts the rows that one checkpoint holds of a part in place."""
     entry = _entry(reader, table)
@@ -237,7 +204,7 @@ def _replay(
                 rows.put(where, columns, block)
 
 
-def _columns(tile: Box, part: Box) -> _Columns | None:
+def _columns(tile: Box, part: Box) -> Columns | None:
     """The columns that a tile and a part share; None where there are none."""
     target: list[slice] = []
     source: list[slice] = []
@@ -247,7 +214,7 @@ def _columns(tile: Box, part: Box) -> _Columns | None:
             return None
         target.append(slice(start - c, stop - c))
         source.append(slice(start - a, stop - a))
-    return _Columns(tuple(target), tuple(source))
+    return Columns(tuple(target), tuple(source))
 
 
 def _blocks(
@@ -258,7 +225,7 @@ def _blocks(
     dtype: np.dtype,
     index: np.ndarray | slice,
     at: np.ndarray | slice,
-) -> Iterator[tuple[_Block, np.ndarray | slice]]:
+) -> Iterator[tuple[Block, np.ndarray | slice]]:
     """Reads the rows `index` of a segment, a bounded number at a time."""
     named = reader.processes[process].codecs[segment.codec]
     codec = codec_from(named.name, named.configuration)
@@ -283,7 +250,7 @@ def _blocks(
             parts = {name: part[index[mine] - start] for name, part in parts.items()}
             where = np.asarray(at)[mine]
         count = len(next(iter(parts.values())))
-        yield _Block(codec, parts, count, trailing, dtype), where
+        yield Block(codec, parts, count, trailing, dtype), where
 
 
 def _bounds(index: np.ndarray | slice) -> tuple[int, int]:
@@ -296,114 +263,3 @@ def _part_of(at: np.ndarray | slice, start: int, stop: int) -> np.ndarray | slic
     if isinstance(at, slice):
         return slice(at.start + start, at.start + stop)
     return at[start:stop]
-
-
-def _new_rows(box: Box, dtype: np.dtype, device: jax.Device) -> _Rows:
-    shape = tuple(stop - start for start, stop in box)
-    if device.platform == "cpu":
-        return _HostRows(shape, dtype, device)
-    return _DeviceRows(shape, dtype, device)
-
-
-def _padded(values: np.ndarray, rows: int) -> np.ndarray:
-    if len(values) == rows:
-        return values
-    padded = np.zeros((rows, *values.shape[1:]), values.dtype)
-    padded[: len(values)] = values
-    return padded
-
-
-def _program_rows(block: _Block) -> int:
-    """Rows of the compiled program that decodes a block: one of two sizes."""
-    large = chunk_rows(
-        int(np.prod(block.trailing, dtype=np.int64)), block.dtype.itemsize
-    )
-    return SMALL_ROWS if block.count <= SMALL_ROWS else large
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _decode(
-    codec: Codec, parts: dict[str, jax.Array], dim: int, dtype: np.dtype
-) -> jax.Array:
-    return codec.decode(parts, dim=dim, dtype=dtype)
-
-
-class _HostRows:
-    """Rebuilds a part in host memory, which on CPU is where it stays."""
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
-    ) -> None:
-        self._out = np.zeros(shape, dtype)
-        self._device = device
-
-    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
-        if not block.count:
-            return
-        values = self._values(block).reshape(block.count, *block.trailing)
-        chosen = values[(slice(None), *columns.source)]
-        self._out[(rows, *columns.target)] = chosen.astype(self._out.dtype, copy=False)
-
-    def _values(self, block: _Block) -> np.ndarray:
-        if isinstance(block.codec, Raw):
-            return block.parts["rows"]
-        size = _program_rows(block)
-        parts = {name: _padded(part, size) for name, part in block.parts.items()}
-        dim = int(np.prod(block.trailing, dtype=np.int64))
-        parts = jax.device_put(parts, self._device)
-        return np.asarray(_decode(block.codec, parts, dim, block.dtype))[: block.count]
-
-    def result(self) -> np.ndarray:
-        return self._out
-
-
-class _DeviceRows:
-    """Rebuilds a part on its device: codes are uploaded, decoded and scattered there."""
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
-    ) -> None:
-        self._out = jax.device_put(jnp.zeros(shape, dtype), device)
-        self._device = device
-
-    def put(self, rows: np.ndarray | slice, columns: _Columns, block: _Block) -> None:
-        if not block.count:
-            return
-        size = _program_rows(block)
-        parts = {name: _padded(part, size) for name, part in block.parts.items()}
-        if isinstance(rows, slice):
-            rows = np.arange(rows.start, rows.stop)
-        # Padding goes to a row past the end, which the scatter drops.
-        index = np.full(size, self._out.shape[0], np.int32)
-        index[: block.count] = rows
-        bounds = [(s.start, s.stop) for s in (*columns.source, *columns.target)]
-        self._out = _scatter(
-            block.codec,
-            block.trailing,
-            block.dtype,
-            tuple(bounds),
-            self._out,
-            jax.device_put(parts, self._device),
-            jax.device_put(index, self._device),
-        )
-
-    def result(self) -> jax.Array:
-        return self._out
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-def _scatter(
-    codec: Codec,
-    trailing: tuple[int, ...],
-    dtype: np.dtype,
-    bounds: tuple[tuple[int, int], ...],
-    out: jax.Array,
-    parts: dict[str, jax.Array],
-    index: jax.Array,
-) -> jax.Array:
-    dim = int(np.prod(trailing, dtype=np.int64))
-    rows = codec.decode(parts, dim=dim, dtype=dtype)
-    source = [slice(*pair) for pair in bounds[: len(trailing)]]
-    target = [slice(*pair) for pair in bounds[len(trailing) :]]
-    values = rows.reshape(-1, *trailing)[(slice(None), *source)].astype(out.dtype)
-    return out.at[(index, *target)].set(values, mode="drop")

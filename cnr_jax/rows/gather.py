@@ -25,8 +25,9 @@ from cnr_jax.rows.tiling import local_shard
 
 Where = Literal["host", "device"]
 # Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
-# to stay in cache while it is encoded (measured on CPU: 2 to 8 MiB are alike).
-CHUNK_BYTES = 4 << 20
+# to stay in cache while it is encoded. Measured on 2 CPU cores, 4 bits, dim 64: 0.67 GB/s in
+# chunks of 2 MiB, 0.45 GB/s in chunks of 16 MiB.
+CHUNK_BYTES = 2 << 20
 # Rows of the small chunk that holds the rest of a group, so that few touched rows cost little.
 SMALL_ROWS = 512
 
@@ -97,7 +98,7 @@ def chunk_rows(width: int, itemsize: int) -> int:
 
     Example:
         >>> chunk_rows(64, 4)
-        16384
+        8192
     """
     rows = max(1, CHUNK_BYTES // max(1, width * itemsize))
     return max(SMALL_ROWS, 1 << (rows.bit_length() - 1))

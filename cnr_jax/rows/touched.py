@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, Union
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -57,10 +58,9 @@ class Lookup(NamedTuple):
         ids: integer[...], row ids.
         where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at
             the last axis); entries that are False are ignored.
-        row_splits: integer[n + 1], for ragged `ids` of one dimension, as in
-            `jax_ragged`-style inputs: row `i` holds entries `row_splits[i]` up to
-            `row_splits[i + 1]`. Entries at or past `row_splits[-1]` are padding and
-            ignored.
+        row_splits: integer[n + 1], for ragged `ids` of one dimension: row `i` holds
+            entries `row_splits[i]` up to `row_splits[i + 1]`. Entries at or past
+            `row_splits[-1]` are padding and ignored.
     """
 
     ids: Any
@@ -366,7 +366,7 @@ def _index_dtype(table: StampedTable) -> Any:
     # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
     if table.padded_rows <= np.iinfo(np.int32).max:
         return jnp.int32
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # x64 is enabled
         return jnp.int64
     raise TouchedError(
         f"table {table.name!r} has {table.padded_rows:,} rows, "
@@ -481,7 +481,7 @@ def _check_length(stamps: jax.Array, table: StampedTable) -> None:
 
 def _require_concrete(arrays: Iterable[Any], caller: str) -> None:
     for array in arrays:
-        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
             # Traced, the lineage would be a constant that every call shares.
             raise TouchedError(
                 f"{caller} needs concrete arrays\n  got {type(array).__name__}\n"
