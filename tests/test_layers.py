@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 # A part is a module or folder right under the package; "facade" is its __init__.
 BELOW_ROWS = "errors layouts paths tables optimizers"
 BELOW_REPOSITORY = f"{BELOW_ROWS} rows format policy telemetry"
-BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository orbax_compat"
+BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
+# The parts of a save and of a restore that know no Orbax, then those that do.
+STAGES = "capture finalizing restoring"
+ORBAX = "orbax_compat"
 TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
@@ -28,13 +31,19 @@ TABLE = {
     "format": ("errors", "numpy"),
     "policy": ("errors", ""),
     "telemetry": ("errors", "jax"),
-    # ml_dtypes: bfloat16 as a numpy dtype, which jax and tensorstore bring along.
-    "repository": (BELOW_REPOSITORY, "numpy jax ml_dtypes tensorstore"),
+    "repository": (BELOW_REPOSITORY, "numpy jax tensorstore"),
     "options": (BELOW_REPOSITORY, "numpy jax"),
-    "orbax_compat": ("errors", "numpy jax orbax"),
-    "handler": (BELOW_HANDLER, "numpy jax flax orbax"),
+    "capture": (BELOW_HANDLER, "numpy jax"),
+    "finalizing": (BELOW_HANDLER, "numpy jax"),
+    "restoring": (BELOW_HANDLER, "numpy jax"),
+    "orbax_compat": ("errors format repository", "numpy jax orbax"),
+    # etils.epath: the type of the paths that Orbax hands over.
+    "handler": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "numpy jax flax orbax etils"),
     "args": ("handler", ""),
-    "manager": (f"{BELOW_HANDLER} handler args", "numpy jax flax orbax"),
+    "manager": (
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} handler args",
+        "numpy jax flax orbax etils",
+    ),
     "facade": (f"{BELOW_HANDLER} handler args manager", ""),
     "simulate": ("errors format policy", "numpy"),
     "testing": (

@@ -13,7 +13,7 @@ import hashlib
 import os
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -50,7 +50,7 @@ def numpy_dtype(name: str) -> np.dtype:
         FormatError: if there is no such dtype.
     """
     try:
-        return np.dtype(getattr(ml_dtypes, name, name))
+        return jnp.dtype(name)
     except TypeError as error:
         raise errors.FormatError(f"dtype {name!r} is not known") from error
 

@@ -1,0 +1,29 @@
+"""The small examples run as a user would run them; each asserts at its end.
+
+`train_dlrm.py` is the README's main job and runs on its own, in `.ci/run`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "train_linen.py"])
+def test_example_runs_to_its_end(name):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()

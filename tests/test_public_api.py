@@ -1,0 +1,58 @@
+"""What users import, and that importing it changes nothing for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cnr_jax as cnr
+
+PUBLIC = {
+    "CheckpointManager",
+    "Consecutive",
+    "Decision",
+    "Full",
+    "Identity",
+    "Intermittent",
+    "Lookup",
+    "ModSharded",
+    "OneShot",
+    "Options",
+    "Restored",
+    "SaveRecord",
+    "SaveReport",
+    "TableOptions",
+    "TableSpec",
+    "Tables",
+    "Touched",
+    "args",
+    "errors",
+    "find_tables",
+    "handler_registry",
+    "init_touched",
+    "record",
+    "reset_touched",
+}
+
+
+def test_public_names_are_exactly_these():
+    assert set(cnr.__all__) == PUBLIC
+    assert all(hasattr(cnr, name) for name in PUBLIC)
+
+
+def test_every_public_name_has_a_docstring():
+    missing = [name for name in PUBLIC if not (getattr(cnr, name).__doc__ or "").strip()]
+    assert not missing
+
+
+def test_import_starts_no_backend_and_leaves_the_global_handlers_of_orbax_alone():
+    code = (
+        "import jax, orbax.checkpoint as ocp\n"
+        "before = ocp.type_handlers.get_type_handler(jax.Array)\n"
+        "import cnr_jax\n"
+        "assert ocp.type_handlers.get_type_handler(jax.Array) is before\n"
+        "assert before._use_replica_parallel\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, 'a backend was started'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
