@@ -20,7 +20,7 @@ from cnr_jax.policy import Full as Full
 from cnr_jax.policy import Intermittent as Intermittent
 from cnr_jax.policy import OneShot as OneShot
 from cnr_jax.policy import SaveRecord as SaveRecord
-from cnr_jax.rows.touched import Lookup as Lookup
+from cnr_jax.rows.ids import Lookup as Lookup
 from cnr_jax.rows.touched import Touched as Touched
 from cnr_jax.rows.touched import init_touched as init_touched
 from cnr_jax.rows.touched import record as record

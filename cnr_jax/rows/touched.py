@@ -13,22 +13,30 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, Union
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from cnr_jax.errors import TouchedError
-from cnr_jax.layouts import Identity, RowLayout
+from cnr_jax.layouts import Identity
 from cnr_jax.optimizers import check_row_sparse
+from cnr_jax.rows.ids import (
+    Ids,
+    Lookup,
+    StampedTable,
+    index_dtype,
+    is_explicit,
+    lookups,
+    stored_rows,
+)
 from cnr_jax.tables import Table, Tables, split
 
 __all__ = [
@@ -49,45 +57,6 @@ __all__ = [
 # The clock stops here and never wraps. Far below int32's end, so that `clock + 1` and
 # comparisons of stamps cannot overflow; a step every millisecond gets here in 12 days.
 CLOCK_LIMIT = 2**30
-
-
-class Lookup(NamedTuple):
-    """Row ids of which some entries do not count.
-
-    Attributes:
-        ids: integer[...], row ids.
-        where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at
-            the last axis); entries that are False are ignored.
-        row_splits: integer[n + 1], for ragged `ids` of one dimension: row `i` holds
-            entries `row_splits[i]` up to `row_splits[i + 1]`. Entries at or past
-            `row_splits[-1]` are padding and ignored.
-    """
-
-    ids: Any
-    where: Any = None
-    row_splits: Any = None
-
-
-# One feature, or several that share a table.
-Ids: TypeAlias = Union[ArrayLike, Lookup, "Sequence[Ids]"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StampedTable:
-    """What `record` must know of a table, static under `jax.jit`.
-
-    Attributes:
-        name: the table's name.
-        padded_rows: rows of the stored array, and so the number of stamps.
-        lookup_rows: rows that ids wrap and clamp to: those of the stored array where
-            ids index it directly, the logical rows where a layout is in between.
-        layout: how logical row ids map to stored rows.
-    """
-
-    name: str
-    padded_rows: int
-    lookup_rows: int
-    layout: RowLayout
 
 
 @partial(
@@ -284,8 +253,8 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
         table = tables[name]
         _check_length(stamps[name], table)
         rows = [
-            _stored_rows(lookup, table, label)
-            for label, lookup in _lookups(given, f"ids of table {name!r}")
+            stored_rows(lookup, table, label)
+            for label, lookup in lookups(given, f"ids of table {name!r}")
         ]
         if rows:
             flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
@@ -306,8 +275,8 @@ def stamp_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-        >>> stamp_sharding(NamedSharding(mesh, P("data", "model")), (8, 4)).spec
-        PartitionSpec('data',)
+        >>> tuple(stamp_sharding(NamedSharding(mesh, P("data", "model")), (8, 4)).spec)
+        ('data',)
     """
     if not isinstance(sharding, NamedSharding):
         if len(sharding.device_set) == 1:
@@ -339,74 +308,6 @@ def clock_of(touched: Touched) -> int:
     return int(np.asarray(touched.clock.addressable_data(0)))
 
 
-def _stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
-    """Returns integer[n]: the stored rows of a lookup, `padded_rows` where masked."""
-    ids = _integers(lookup.ids, label)
-    rows = table.layout.to_physical(_in_range(ids, table))
-    keep = _counted(lookup, ids.shape, label)
-    if keep is not None:
-        # Not -1, as scatter would wrap it to the last row before it drops anything.
-        rows = jnp.where(keep, rows, table.padded_rows)
-    return rows.reshape(-1)
-
-
-def _in_range(ids: jax.Array, table: StampedTable) -> jax.Array:
-    """Returns `ids` wrapped and clamped to [0, lookup_rows), in the index dtype."""
-    rows, index_dtype = table.lookup_rows, _index_dtype(table)
-    # Only in a dtype that holds `rows` are `ids + rows` and the bound below right.
-    if jnp.iinfo(ids.dtype).bits < 32 or jnp.iinfo(ids.dtype).max < rows:
-        ids = ids.astype(index_dtype)
-    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        ids = jnp.where(ids < 0, ids + rows, ids)
-    return jnp.clip(ids, 0, rows - 1).astype(index_dtype)
-
-
-def _index_dtype(table: StampedTable) -> Any:
-    # int32 holds every row and `padded_rows` itself, the mark for "drop". XLA reads
-    # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
-    if table.padded_rows <= np.iinfo(np.int32).max:
-        return jnp.int32
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # x64 is enabled
-        return jnp.int64
-    raise TouchedError(
-        f"table {table.name!r} has {table.padded_rows:,} rows, "
-        "more than 32-bit indices can tell apart\n"
-        "  hint: enable jax_enable_x64, or split the table"
-    )
-
-
-def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | None:
-    """Returns bool[shape]: which entries count; None if all do."""
-    keep = None
-    if lookup.where is not None:
-        where = _replicated(_as_array(lookup.where, f"mask of {label}"))
-        if where.dtype != jnp.bool_:
-            raise TouchedError(
-                f"mask of {label} is {where.dtype}, expected bool\n"
-                "  hint: compare it, as in `where != 0`"
-            )
-        if not _broadcasts_to(where.shape, shape):
-            raise TouchedError(
-                f"mask of {label} does not fit the ids\n"
-                f"  got {list(where.shape)}, expected it to broadcast to {list(shape)}"
-            )
-        keep = jnp.broadcast_to(where, shape)
-    if lookup.row_splits is not None:
-        splits = _integers(lookup.row_splits, f"row_splits of {label}")
-        if len(shape) != 1 or splits.ndim != 1 or splits.size == 0:
-            raise TouchedError(
-                f"row_splits of {label} do not fit the ids\n"
-                f"  got row_splits{list(splits.shape)} with ids{list(shape)}, "
-                "expected one dimension each and at least one split"
-            )
-        # The clip comes before the cast, lest a wide count wraps into a small one.
-        wide = splits if jnp.iinfo(splits.dtype).bits >= 32 else splits.astype("int32")
-        count = jnp.clip(wide[-1], 0, shape[0]).astype(jnp.int32)
-        ragged = jnp.arange(shape[0], dtype=jnp.int32) < count
-        keep = ragged if keep is None else keep & ragged
-    return keep
-
-
 def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     """Returns `stamps` with `clock` at `rows`; rows out of range are dropped."""
     sharding = jax.typeof(stamps).sharding
@@ -414,60 +315,8 @@ def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     # combiner that commutes, XLA scatters each device's share of the ids into stamps
     # of its own and then all-reduces the whole stamps (seen in the HLO of jax 0.10.2).
     return stamps.at[rows].set(
-        clock, mode="drop", out_sharding=sharding if _is_explicit(sharding) else None
+        clock, mode="drop", out_sharding=sharding if is_explicit(sharding) else None
     )
-
-
-def _replicated(array: jax.Array) -> jax.Array:
-    # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
-    # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
-    sharding = jax.typeof(array).sharding
-    if not _is_explicit(sharding):
-        return array
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P()))
-
-
-def _is_explicit(sharding: Any) -> bool:
-    return AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
-    """Yields every feature in `ids` with a label for error messages."""
-    if isinstance(ids, Lookup):
-        yield label, ids
-    elif isinstance(ids, list | tuple) and not all(isinstance(i, int) for i in ids):
-        for index, part in enumerate(ids):
-            yield from _lookups(part, f"{label}[{index}]")
-    elif not isinstance(ids, list | tuple) or ids:
-        yield label, Lookup(ids)
-
-
-def _integers(values: Any, label: str) -> jax.Array:
-    array = _as_array(values, label)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        hint = (
-            "\n  hint: pass a mask beside the ids, as `Lookup(ids, where=mask)`"
-            if array.dtype == jnp.bool_
-            else ""
-        )
-        raise TouchedError(f"{label} are {array.dtype}, expected integers{hint}")
-    return _replicated(array)
-
-
-def _as_array(values: Any, label: str) -> jax.Array:
-    try:
-        return jnp.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TouchedError(
-            f"{label} cannot be made an array\n  got {type(values).__name__}: {error}"
-        ) from error
-
-
-def _broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False
 
 
 def _check_length(stamps: jax.Array, table: StampedTable) -> None:
@@ -502,7 +351,7 @@ def _stamped_tables(tables: Mapping[str, Table]) -> tuple[StampedTable, ...]:
         for name, table in sorted(tables.items())
     )
     for table in stamped:
-        _index_dtype(table)  # Raises here rather than in the middle of a train step.
+        index_dtype(table)  # Raises here rather than in the middle of a train step.
     return stamped
 
 

@@ -198,9 +198,9 @@ def test_no_collective_moves_the_stamps():
         touched = fresh(NamedSharding(mesh, spec), user=rows)
         ids = jax.device_put(np.arange(16), NamedSharding(mesh, P("data")))
         compiled = step.lower(touched, {"user": ids}).compile()
-        assert "all-reduce" not in compiled.as_text()
+        assert "all-reduce" not in (compiled.as_text() or "all-reduce")
         shard_bytes = touched.stamps["user"].addressable_data(0).nbytes
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         assert memory.temp_size_in_bytes < shard_bytes / 2
         assert memory.alias_size_in_bytes >= shard_bytes
 
@@ -353,6 +353,7 @@ def test_record_marks_the_rows_that_indexing_reads(jit):
         ("int16", 40000, [-1, -32768], [7232, 39999]),
         ("uint32", 10, [2**32 - 1, 2**31, 4], [4, 9]),
         ("int4", 100, [-1, -8, 7], [7, 92, 99]),
+        ("int4", 5, [-1, -8, 7], [0, 4]),
     ],
 )
 def test_ids_of_any_width_mark_the_right_rows(dtype, rows, ids, expected):
@@ -407,12 +408,12 @@ def test_tables_past_int32_need_x64():
         table = StampedTable(
             name="user", padded_rows=rows, lookup_rows=rows, layout=Identity()
         )
-        return Touched(
-            stamps={"user": jax.ShapeDtypeStruct((rows,), jnp.int32)},
-            clock=jax.ShapeDtypeStruct((), jnp.int32),
-            lineage=jax.ShapeDtypeStruct((4,), jnp.uint32),
-            tables=(table,),
-        )
+        leaves: Any = {
+            "stamps": {"user": jax.ShapeDtypeStruct((rows,), jnp.int32)},
+            "clock": jax.ShapeDtypeStruct((), jnp.int32),
+            "lineage": jax.ShapeDtypeStruct((4,), jnp.uint32),
+        }
+        return Touched(**leaves, tables=(table,))
 
     mark = partial(record, ids={"user": np.array([-1], np.int32)})
     jax.eval_shape(mark, abstract(2**31 - 1))
@@ -507,6 +508,18 @@ def test_seeded_takes_stamps_clock_and_shardings_and_draws_a_lineage():
     assert jax.tree.structure(touched) == jax.tree.structure(other)
     jax.tree.map(lambda a, b: _same_placement(a, b), touched, other)
     assert marked(step(touched, {"user": np.array([0])})) == list(range(8))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_seeded_does_not_share_memory_with_numpy_stamps(committed):
+    rows = 1 << 16  # large enough for numpy to align it as jax would need it
+    sharding = SingleDeviceSharding(jax.devices()[0]) if committed else None
+    stamps = np.zeros(rows, np.int32)
+    tables = tables_of(state_of({"user": rows}))
+    touched = seeded(tables, {"user": sharding}, {"user": stamps}, 1)
+    jax.block_until_ready(touched)
+    stamps[:] = 1
+    assert marked(touched) == []
 
 
 def _same_placement(a: jax.Array, b: jax.Array) -> None:
