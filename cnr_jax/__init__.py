@@ -25,8 +25,8 @@ from cnr_jax.rows.touched import Touched as Touched
 from cnr_jax.rows.touched import init_touched as init_touched
 from cnr_jax.rows.touched import record as record
 from cnr_jax.rows.touched import reset_touched as reset_touched
-from cnr_jax.tables import Tables as Tables
-from cnr_jax.tables import TableSpec as TableSpec
+from cnr_jax.table import Tables as Tables
+from cnr_jax.table import TableSpec as TableSpec
 from cnr_jax.tables import find_tables as find_tables
 from cnr_jax.telemetry import SaveReport as SaveReport
 

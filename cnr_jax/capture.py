@@ -22,12 +22,13 @@ from cnr_jax.format.manifest import (
     TableEntry,
 )
 from cnr_jax.options import Options
+from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
 from cnr_jax.rows.gather import Chunk, Run, Where
 from cnr_jax.rows.tiling import Piece, shard_on, tile_leaf
 from cnr_jax.rows.touched import stamp_sharding
-from cnr_jax.tables import Leaf, Table, Tables, flatten_paths
+from cnr_jax.table import Leaf, Table, Tables
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
 

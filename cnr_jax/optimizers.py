@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from cnr_jax.errors import OptimizerError
 from cnr_jax.paths import Mirror, Path, PathIndex, key_strings
-from cnr_jax.tables import Table, Tables
+from cnr_jax.table import Table, Tables
 
 __all__ = ["check_row_sparse"]
 

@@ -17,11 +17,13 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from cnr_jax import errors
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.layouts import layout_from
+from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.restore import Target, restore_leaf, restore_stamps
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.touched import Touched, seeded, stamp_sharding
-from cnr_jax.tables import Leaf, Table, Tables, flatten_paths
+from cnr_jax.splitting import merge
+from cnr_jax.table import Leaf, Table, Tables
 
 Path = tuple[str, ...]
 
@@ -276,17 +278,8 @@ def assemble(
         arrays: the table leaves, by table and leaf name.
         dense: the restored dense leaves as nested dicts.
     """
-    values: dict[Path, Any] = {
-        **wanted.kept,
-        **wanted.texts,
-        **dict(flatten_paths(dense)),
-    }
-    for name, leaves in arrays.items():
-        paths = {leaf.name: leaf.path for leaf in tables[name].leaves}
-        values.update({paths[leaf]: value for leaf, value in leaves.items()})
-    order = [path for path, _ in flatten_paths(state)]
-    treedef = jax.tree.structure(state)
-    return jax.tree.unflatten(treedef, [values[path] for path in order])
+    rest = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
+    return merge(state, tables, arrays, nest(rest))
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Which leaves of a train state are embedding tables, their per-row slots, or dense.
 
-`find_tables` decides it once, `split` and `merge` take a state apart and put it
-together again by key path. Works on any pytree, concrete or abstract; it reads shapes,
+`find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
 dtypes and shardings, never values.
 
 To remember: every leaf of a state is in exactly one place, a table (with its slots) or
@@ -10,190 +9,21 @@ the dense rest, so that a checkpoint holds all of it, once.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.errors import StateMismatchError, TableError
-from cnr_jax.layouts import Identity, ModSharded, RowLayout
+from cnr_jax.errors import TableError
+from cnr_jax.layouts import ModSharded, RowLayout
 from cnr_jax.paths import Entry, Mirror, PathIndex, flatten_paths, normalise
+from cnr_jax.table import Leaf, Table, Tables, TableSpec, dense_lines
 
-__all__ = [
-    "Leaf",
-    "Table",
-    "TableSpec",
-    "Tables",
-    "find_tables",
-    "flatten_paths",
-    "merge",
-    "split",
-]
+__all__ = ["Leaf", "Table", "TableSpec", "Tables", "find_tables"]
 
 _TABLE_DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
-_PRINTED_DENSE_LEAVES = 12  # arbitrary: enough to spot a table that was missed
-_MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One array of a table: the table itself, or a slot with the same rows.
-
-    Attributes:
-        name: "table", or the slot's prefix in the state, such as
-            "opt_state/0/sum_of_squares"; unique in its table.
-        path: the key path, exactly as it occurs in the state.
-        shape: of the whole array, `(padded_rows, ...)`.
-        dtype: of the array.
-        sharding: of the array it was found from, if any; not compared.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding | None = field(default=None, compare=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole array in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return (
-            f"{'/'.join(self.path)}  {_describe(self.shape, self.dtype, self.nbytes)}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """An embedding table `[padded_rows, dim]` and the slots that go with its rows.
-
-    Attributes:
-        name: as given to `find_tables`.
-        leaf: the parameter.
-        slots: the optimizer's arrays with one entry per row, in the order of paths.
-        rows: logical rows; the others are padding.
-        layout: where logical rows lie in the array.
-        row_sparse: whether the user vouches that only looked-up rows change.
-    """
-
-    name: str
-    leaf: Leaf
-    slots: tuple[Leaf, ...]
-    rows: int
-    layout: RowLayout
-    row_sparse: bool
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """The parameter, then its slots."""
-        return (self.leaf, *self.slots)
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows of the stored array."""
-        return self.leaf.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Elements per row of the parameter."""
-        return self.leaf.shape[1]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the parameter."""
-        return self.leaf.dtype
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Key path of the parameter."""
-        return self.leaf.path
-
-
-@dataclass(frozen=True, slots=True)
-class TableSpec:
-    """How to find one table, where its name alone does not say it all.
-
-    Attributes:
-        path: the parameter's path or the end of it; default: the table's name.
-        rows: logical rows, at most those of the array; default: all of them.
-        slots: paths of the slots; default: find them; empty: none.
-        layout: where logical rows lie in the array.
-        row_sparse: the optimizer changes no rows but those looked up, whatever its
-            slots look like: skips `check_row_sparse` for this table. If it is not
-            true, deltas miss rows.
-    """
-
-    path: str | None = None
-    _: KW_ONLY
-    rows: int | None = None
-    slots: Sequence[str] | None = None
-    layout: RowLayout = field(default_factory=Identity)
-    row_sparse: bool = False
-
-
-class Tables(Mapping[str, Table]):
-    """The tables of a state by name, and the paths of all other leaves.
-
-    Printing it shows what was matched: look at it once before a long run.
-
-    Attributes:
-        dense: paths of the leaves that belong to no table, in the state's order.
-    """
-
-    __slots__ = ("_dense_lines", "_tables", "dense")
-
-    def __init__(
-        self,
-        tables: Mapping[str, Table],
-        dense: Sequence[tuple[str, ...]] = (),
-        dense_lines: Sequence[str] = (),
-    ) -> None:
-        """Makes a mapping of tables; `dense_lines` describe dense leaves in print."""
-        self._tables = dict(tables)
-        self.dense = tuple(dense)
-        self._dense_lines = tuple(dense_lines)
-
-    def __getitem__(self, name: str) -> Table:
-        return self._tables[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tables)
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Tables):
-            return NotImplemented
-        return self._tables == other._tables and self.dense == other.dense
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<Tables {', '.join(self)}; {len(self.dense)} dense leaves>"
-
-    def __str__(self) -> str:
-        leaves = [leaf for table in self.values() for leaf in table.leaves]
-        lines = [
-            f"{len(self)} tables, {len(leaves) - len(self)} slots: "
-            f"{sum(leaf.nbytes for leaf in leaves) / _MIB:.2f} MiB; "
-            f"{len(self.dense)} dense leaves"
-        ]
-        for table in self.values():
-            lines.append(f"table {table.name!r}: {_rows(table)}")
-            lines += [
-                f"  {'table' if leaf is table.leaf else 'slot '}  {leaf}"
-                for leaf in table.leaves
-            ]
-        lines += [f"dense    {line}" for line in self._dense_lines]
-        hidden = len(self.dense) - len(self._dense_lines)
-        return "\n".join(lines + [f"dense    {hidden} more"] * (hidden > 0))
 
 
 def find_tables(
@@ -239,7 +69,7 @@ def find_tables(
     }
     owner = _owners(tables)
     dense = [(p, x) for p, x in flatten_paths(state) if p not in owner]
-    return Tables(tables, [path for path, _ in dense], _dense_lines(dense))
+    return Tables(tables, [path for path, _ in dense], dense_lines(dense))
 
 
 def _owners(tables: Mapping[str, Table]) -> dict[tuple[str, ...], str]:
@@ -482,153 +312,3 @@ def _uncovered_rows(table: Leaf, slot: Leaf) -> range | None:
             first = int(np.argmin(rows))
             return range(int(edges[first]), int(edges[first + 1]))
     return None
-
-
-def split(state: Any, tables: Tables) -> tuple[dict[str, dict[str, Any]], dict]:
-    """Takes a state apart into table leaves and the dense rest.
-
-    Args:
-        state: a state like the one `tables` was found in, concrete or abstract.
-        tables: from `find_tables`.
-
-    Returns:
-        `{table: {leaf name: array}}`, and the dense leaves as nested dicts by part
-        of their path. Nodes without leaves (`None`, empty tuples) are in neither.
-
-    Raises:
-        StateMismatchError: if a table's leaf is missing or has another shape or dtype.
-
-    Example:
-        >>> state = {"user": jnp.zeros((8, 2)), "step": 3}
-        >>> leaves, dense = split(state, find_tables(state, ["user"]))
-        >>> leaves["user"]["table"].shape, dense
-        ((8, 2), {'step': 3})
-    """
-    leaves = dict(flatten_paths(state))
-    rows: dict[str, dict[str, Any]] = {
-        name: {leaf.name: _take(leaves, name, leaf) for leaf in table.leaves}
-        for name, table in tables.items()
-    }
-    dense: dict[str, Any] = {}
-    for path, value in leaves.items():
-        if not path:
-            raise StateMismatchError("the state is a single leaf, expected a tree")
-        node = dense
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return rows, dense
-
-
-def _take(leaves: dict[tuple[str, ...], Any], table: str, leaf: Leaf) -> Any:
-    where = "/".join(leaf.path)
-    if leaf.path not in leaves:
-        raise StateMismatchError(
-            f"table {table!r}: the state has no leaf {where}\n"
-            "  hint: call find_tables again when the model or the optimizer changed."
-        )
-    value = leaves.pop(leaf.path)
-    expected = (leaf.shape, leaf.dtype)
-    is_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
-    if not is_array or (tuple(value.shape), value.dtype) != expected:
-        got = f"{type(value).__name__} " * (not is_array)
-        if hasattr(value, "dtype"):
-            got += f"{value.dtype}{list(value.shape)}"
-        raise StateMismatchError(
-            f"table {table!r}: leaf {where} is not the array it was found as\n"
-            f"  got {got.strip()}, expected {leaf.dtype}{list(leaf.shape)}"
-        )
-    return value
-
-
-def merge(
-    abstract_state: Any,
-    tables: Tables,
-    table_leaves: Mapping[str, Mapping[str, Any]],
-    dense: Mapping[str, Any],
-) -> Any:
-    """Puts a state together again: the inverse of `split`.
-
-    Args:
-        abstract_state: a state of the wanted structure; its leaves are not used.
-        tables: from `find_tables`.
-        table_leaves: `{table: {leaf name: value}}`.
-        dense: nested dicts by path part.
-
-    Returns:
-        A state with the structure of `abstract_state` and the given leaves.
-
-    Raises:
-        StateMismatchError: if a leaf of `abstract_state` was not given, or a given leaf
-            has no place in it.
-
-    Example:
-        >>> state = {"user": jnp.zeros((8, 2)), "step": 3}
-        >>> tables = find_tables(state, ["user"])
-        >>> merge(state, tables, *split(state, tables))["step"]
-        3
-    """
-    given = dict(_dense_leaves(abstract_state, dense))
-    paths = {(n, leaf.name): leaf.path for n, t in tables.items() for leaf in t.leaves}
-    for name, leaves in table_leaves.items():
-        for leaf, value in leaves.items():
-            given[paths.get((name, leaf), (name, leaf))] = value
-    wanted = [path for path, _ in flatten_paths(abstract_state)]
-    missing = [path for path in wanted if path not in given]
-    extra = set(given) - set(wanted)
-    if missing or extra:
-        raise StateMismatchError(
-            "the leaves given and the abstract state disagree\n"
-            f"  missing: {_few(missing)}\n  without a place: {_few(sorted(extra))}"
-        )
-    treedef = jax.tree.structure(abstract_state)
-    return jax.tree.unflatten(treedef, [given[path] for path in wanted])
-
-
-def _dense_leaves(
-    abstract_state: Any, dense: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Lists the dense leaves by path; a value may itself be a mapping or None."""
-    ends = {path for path, _ in flatten_paths(abstract_state)}
-    pending: list[tuple[tuple[str, ...], Any]] = [((), dense)]
-    while pending:
-        path, node = pending.pop()
-        if path in ends or not isinstance(node, Mapping):
-            yield path, node
-        else:
-            pending += [((*path, str(key)), child) for key, child in node.items()]
-
-
-def _few(paths: Sequence[tuple[str, ...]]) -> str:
-    shown = [f"{'/'.join(path)}" for path in paths[:4]]
-    return (
-        ", ".join(shown + [f"and {len(paths) - 4} more"] * (len(paths) > 4)) or "none"
-    )
-
-
-def _describe(shape: Sequence[int], dtype: Any, nbytes: int) -> str:
-    return f"{dtype}{list(shape)} {nbytes / _MIB:.2f} MiB"
-
-
-def _rows(table: Table) -> str:
-    padding = table.padded_rows - table.rows
-    return (
-        f"{table.rows:,} rows"
-        + f" and {padding:,} of padding" * (padding > 0)
-        + f", layout {table.layout.name}" * (table.layout != Identity())
-        + ", declared row-sparse" * table.row_sparse
-    )
-
-
-def _dense_lines(dense: Sequence[tuple[tuple[str, ...], Any]]) -> list[str]:
-    """Describes the largest dense leaves: a table that was missed stands out."""
-    lines = []
-    for path, value in dense:
-        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if shape is None or dtype is None:
-            lines.append((0, f"{'/'.join(path)}  {type(value).__name__}"))
-            continue
-        nbytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
-        lines.append((nbytes, f"{'/'.join(path)}  {_describe(shape, dtype, nbytes)}"))
-    lines.sort(key=lambda line: -line[0])
-    return [text for _, text in lines[:_PRINTED_DENSE_LEAVES]]

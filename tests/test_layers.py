@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # part: (parts of the package it may import, third-party packages it may import).
 # A part is a module or folder right under the package; "facade" is its __init__.
-BELOW_ROWS = "errors layouts paths tables optimizers"
+BELOW_ROWS = "errors layouts paths table tables splitting optimizers"
 BELOW_REPOSITORY = f"{BELOW_ROWS} rows format policy telemetry"
 BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
 # The parts of a save and of a restore that know no Orbax, then those that do.
@@ -25,8 +25,10 @@ TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
     "paths": ("errors", "numpy jax flax"),
-    "tables": ("errors layouts paths", "numpy jax flax"),
-    "optimizers": ("errors layouts paths tables", "numpy jax flax"),
+    "table": ("errors layouts", "numpy jax"),
+    "tables": ("errors layouts paths table", "numpy jax flax"),
+    "splitting": ("errors paths table", "jax"),
+    "optimizers": ("errors layouts paths table tables", "numpy jax flax"),
     "rows": (BELOW_ROWS, "numpy jax"),
     "format": ("errors", "numpy"),
     "policy": ("errors", ""),

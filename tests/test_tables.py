@@ -17,15 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import StateMismatchError, TableError
 from cnr_jax.layouts import Identity, ModSharded
-from cnr_jax.tables import (
-    Leaf,
-    TableSpec,
-    _uncovered_rows,
-    find_tables,
-    flatten_paths,
-    merge,
-    split,
-)
+from cnr_jax.paths import flatten_paths
+from cnr_jax.splitting import merge, split
+from cnr_jax.table import Leaf, TableSpec
+from cnr_jax.tables import _uncovered_rows, find_tables
 
 USERS, ITEMS, DIM = 16, 24, 4
 

@@ -37,7 +37,8 @@ from cnr_jax.rows.ids import (
     lookups,
     stored_rows,
 )
-from cnr_jax.tables import Table, Tables, split
+from cnr_jax.splitting import split
+from cnr_jax.table import Table, Tables
 
 __all__ = [
     "CLOCK_LIMIT",
