@@ -27,7 +27,7 @@ from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
 from cnr_jax.rows.gather import Chunk, Run, Where
 from cnr_jax.rows.tiling import Piece, shard_on, tile_leaf
-from cnr_jax.rows.touched import stamp_sharding
+from cnr_jax.rows.touched import Touched, stamp_sharding
 from cnr_jax.table import Leaf, Table, Tables
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
@@ -271,18 +271,30 @@ def without_texts(dense: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_touched(stamps: Mapping[str, jax.Array], tables: Tables) -> None:
+def check_touched(touched: Touched, tables: Tables) -> None:
     """Checks that `touched` was made for these tables.
 
     Raises:
-        TouchedError: naming the tables that are missing, unknown or of another size.
+        TouchedError: naming tables that are missing, unknown, or stored in another way.
     """
+    if not isinstance(touched, Touched):
+        raise errors.TouchedError(
+            f"touched is {type(touched).__name__}, expected what init_touched returns"
+        )
+    stamps = touched.stamps
     problems = [f"{name}: not in touched" for name in tables if name not in stamps]
     problems += [f"{name}: not a table here" for name in stamps if name not in tables]
     problems += [
         f"{name}: got {stamps[name].shape[0]} stamps, expected {table.padded_rows}"
         for name, table in tables.items()
         if name in stamps and stamps[name].shape != (table.padded_rows,)
+    ]
+    # Rows stored by another layout would be saved under the ids of other rows.
+    problems += [
+        f"{table.name}: got row layout {table.layout},"
+        f" expected {tables[table.name].layout}"
+        for table in touched.tables
+        if table.name in tables and table.layout != tables[table.name].layout
     ]
     if problems:
         raise errors.TouchedError(

@@ -7,10 +7,12 @@ returns is written in the background; `finalize` runs on one process after all h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +34,7 @@ from cnr_jax.orbax_compat import (
     place_of,
     step_number,
 )
+from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.ledger import Entry, Ledger, entry_of, rename_aside
 from cnr_jax.repository.planner import Plan, Planner, Request
@@ -41,10 +44,13 @@ from cnr_jax.repository.write import RowsWriter, RunPlan
 from cnr_jax.rows.gather import Chunk, host_device
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import CLOCK_LIMIT, Touched, clock_of, lineage_hex
-from cnr_jax.tables import Tables, flatten_paths, split
+from cnr_jax.splitting import split
+from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
+# How long a failed save is waited for to stop writing; it does within a chunk or two.
+_STOP_SECS = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +68,15 @@ class Restored:
     def __iter__(self) -> Any:
         """Unpacks as `state, touched`."""
         return iter((self.state, self.touched))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """What is to be saved, split and found to be in order."""
+
+    arrays: dict[str, dict[str, jax.Array]]
+    dense: dict[str, Any]
+    dense_leaves: tuple[DenseLeaf, ...]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -93,6 +108,21 @@ class _InFlight:
     clock: int
     facts: Facts
     blocking_secs: float = 0.0
+    stage: Stage[Chunk] | None = None
+    writing: list[Any] = dataclasses.field(default_factory=list)
+
+    def stop(self) -> None:
+        """Waits until nothing of a failed save is being written.
+
+        Orbax raises the first error while other parts may still be writing, into a directory
+        of which the same step, saved again, uses the name.
+        """
+        if self.stage is not None:
+            self.stage.abort()
+        for future in self.writing:
+            # Its error, if it has one, came out already or is not the first.
+            with contextlib.suppress(Exception):
+                future.result(timeout=_STOP_SECS)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -169,6 +199,39 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
+        try:
+            checked = self._checked(args)
+        except errors.CnrError as error:
+            if jax.process_count() > 1:
+                self._agree(ledger, error)  # the others must not wait for this process
+            raise
+        assert args.touched is not None
+        lineage, clock = lineage_hex(args.touched), clock_of(args.touched)
+        request = Request(
+            step=step_number(place.directory),
+            directory=place.directory,
+            lineage=lineage,
+            clock=clock,
+            at_limit=clock >= CLOCK_LIMIT,
+            tables=capture.table_entries(self._writable_tables()),
+            guarded=self.guarded,
+        )
+        plan = self._agree(ledger, request, checked.dense)
+        self._prepared = _Prepared(
+            args=args,
+            place=place,
+            plan=plan,
+            arrays=checked.arrays,
+            dense=checked.dense,
+            dense_leaves=checked.dense_leaves,
+            lineage=lineage,
+            clock=clock,
+            started_secs=started,
+        )
+        return plan
+
+    def _checked(self, args: Save) -> _Checked:
+        """What is to be saved, after all checks that this process can do alone."""
         tables = self._writable_tables()
         if args.touched is None:
             raise errors.TouchedError(
@@ -179,31 +242,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         _check_alive(args.touched, "touched")
         arrays, dense = split(args.state, tables)
         leaves = capture.dense_leaves(dense)
-        capture.check_touched(args.touched.stamps, tables)
+        capture.check_touched(args.touched, tables)
         capture.check_tiling(tables, arrays, args.touched.stamps)
-        lineage, clock = lineage_hex(args.touched), clock_of(args.touched)
-        request = Request(
-            step=step_number(place.directory),
-            directory=place.directory,
-            lineage=lineage,
-            clock=clock,
-            at_limit=clock >= CLOCK_LIMIT,
-            tables=capture.table_entries(tables),
-            guarded=self.guarded,
-        )
-        plan = self._agree(ledger, request, dense)
-        self._prepared = _Prepared(
-            args=args,
-            place=place,
-            plan=plan,
-            arrays=arrays,
-            dense=dense,
-            dense_leaves=leaves,
-            lineage=lineage,
-            clock=clock,
-            started_secs=started,
-        )
-        return plan
+        return _Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
 
     def _writable_tables(self) -> Tables:
         if self.tables is None:
@@ -213,17 +254,28 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
         return self.tables
 
-    def _agree(self, ledger: Ledger, request: Request, dense: dict[str, Any]) -> Plan:
-        """Process 0 decides; all processes get its plan, or its error."""
-        local = self._gather_local(dense)
+    def _agree(
+        self,
+        ledger: Ledger,
+        request: Request | errors.CnrError,
+        dense: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Process 0 decides; all processes get its plan, or the same error.
+
+        Args:
+            ledger: of the root.
+            request: what is to be saved, or why this process cannot save.
+            dense: of the state; leaves that are not global must be the same everywhere.
+        """
+        told = self._tell(request, dense or {})
         if jax.process_index() == 0:
             committed = self.settle()
             try:
-                _check_same(local)
+                _check_told(told)
+                assert not isinstance(request, errors.CnrError)
                 plan = self._planner.plan(ledger, request, committed)
             except errors.CnrError as error:
-                failure = {"error": str(error), "kind": error.kind}
-                self._channel.broadcast(json.dumps(failure))
+                self._channel.broadcast(json.dumps(_failure(error)))
                 raise
             self._channel.broadcast(json.dumps(to_json(plan)))
         else:
@@ -232,16 +284,21 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._move_aside(ledger, plan)
         return plan
 
-    def _gather_local(self, dense: dict[str, Any]) -> list[dict[str, str]]:
-        """Digests of the host-local leaves of each process; nothing without such leaves."""
-        digests = {
-            "/".join(path): digest_of_local(leaf)
-            for path, leaf in flatten_paths(dense)
-            if is_host_local(leaf)
-        }
-        if not digests:
+    def _tell(
+        self, request: Request | errors.CnrError, dense: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Sends process 0 what all must agree on; returns what all sent, on process 0."""
+        if jax.process_count() == 1:
             return []
-        return [json.loads(text) for text in self._channel.gather(json.dumps(digests))]
+        if isinstance(request, errors.CnrError):
+            mine = _failure(request)
+        else:
+            mine = {
+                "/".join(path): digest_of_local(leaf)
+                for path, leaf in flatten_paths(dense)
+                if is_host_local(leaf)
+            }
+        return [json.loads(text) for text in self._channel.gather(json.dumps(mine))]
 
     def _move_aside(self, ledger: Ledger, plan: Plan) -> None:
         assert self._place is not None
@@ -252,6 +309,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
+        try:
+            return await self._begin(directory, args)
+        except BaseException:
+            # Orbax is still making directories, of which the next save may use the names.
+            with contextlib.suppress(Exception):
+                in_background(_nothing(), "cnr_wait").result(timeout=_STOP_SECS)
+            raise
+
+    async def _begin(self, directory: epath.Path, args: Save) -> list[Any]:
         place = place_of(directory)
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.args is not args or prepared.place != place:
@@ -296,6 +362,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         rows = in_background(
             _write_rows(directory, plan.uuid, found.plans, stage), "cnr_write_rows"
         )
+        assert self._in_flight is not None
+        self._in_flight.stage, self._in_flight.writing = stage, [rows]
         try:
             for chunk in found.chunks():
                 if not stage.put(chunk):
@@ -304,10 +372,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directory, capture.without_texts(prepared.dense)
             )
         except BaseException:
-            stage.abort()
+            self._in_flight.stop()
             raise
         stage.close()
-        return [rows, *dense]
+        self._in_flight.writing = [rows, *dense]
+        return self._in_flight.writing
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
         """Saves and waits; Orbax itself always calls `async_save`."""
@@ -321,6 +390,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         assert self._in_flight is not None
         self._dense.finalize(directory)
         write_manifest(directory, self._in_flight.facts)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether there is a save of which `settle` has not found out what became of it."""
+        return self._in_flight is not None
 
     def settle(self, committed: str | None = None) -> str | None:
         """Finds out whether the last save is committed and notes it if so.
@@ -336,8 +410,13 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         flight, self._in_flight = self._in_flight, None
         if self.ledger is None or flight is None:
             return None
+        dropped = flight.place.directory in self.ledger.doomed
         entry = self.ledger.settle(flight.place.root, flight.place.item)
+        if entry is None and dropped:
+            _log.info("retention did not keep step %d, the newest", flight.plan.step)
+            return None
         if entry is None or (committed is not None and entry.uuid != committed):
+            flight.stop()
             _log.warning(
                 "the save of step %d was not committed; its rows are in the next one",
                 flight.plan.step,
@@ -420,8 +499,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if self._place is None:
             self.open(place.root, place.item)
         assert self._place is not None
+        self.settle()  # Orbax has waited for the save in flight
         if str(self._place.root) != str(place.root) or self._place.item != place.item:
-            return  # restored from elsewhere: no parent here
+            self._planner.end_lineages()  # restored from elsewhere: no parent here
+            return
         entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
         self._planner.restored(lineage_hex(touched), entries, exact=exact)
 
@@ -495,6 +576,10 @@ def handler_registry(
     return registry
 
 
+async def _nothing() -> None:
+    """Does nothing, in the background: once the directories are made."""
+
+
 async def _write_rows(
     directory: epath.Path, uuid: str, plans: tuple[RunPlan, ...], stage: Stage[Chunk]
 ) -> None:
@@ -506,21 +591,37 @@ async def _write_rows(
         raise
 
 
-def _check_same(local: list[dict[str, str]]) -> None:
-    """Checks that host-local leaves are the same on all processes.
+def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all processes can save, and hold the same host-local leaves.
 
     Raises:
-        StateMismatchError: naming those that are not: only one of them could be saved.
+        CnrError: what a process raised.
+        StateMismatchError: naming leaves that differ: only one could be saved.
     """
-    first, *others = local or [{}]
+    for document in told:
+        _raise_failure(document)
+    first, *others = told or [{}]
     for process, digests in enumerate(others, start=1):
-        different = sorted(path for path in first if digests.get(path) != first[path])
+        paths = first.keys() | digests.keys()
+        different = sorted(p for p in paths if digests.get(p) != first.get(p))
         if different:
             raise errors.StateMismatchError(
                 f"leaves of the state differ between process 0 and process {process}\n"
                 f"  {', '.join(different)}\n"
                 "  hint: make them global arrays, or save them as an item of their own"
             )
+
+
+def _failure(error: errors.CnrError) -> dict[str, str]:
+    """An error as processes send it; the key is no path of a leaf."""
+    return {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
+
+
+def _raise_failure(document: Mapping[str, Any]) -> None:
+    """Raises the error that another process sent, if it is one."""
+    if "/error" in document:
+        found = getattr(errors, document["class"], errors.CnrError)
+        raise found(document["/error"], kind=document["kind"])
 
 
 def _with_codec(
@@ -543,10 +644,9 @@ def _plan_of(document: dict[str, Any]) -> Plan:
     """The plan that process 0 sent.
 
     Raises:
-        ChainError: if process 0 could not make one.
+        CnrError: the error of process 0, if it could not make one.
     """
-    if "error" in document:
-        raise errors.ChainError(document["error"], kind=document["kind"])
+    _raise_failure(document)
     parent = document["parent"]
     return Plan(
         **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,11 +12,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import capture, errors
-from cnr_jax.handler import CnrHandler, Restore, Save, handler_registry
+from cnr_jax.handler import CnrHandler, Restore, Restored, Save, handler_registry
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
 from cnr_jax.repository.ledger import Ledger, describe, find_item
-from cnr_jax.tables import Tables
+from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
+from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
@@ -66,8 +68,9 @@ class CheckpointManager(ocp.CheckpointManager):
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
         self._channel = Channel()
-        # The step that saving goes on from: the last one saved or restored here.
-        self._tip: int | None = None
+        self._tip: _Tip | None = None
+        # Where the tip goes back to when the last save failed: its step is due again.
+        self._tip_before: _Tip | None = None
         self._root = epath.Path(root).absolute()
         self._item = item or find_item(self._root)
         if self._item is not None:
@@ -131,10 +134,11 @@ class CheckpointManager(ocp.CheckpointManager):
             DependentsExistError: if a step is in the way that must be kept.
         """
         _check_step(step)
-        if not force and not self.should_save(step):
-            return False
-        self.wait_until_finished()
         state = self._state_args(args)
+        if not force and not self.should_save(step):
+            if not self._goes_elsewhere(step, state) or not self.should_save(step):
+                return False
+        self.wait_until_finished()
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
             abandoned = self._handler.prepare(place, state).abandoned
@@ -150,7 +154,9 @@ class CheckpointManager(ocp.CheckpointManager):
             args=args,
             custom_metadata=custom_metadata,
         )
-        self._tip = step if saved else self._tip
+        if saved:
+            self._tip_before = self._tip
+            self._tip = _tip(step, state.touched if state else None)
         return saved
 
     def restore(
@@ -191,8 +197,11 @@ class CheckpointManager(ocp.CheckpointManager):
         restored = super().restore(
             step, items, restore_kwargs, directory=directory, args=args
         )
-        if directory is None:
-            self._tip = step
+        state = restored
+        if isinstance(restored, ocp.args.Composite):
+            state = restored.get(str(self._item))
+        if directory is None and isinstance(state, Restored) and step is not None:
+            self._tip = _tip(step, state.touched)
         return restored
 
     def delete(self, step: int) -> None:
@@ -227,7 +236,17 @@ class CheckpointManager(ocp.CheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits for the save that is being written, and raises what it raised."""
-        super().wait_until_finished()
+        try:
+            super().wait_until_finished()
+        except Exception:
+            # An error in writing Orbax's metadata comes out while the rest is being written;
+            # what becomes of that must not come out of the next save.
+            with contextlib.suppress(Exception):
+                self._checkpointer.wait_until_finished()
+            # Orbax struck off what it would have deleted after this save, but did not delete.
+            super().reload()
+            self._settle()
+            raise
         self._settle()
 
     def close(self) -> None:
@@ -239,7 +258,25 @@ class CheckpointManager(ocp.CheckpointManager):
         """Notes a committed save, unless one is still being written."""
         thread = self._finalize_thread.get()
         if thread is None or not thread.is_alive():
-            self._handler.settle()
+            saving = self._handler.is_saving
+            if self._handler.settle() is None and saving:
+                self._tip = self._tip_before
+
+    def _goes_elsewhere(self, step: int, state: Save | None) -> bool:
+        """Whether an older step is no repetition but a state that does not rest on the tip.
+
+        Such are a new run in a used root, going on after another step was evaluated, and a
+        rollback in memory. If so, it starts anew: there is no tip.
+        """
+        tip = self._tip
+        if tip is None or step > tip.step or state is None or state.touched is None:
+            return False
+        # Waits for the train step, but only here: steps after the tip are due or not due.
+        new = _tip(step, state.touched)
+        if new.lineage == tip.lineage and new.clock >= tip.clock:
+            return False
+        self._tip = None
+        return True
 
     def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
         """The arguments of the state among those of a save."""
@@ -286,6 +323,21 @@ class CheckpointManager(ocp.CheckpointManager):
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tip:
+    """The step that saving goes on from: the last one saved or restored by a manager."""
+
+    step: int
+    lineage: str
+    clock: int
+
+
+def _tip(step: int, touched: Touched | None) -> _Tip:
+    if touched is None:
+        return _Tip(step, "", 0)
+    return _Tip(step, lineage_hex(touched), clock_of(touched))
+
+
 class _Continuing:
     """Asks Orbax whether a save is due as if the tip were the latest step."""
 
@@ -293,7 +345,8 @@ class _Continuing:
         self._manager = manager
 
     def latest_step(self) -> int | None:
-        return self._manager._tip
+        tip = self._manager._tip
+        return tip.step if tip else None
 
     def should_save(self, step: int) -> bool:
         return ocp.CheckpointManager.should_save(self, step)  # type: ignore[arg-type]

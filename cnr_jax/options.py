@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.policy import Intermittent, Policy
-from cnr_jax.rows.codecs import Codec, Raw, make_codec
+from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
 
@@ -84,7 +84,7 @@ class Options:
             )
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):
-                self._codec(name, leaf)
+                _check_readable(self._codec(name, leaf))
 
     def _codec(self, table: str, leaf: str) -> Codec:
         own = self.tables.get(table, TableOptions())
@@ -127,3 +127,19 @@ class Options:
                 f"options for unknown tables: {', '.join(unknown)}\n"
                 f"  tables: {', '.join(sorted(names))}"
             )
+
+
+def _check_readable(codec: Codec) -> None:
+    """Checks that what a codec writes can be read again, by its name and configuration.
+
+    Raises:
+        OptionError: for a codec of the user's own.
+    """
+    try:
+        known = codec_from(codec.name, codec.configuration()) == codec
+    except errors.FormatError:
+        known = False
+    if not known:
+        raise errors.OptionError(
+            f"codec {codec!r} could not be read again: it is not one of cnr_jax"
+        )

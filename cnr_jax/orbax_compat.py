@@ -108,6 +108,8 @@ class Channel:
 
     def gather(self, text: str) -> list[str]:
         """Returns what every process passed, on process 0; an empty list on others."""
+        if jax.process_count() == 1:
+            return [text]
         client = ocp.multihost.get_jax_distributed_client()
         key = f"{self._prefix}/gather/{self._count}"
         client.key_value_set(f"{key}/{jax.process_index()}", text)
@@ -121,17 +123,23 @@ class Channel:
 
 
 def is_host_local(leaf: Any) -> bool:
-    """Whether an array is one process's own in a run of several processes.
+    """Whether a leaf is one process's own in a run of several processes.
 
-    Such are arrays that no jitted step has returned yet: a fresh PRNG key, a counter.
+    Such are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet: a
+    fresh PRNG key, a counter.
     """
-    local = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
-    return local and jax.process_count() > 1
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not is_global and jax.process_count() > 1
 
 
-def digest_of_local(leaf: jax.Array) -> str:
-    """Digest of the values of a host-local array, to compare between processes."""
-    return hashlib.sha256(np.asarray(_key_data(leaf)).tobytes()).hexdigest()
+def digest_of_local(leaf: Any) -> str:
+    """Digest of the values of a host-local leaf, to compare between processes."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        data = f"{type(leaf).__name__} {leaf!r}".encode()
+    else:
+        values = np.asarray(_key_data(leaf) if isinstance(leaf, jax.Array) else leaf)
+        data = f"{values.dtype}{values.shape}".encode() + values.tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def replicated(leaf: Any) -> Any:
@@ -139,7 +147,7 @@ def replicated(leaf: Any) -> Any:
 
     Orbax saves only global arrays. No communication: every process has the values.
     """
-    if not is_host_local(leaf):
+    if not isinstance(leaf, jax.Array) or not is_host_local(leaf):
         return leaf
     data = np.asarray(_key_data(leaf))
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))

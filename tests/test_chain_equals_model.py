@@ -17,7 +17,6 @@ from typing import Any
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -172,7 +171,9 @@ def _state(arrays: Mapping[Any, Any], w: Any, step: Any) -> Any:
     for (table, leaf), array in arrays.items():
         if leaf != "table":
             opt_state.setdefault(leaf, {})[table] = array
-    params = {table: array for (table, leaf), array in arrays.items() if leaf == "table"}
+    params = {
+        table: array for (table, leaf), array in arrays.items() if leaf == "table"
+    }
     return {"params": params, "opt_state": opt_state, "w": w, "step": step}
 
 
@@ -226,9 +227,7 @@ def decoded_rows(codec: Codec, rows: np.ndarray) -> np.ndarray:
         block = np.zeros((512, rows.shape[1]), rows.dtype)
         block[: len(part)] = part
         decoded, escaped = jax.device_get(_round_trip(codec, block))
-        found.append(
-            np.where(escaped[: len(part), None], part, decoded[: len(part)])
-        )
+        found.append(np.where(escaped[: len(part), None], part, decoded[: len(part)]))
     return np.concatenate(found)
 
 
@@ -376,7 +375,7 @@ def recorded(
     touched: cnr.Touched, ids: Mapping[str, Sequence[int]], world: World
 ) -> cnr.Touched:
     """Runs `record` in jit, where all stamps lie on the same devices, as jit needs it."""
-    devices = {array.sharding.device_set for array in map(_frozen, touched.stamps.values())}
+    devices = {frozenset(a.sharding.device_set) for a in touched.stamps.values()}
     if len(devices) > 1:
         return stamped(touched, {t: world.places(t)[list(i)] for t, i in ids.items()})
     padded = {}
@@ -387,9 +386,265 @@ def recorded(
     return _record(touched, padded)
 
 
-def _frozen(array: jax.Array) -> Any:
-    return dataclasses.make_dataclass("_", ["sharding"])(
-        dataclasses.make_dataclass("_", ["device_set"])(
-            frozenset(array.sharding.device_set)
+class Run:
+    """A model and a real run beside it, in a folder of its own."""
+
+    def __init__(
+        self, root: str, options: cnr.Options, world: World, seed: int
+    ) -> None:
+        self.root, self.options, self.world = root, options, world
+        self.model = Model(options, seed)
+        self.next_step = 0
+        self.manager = self._open()
+        self.touched = cnr.init_touched(self.state(), world.tables)
+
+    def _open(self) -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(
+            self.root, tables=self.world.tables, options=self.options
         )
+
+    def state(self) -> Any:
+        return self.world.put(self.model.live, self.model.w, self.next_step)
+
+    def train(self, ids: Mapping[str, Sequence[int]], *, in_jit: bool = False) -> None:
+        self.model.train(ids)
+        if in_jit:
+            self.touched = recorded(self.touched, ids, self.world)
+        else:
+            places = {t: self.world.places(t)[list(i)] for t, i in ids.items()}
+            self.touched = stamped(self.touched, places)
+
+    def save(self) -> None:
+        step, self.next_step = self.next_step, self.next_step + 1
+        legal = self.model.legal_parents(self.options.policy)
+        state = self.world.put(self.model.live, self.model.w, step)
+        assert self.manager.save(step, args=cnr.args.Save(state, self.touched))
+        self.manager.wait_until_finished()
+        report = self.manager.last_report
+        assert report is not None and report.step == step
+        assert report.parent in legal, report.reason
+        self.model.saved(step, report.parent, self.world)
+        if report.parent is None:
+            rows = sum(self.world.stored_rows(table) for table in SHAPES)
+        else:
+            rows = sum(len(rows) for rows in self.model.steps[step].rows.values())
+        assert report.rows == rows
+
+    def restore(self, step: int, world: World, *, reopen: bool) -> None:
+        """Goes on from a step in another world, as a new process would or in this one."""
+        if reopen or world.tag_layout != self.world.tag_layout:
+            self.manager.close()
+            self.world = world
+            self.manager = self._open()
+        self.world = world
+        restored = self.manager.restore(step, args=cnr.args.Restore(world.zeros))
+        assert_equals_model(restored.state, self.model, step, world)
+        self.model.restored(step, world)
+        self.touched = restored.touched
+
+    def check_all(self, choose: Callable[[], World]) -> None:
+        """Restores every step somewhere."""
+        assert self.manager.all_steps() == list(self.model.steps)
+        for step in self.model.steps:
+            world = choose()
+            args = cnr.args.Restore(world.zeros, tables=world.tables)
+            state, _ = self.manager.restore(step, args=args)
+            assert_equals_model(state, self.model, step, world)
+
+
+def play(
+    data: st.DataObject, options: cnr.Options, choices: st.SearchStrategy[World]
+) -> None:
+    """Trains, saves, restores elsewhere and goes on, as hypothesis likes."""
+    seed = data.draw(st.integers(0, 2**32 - 1), label="seed of values")
+    world = data.draw(choices, label="world")
+    with tempfile.TemporaryDirectory() as root:
+        run = Run(root, options, world, seed)
+        for turn in data.draw(TURNS, label="turns"):
+            if turn == "restore" and run.model.steps:
+                step = data.draw(st.sampled_from(sorted(run.model.steps)), label="step")
+                to = data.draw(choices, label="new world")
+                run.restore(step, to, reopen=data.draw(st.booleans(), label="reopen"))
+            elif turn == "save":
+                run.save()
+            else:
+                run.train(data.draw(IDS, label="ids"))
+        run.save()
+        run.check_all(lambda: data.draw(choices, label="world to check in"))
+        run.manager.close()
+
+
+TURNS = st.lists(st.sampled_from(["train", "save", "save", "restore"]), max_size=7)
+IDS = st.fixed_dictionaries(
+    {
+        name: st.one_of(
+            st.lists(st.integers(0, shape.rows - 1), max_size=6),
+            st.just(list(range(shape.rows))),
+        )
+        for name, shape in SHAPES.items()
+    }
+)
+
+
+def _settings(examples: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
+
+
+STAGING_BYTES = st.sampled_from([1, 1000, 2 << 30])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@_settings(15)
+@hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
+def test_exact_chains_equal_model_for_any_placement(
+    policy: str, data: st.DataObject, staging_bytes: int
+) -> None:
+    options = cnr.Options(
+        policy=POLICIES[policy],
+        codec="raw",
+        staging="host",
+        max_staging_bytes=staging_bytes,
+    )
+    play(data, options, worlds())
+
+
+def quantized(policy: str, **others: Any) -> cnr.Options:
+    return cnr.Options(
+        policy=POLICIES[policy],
+        codec="adaptive",
+        bits=4,
+        slot_codec="asymmetric",
+        tables={"item": cnr.TableOptions(codec="asymmetric", bits=8)},
+        **others,
+    )
+
+
+# Every width of a tile is a compilation of the codec: whole rows and halves, no eighths.
+QUANTIZED_SPECS = ["rows", "columns", "both", "replicated", "zero", "device"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@_settings(8)
+@hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
+def test_quantized_chains_hold_decoded_rows_and_leave_others_alone(
+    policy: str, data: st.DataObject, staging_bytes: int
+) -> None:
+    options = quantized(policy, staging="host", max_staging_bytes=staging_bytes)
+    play(data, options, worlds(QUANTIZED_SPECS))
+
+
+# Encoding on the device is compiled for every device and shape of a shard: few worlds.
+DEVICE_WORLDS = [
+    World(2, ("rows", "zero", "replicated", "replicated", "rows", "device")),
+    World(1, ("rows", "rows", "rows", "rows", "rows", "rows")),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@_settings(6)
+@hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
+def test_exact_chains_encoded_on_the_device_equal_model(
+    policy: str, data: st.DataObject, staging_bytes: int
+) -> None:
+    options = cnr.Options(
+        policy=POLICIES[policy],
+        codec="raw",
+        staging="device",
+        max_staging_bytes=staging_bytes,
+    )
+    play(data, options, st.sampled_from(DEVICE_WORLDS))
+
+
+@_settings(4)
+@hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
+def test_quantized_chains_encoded_on_the_device_equal_model(
+    data: st.DataObject, staging_bytes: int
+) -> None:
+    options = quantized(
+        "consecutive", staging="device", max_staging_bytes=staging_bytes
+    )
+    play(data, options, st.just(DEVICE_WORLDS[1]))
+
+
+def _same_everywhere(devices: int, spec: str, tag_layout: RowLayout) -> World:
+    vector = {"columns": "replicated", "both": "some_rows"}.get(spec, spec)
+    specs = tuple(spec if _trailing(*leaf) else vector for leaf in LEAVES)
+    return World(devices, specs, tag_layout)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_goes_on_through_every_sharding_and_device_count(policy: str) -> None:
+    rng = np.random.default_rng(5)
+    specs = ["rows", "columns", "both", "replicated", "device"]
+    # Neighbours differ in both, and each pair comes once.
+    walk = [
+        _same_everywhere(devices, spec, cnr.Identity())
+        for i in range(5)
+        for devices, spec in zip(
+            [8, 2, 4, 1],
+            itertools.islice(itertools.cycle(specs), i, i + 4),
+            strict=True,
+        )
+    ]
+    assert len(set(walk)) == 20
+    with tempfile.TemporaryDirectory() as root:
+        options = cnr.Options(policy=POLICIES[policy], codec="raw")
+        run = Run(root, options, walk[0], seed=1)
+        run.save()
+        for world in walk:
+            run.restore(run.next_step - 1, world, reopen=False)
+            for _ in range(2):
+                ids = {
+                    name: rng.integers(0, shape.rows, 3).tolist()
+                    for name, shape in SHAPES.items()
+                }
+                run.train(ids, in_jit=True)
+            run.save()
+        run.check_all(itertools.cycle(walk[3:8]).__next__)
+        run.manager.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "adaptive"])
+@pytest.mark.parametrize("staging", ["host", "device"])
+def test_tables_of_many_chunks_stream_through_a_tiny_staging_budget(
+    codec: str, staging: Any
+) -> None:
+    rows, dim, device = 90_000, 16, jax.devices()[0]
+    rng = np.random.default_rng(3)
+    options = cnr.Options(
+        codec=codec,
+        policy=cnr.Consecutive(),
+        staging=staging,
+        max_staging_bytes=1,
+    )
+    live = rng.normal(size=(rows, dim)).astype(np.float32)
+    state = {"user": jax.device_put(live.copy(), device)}
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    coder = options.codec_for("user", "table", dim, np.float32)
+    with (
+        tempfile.TemporaryDirectory() as root,
+        cnr.CheckpointManager(root, tables=tables, options=options) as manager,
+    ):
+        expected = decoded_rows(coder, live.copy())
+        steps = [expected]
+        manager.save(0, args=cnr.args.Save(state, touched))
+        for step, count in enumerate([0, 1, 513, 70_000], start=1):
+            changed = np.sort(rng.choice(rows, count, replace=False))
+            live[changed] = rng.normal(size=(count, dim)).astype(np.float32)
+            touched = stamped(touched, {"user": changed})
+            state = {"user": jax.device_put(live.copy(), device)}
+            manager.save(step, args=cnr.args.Save(state, touched))
+            manager.wait_until_finished()
+            assert manager.last_report is not None
+            assert manager.last_report.rows == count
+            expected = expected.copy()
+            expected[changed] = decoded_rows(coder, live[changed])
+            steps.append(expected)
+        for step, expected in enumerate(steps):
+            restored, _ = manager.restore(step, args=cnr.args.Restore(state))
+            np.testing.assert_array_equal(np.asarray(restored["user"]), expected)

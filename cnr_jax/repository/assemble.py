@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import SMALL_ROWS, chunk_rows
+from cnr_jax.rows.gather import SMALL_ROWS, chunk_rows, host_device
 
 
 class Rows(Protocol):
@@ -54,7 +54,7 @@ def new_rows(box: Box, dtype: np.dtype, device: jax.Device) -> Rows:
     """Rows of zeros for a part that lies on `device`."""
     shape = tuple(stop - start for start, stop in box)
     if device.platform == "cpu":
-        return _HostRows(shape, dtype, device)
+        return _HostRows(shape, dtype)
     return _DeviceRows(shape, dtype, device)
 
 
@@ -84,11 +84,8 @@ def _decode(
 class _HostRows:
     """Rebuilds a part in host memory, which on CPU is where it stays."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._out = np.zeros(shape, dtype)
-        self._device = device
 
     def put(self, rows: np.ndarray | slice, columns: Columns, block: Block) -> None:
         if not block.count:
@@ -103,7 +100,8 @@ class _HostRows:
         size = _program_rows(block)
         parts = {name: _padded(part, size) for name, part in block.parts.items()}
         dim = int(np.prod(block.trailing, dtype=np.int64))
-        parts = jax.device_put(parts, self._device)
+        # One device for all parts: a program is compiled once for each device it runs on.
+        parts = jax.device_put(parts, host_device())
         return np.asarray(_decode(block.codec, parts, dim, block.dtype))[: block.count]
 
     def result(self) -> np.ndarray:

@@ -60,12 +60,15 @@ class Ledger:
         entries: committed checkpoints, and at most one that is being written.
         unreadable: step directories whose manifest is missing or damaged, with the reason.
             Nothing older than these may be deleted: they might depend on it.
+        pending: the save that is being written.
+        doomed: step directories that are deleted once the pending save is committed.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}
         self.pending: Entry | None = None
+        self.doomed: set[str] = set()
 
     @classmethod
     def load(cls, root: AnyPath, item: str) -> Ledger:
@@ -104,20 +107,31 @@ class Ledger:
         if self.pending is None:
             return None
         entry, self.pending = self.pending, None
-        del self.entries[entry.directory]
+        doomed, self.doomed = self.doomed, set()
+        self.entries.pop(entry.directory, None)
         try:
             manifest = read_manifest(root / entry.directory / item)
         except (errors.CnrError, OSError):
             return None
         # An older step may stand where a failed save was to be.
         self.entries[entry.directory] = entry_of(entry.directory, manifest)
-        committed = manifest.uuid == entry.uuid
-        return self.entries[entry.directory] if committed else None
+        if manifest.uuid != entry.uuid:
+            return None
+        for directory in doomed:
+            self.forget(directory)
+        return self.entries[entry.directory]
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
         self.entries.pop(directory, None)
         self.unreadable.pop(directory, None)
+
+    def doom(self, directory: str) -> None:
+        """Notes that retention drops a step: at once, or with the pending save's commit."""
+        if self.pending is None:
+            self.forget(directory)
+        else:
+            self.doomed.add(directory)
 
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""

@@ -57,6 +57,7 @@ class Branch:
         history: saves since the latest full one, the tip last.
         restores: how often a run was restored along this branch.
         last_clock: clock of the tip.
+        went_back: why the branch has no legal parents, after a rollback in memory.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -64,6 +65,7 @@ class Branch:
     history: tuple[HistoryEntry, ...] = ()
     restores: int = 0
     last_clock: int = -1
+    went_back: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class Planner:
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
         """
-        branch = self.branches.setdefault(request.lineage, Branch())
+        branch = self._branch(request)
         generation = self._generation(ledger, branch)
         abandoned = self._in_the_way(ledger, branch, request, generation)
         decision, reason = self._decide(ledger, branch, request)
@@ -133,16 +135,15 @@ class Planner:
         """Notes a committed save: from now on it may be a parent in its lineage."""
         assert entry.manifest is not None
         branch = self.branches.setdefault(lineage, Branch())
-        if clock < branch.last_clock:
-            # The state went back in memory: rows of the time in between have stamps that
-            # say nothing about checkpoints taken then.
-            branch.parents.clear()
         branch.parents[entry.uuid] = clock
         branch.tip, branch.last_clock = entry, clock
-        branch.history = entry.manifest.history
+        branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
         """Notes that the state of `chain[-1]` goes on as `lineage`.
+
+        All other lineages end: whoever goes on with the restored state but with touched rows
+        from before looks just like whoever only evaluated it, and would lose rows.
 
         Args:
             lineage: the fresh lineage of the restored touched rows.
@@ -157,7 +158,27 @@ class Planner:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
             branch.history = tip.manifest.history
             branch.last_clock = len(chain) - 1
-        self.branches[lineage] = branch
+        self.branches = {lineage: branch}
+
+    def end_lineages(self) -> None:
+        """Forgets all legal parents: the state may have been replaced from elsewhere."""
+        self.branches = {}
+
+    def _branch(self, request: Request) -> Branch:
+        """The branch of a lineage; a fresh one where the state went back in memory.
+
+        Rows of the time in between then have stamps that say nothing about the checkpoints
+        taken before, and that stays so if this save fails and the clock catches up.
+        """
+        branch = self.branches.setdefault(request.lineage, Branch())
+        if request.clock < branch.last_clock:
+            why = (
+                f"the clock of the touched rows went back, from {branch.last_clock}"
+                f" to {request.clock}"
+            )
+            branch = Branch(restores=branch.restores, went_back=why)
+            self.branches[request.lineage] = branch
+        return branch
 
     def _generation(self, ledger: Ledger, branch: Branch) -> int:
         """The current generation if the branch goes on from its head, else a higher one."""
@@ -216,6 +237,8 @@ class Planner:
     def _obstacle(self, ledger: Ledger, branch: Branch, request: Request) -> str | None:
         """Why no delta is possible, whatever the policy says; None if one is."""
         if not branch.parents:
+            if branch.went_back:
+                return branch.went_back
             if ledger.head() is None:
                 return "no baseline yet"
             return "the touched rows are not counted from any checkpoint here"
@@ -223,11 +246,6 @@ class Planner:
             return "retention might delete parents: no policy of cnr_jax was asked yet"
         if request.at_limit:
             return "the clock of the touched rows has reached its limit"
-        if request.clock < branch.last_clock:
-            return (
-                f"the clock of the touched rows went back, from {branch.last_clock}"
-                f" to {request.clock}"
-            )
         tip = branch.tip
         if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
             return "the tables are not those of the checkpoint before"

@@ -11,19 +11,21 @@ any other wrote; 2. codes, not decoded rows, cross to an accelerator.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from cnr_jax import errors
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.format.tiles import Box, Segment, Tile
+from cnr_jax.format.tiles import Box, PartRef, Segment, Tile
 from cnr_jax.layouts import RowLayout, layout_from
 from cnr_jax.repository.assemble import Block, Columns, Rows, new_rows
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.codecs import codec_from
+from cnr_jax.rows.codecs import Part, codec_from
 from cnr_jax.rows.gather import chunk_rows
 from cnr_jax.rows.tiling import boxes_of
 
@@ -236,7 +238,7 @@ def _blocks(
         stop = min(start + step, last)
         parts: dict[str, np.ndarray] = {}
         for name, part in codec.parts(tile.width, dtype).items():
-            ref = segment.parts[name]
+            ref = _part_ref(reader, process, segment, name, part)
             offset = ref.offset + start * part.width
             values = reader.read(
                 process, ref.array, offset, offset + (stop - start) * part.width
@@ -251,6 +253,25 @@ def _blocks(
             where = np.asarray(at)[mine]
         count = len(next(iter(parts.values())))
         yield Block(codec, parts, count, trailing, dtype), where
+
+
+def _part_ref(
+    reader: StepReader, process: int, segment: Segment, name: str, part: Part
+) -> PartRef:
+    """Where a part of a segment lies.
+
+    Raises:
+        FormatError: if the segment has no such part, or it is of another dtype.
+    """
+    ref = segment.parts.get(name)
+    arrays = reader.processes[process].arrays
+    if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
+        got = "nothing" if ref is None else f"array {ref.array}"
+        raise errors.FormatError(
+            f"{os.fspath(reader.directory)}: part {name!r} of a segment does not fit its"
+            f" codec\n  got {got}, expected {part.dtype}"
+        )
+    return ref
 
 
 def _bounds(index: np.ndarray | slice) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class ChainPreservation:
             entry = ledger.by_step(info.step)
             # What is about to be deleted must not become a parent any more.
             if not keep and entry is not None:
-                ledger.forget(entry.directory)
+                ledger.doom(entry.directory)
         return result
 
 

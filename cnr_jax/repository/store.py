@@ -24,6 +24,8 @@ from cnr_jax.repository.files import AnyPath, kvstore_spec
 # Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
 # tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
 CHUNK_BYTES = 16 << 20
+# What zarr v3 calls zero where it is not a number.
+_ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
 # Chunks of one array in flight: one is written while the next is filled.
 _IN_FLIGHT = 3
 
@@ -75,7 +77,7 @@ def _metadata(dtype: str, length: int, chunk: int) -> dict[str, Any]:
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
         "chunk_key_encoding": {"name": "default"},
-        "fill_value": False if dtype == "bool" else 0,
+        "fill_value": _ZEROS.get(dtype, 0),
         "codecs": [
             {"name": "bytes", "configuration": {"endian": "little"}},
             {"name": "crc32c"},
@@ -101,7 +103,8 @@ class ArrayWriter:
         path: directory of the array.
         dtype: dtype of its elements.
         length: elements that will be appended, or the most there can be where `exact` is
-            False. An inexact array keeps `CHUNK_BYTES` chunks and is cut at the end.
+            False. An inexact array has chunks of a quarter of `CHUNK_BYTES`, because nothing
+            may come, and is cut at the end.
     """
 
     def __init__(
@@ -238,8 +241,10 @@ class ArrayReader:
         self._path, self._entry, self._verify = path, entry, verify
         self._checked: set[int] = set()
         spec = _spec(path, entry.dtype, entry.length, entry.chunk)
-        spec["assume_metadata"] = True
-        self._store = ts.open(spec, open=True, context=_context()).result()
+        # Not in the spec: `open=True` would override it there, and read zarr.json.
+        self._store = ts.open(
+            spec, open=True, assume_metadata=True, context=_context()
+        ).result()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements `start` to `stop`, checked.

@@ -1,0 +1,150 @@
+"""Writes the frozen checkpoints that later versions must still read. Not run by tests.
+
+    python tests/data/generate.py v1
+
+writes `tests/data/v1/root/`, three steps that rest on each other, and `tests/data/v1/expected.npz`:
+what was saved (`truth/...`) and what it must restore to (`restored/...`), both as bits. What is
+written once stays: a folder that exists is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+
+STEPS = (10, 20, 30)
+# Logical rows recorded before each step: row ids as gaps of one and two bytes, as bitmaps, as
+# none; and rows of one table only.
+TOUCHED = {
+    10: {"user": [0, 1], "item": [3]},
+    20: {"user": [2, 5, 6, 150, 310], "item": [0, 4, 14]},
+    30: {"user": [5, 7], "item": []},
+}
+USER_ROWS = 320
+# The last of 16 stored rows is padding.
+ITEM_ROWS = 15
+ITEM_LAYOUT = cnr.ModSharded(shards=2, rows_per_shard=8)
+
+
+def first_state() -> dict[str, Any]:
+    """Two tables over two devices, one with a slot, and a dense leaf of every kind."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+
+    def sharded(values: np.ndarray, dtype: Any) -> jax.Array:
+        spec = P("rows", *[None] * (values.ndim - 1))
+        return jax.device_put(jnp.asarray(values, dtype), NamedSharding(mesh, spec))
+
+    user = rng.normal(size=(USER_ROWS, 8)).astype(np.float32)
+    user[3, 2] = np.nan
+    user[9] = 0
+    return {
+        "params": {
+            "user": {"embedding": sharded(user, jnp.float32)},
+            "item": {"embedding": sharded(rng.normal(size=(16, 8)), jnp.bfloat16)},
+            "dense": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32),
+        },
+        "opt": {"user": {"embedding": sharded(rng.random(USER_ROWS), jnp.float32)}},
+        "key": jax.random.key(7),
+        "step": 0,
+        "rate": 0.125,
+        "name": "frozen",
+    }
+
+
+def next_state(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """The state at `step`: rows that were touched have moved, and all dense leaves."""
+    rng = np.random.default_rng(step)
+    params = dict(state["params"])
+    accumulator = state["opt"]["user"]["embedding"]
+    for name, ids in TOUCHED[step].items():
+        table = params[name]["embedding"]
+        values = rng.normal(size=(len(ids), 8)).astype(np.float32)
+        if step == 20 and name == "user":
+            values[1, 7] = np.inf  # escaped in a delta, and replaced by the next one
+        index = jnp.asarray(ids, jnp.int32)
+        index = ITEM_LAYOUT.to_physical(index) if name == "item" else index
+        moved = table.at[index].set(values.astype(table.dtype))
+        params[name] = {"embedding": moved}
+        if name == "user":
+            accumulator = accumulator.at[index].add(1)
+    params["dense"] = params["dense"] + step
+    return {
+        **state,
+        "params": params,
+        "opt": {"user": {"embedding": accumulator}},
+        "key": jax.random.fold_in(state["key"], step),
+        "step": step,
+        "rate": state["rate"] / 2,
+        "name": f"frozen at {step}",
+    }
+
+
+def tables_of(state: dict[str, Any]) -> cnr.Tables:
+    """The tables of such a state; `item` is dealt round robin over two shards."""
+    item = cnr.TableSpec(path="params/item", rows=ITEM_ROWS, layout=ITEM_LAYOUT)
+    return cnr.find_tables(state, {"user": "params/user", "item": item})
+
+
+def as_bits(leaf: Any) -> np.ndarray:
+    """A leaf as npz can hold it exactly."""
+    if isinstance(leaf, jax.Array):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
+    return np.asarray(leaf)
+
+
+def flatten(state: Any, prefix: str) -> dict[str, np.ndarray]:
+    """All leaves by path, below a prefix."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {
+        f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": as_bits(
+            leaf
+        )
+        for path, leaf in leaves
+    }
+
+
+def generate(folder: Path) -> None:
+    """Writes root and expected values below a folder that must not exist."""
+    folder.mkdir(parents=True)
+    state = first_state()
+    tables = tables_of(state)
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(policy=cnr.Consecutive(), codec="adaptive", bits=4)
+    expected: dict[str, np.ndarray] = {}
+    with cnr.CheckpointManager(
+        folder / "root", tables=tables, options=options
+    ) as manager:
+        for step in STEPS:
+            state = next_state(state, step)
+            ids = {
+                name: jnp.asarray(rows, jnp.int32)
+                for name, rows in TOUCHED[step].items()
+            }
+            touched = cnr.record(touched, ids)
+            manager.save(step, args=cnr.args.Save(state, touched))
+            expected |= flatten(state, f"truth/{step}")
+    with cnr.CheckpointManager(folder / "root", tables=tables) as manager:
+        for step in STEPS:
+            restored = manager.restore(step, args=cnr.args.Restore(state))
+            expected |= flatten(restored.state, f"restored/{step}")
+    np.savez_compressed(folder / "expected.npz", **expected)
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    generate(Path(__file__).parent / sys.argv[1])

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import (
+    DenseLeaf,
+    FileDigest,
+    HistoryEntry,
+    LeafEntry,
+    Manifest,
+    NamedConfiguration,
+    ParentRef,
+    TableEntry,
+    Totals,
+    dump,
+    load,
+    to_json,
+)
+from cnr_jax.format.tiles import (
+    PROCESS_FORMAT,
+    ArrayEntry,
+    PartRef,
+    ProcessManifest,
+    RowIds,
+    Segment,
+    Tile,
+    dump_process,
+    load_process,
+)
+
+DIGEST = FileDigest(path="dense/d/00ff", bytes=7, sha256="ab" * 32)
+MANIFEST = Manifest(
+    uuid="0123456789abcdef" * 2,
+    step=20,
+    kind="delta",
+    generation=2,
+    lineage="ff" * 16,
+    tracking="audited",
+    recorded_clock=9,
+    fingerprint_clock=3,
+    parent=ParentRef(directory="10", uuid="aa" * 16, clock=4),
+    processes=(dataclasses.replace(DIGEST, path="manifest.p00000.json"),),
+    dense_files=(DIGEST,),
+    dense_leaves=(
+        DenseLeaf(path=("w",), kind="array", shape=(3, 2), dtype="float32"),
+        DenseLeaf(path=("naïve", "0"), kind="text", shape=(), dtype="str", value="ö\n"),
+    ),
+    tables=(
+        TableEntry(
+            name="user",
+            rows=7,
+            padded_rows=8,
+            layout=NamedConfiguration(
+                name="mod", configuration={"shards": 2, "rows_per_shard": 4}
+            ),
+            leaves=(
+                LeafEntry(name="table", path=("user",), shape=(8, 4), dtype="bfloat16"),
+                LeafEntry(
+                    name="opt", path=("opt", "user"), shape=(8,), dtype="float32"
+                ),
+            ),
+        ),
+    ),
+    totals=Totals(
+        rows=3, table_bytes=40, slot_bytes=12, dense_bytes=7, manifest_bytes=900
+    ),
+    policy="intermittent",
+    reason="rows since the baseline (step 10)",
+    history=(HistoryEntry(step=10, kind="full", bytes=99, rows=8, secs=0.1),),
+    restores=1,
+    written_at_unix_secs=1767225600.123,
+    writer={"cnr_jax": "0.1.0"},
+)
+PROCESS = ProcessManifest(
+    uuid=MANIFEST.uuid,
+    process=0,
+    arrays={
+        "row_ids": ArrayEntry(
+            dtype="uint8",
+            length=5,
+            chunk=3,
+            metadata_bytes=200,
+            metadata_sha256="cd" * 32,
+            crc32c=(1, 2**32 - 1),
+        )
+    },
+    codecs=(NamedConfiguration(name="cnr.raw", configuration={}),),
+    row_ids=(RowIds(form="gaps", offset=1, bytes=4, count=2),),
+    tiles=(
+        Tile(
+            table="user",
+            leaf="table",
+            box=((0, 8), (0, 4)),
+            segments=(
+                Segment(
+                    codec=0,
+                    row_ids=0,
+                    parts={"rows": PartRef(array="row_ids", offset=0)},
+                ),
+            ),
+        ),
+    ),
+    slot_bytes=0,
+)
+
+
+def document(changes: dict[str, Any], base: Any = MANIFEST) -> bytes:
+    """A document with a right digest and wrong fields; `...` leaves a field out."""
+    value = json.loads(dump(base) if base is MANIFEST else dump_process(base))
+    del value["sha256"]
+    for path, new in changes.items():
+        *parents, last = path.split(".")
+        inner = value
+        for key in parents:
+            inner = inner[int(key) if isinstance(inner, list) else key]
+        if new is ...:
+            del inner[last]
+        else:
+            inner[int(last) if isinstance(inner, list) else last] = new
+    return dump({k: v for k, v in value.items() if k != "format"}, value["format"])
+
+
+def problems_of(changes: dict[str, Any], base: Any = MANIFEST) -> list[str]:
+    with pytest.raises(errors.ManifestError) as caught:
+        if base is MANIFEST:
+            load(document(changes), "here/manifest.json")
+        else:
+            load_process(document(changes, base), "here/manifest.p00000.json")
+    assert str(caught.value).startswith("here/manifest")
+    return list(caught.value.problems)
+
+
+def test_manifest_comes_back_equal() -> None:
+    assert load(dump(MANIFEST), "manifest") == MANIFEST
+
+
+def test_full_manifest_without_clock_parent_or_leaves_comes_back_equal() -> None:
+    full = dataclasses.replace(
+        MANIFEST,
+        kind="full",
+        parent=None,
+        recorded_clock=None,
+        dense_files=(),
+        dense_leaves=(),
+        history=(),
+    )
+    assert load(dump(full), "manifest") == full
+    assert full.clock == 3
+
+
+def test_process_manifest_comes_back_equal() -> None:
+    assert load_process(dump_process(PROCESS), "manifest") == PROCESS
+
+
+def test_manifest_is_ascii_with_sorted_keys_and_one_final_newline() -> None:
+    data = dump(MANIFEST)
+    assert data.isascii() and data.count(b"\n") == 1 and data.endswith(b"}\n")
+    keys = list(json.loads(data))
+    assert keys == sorted(keys)
+
+
+def test_unknown_field_is_ignored_but_under_the_digest() -> None:
+    data = document({"later": {"x": 1}})
+    assert load(data, "manifest") == MANIFEST
+    with pytest.raises(errors.ManifestError, match="digest"):
+        load(data.replace(b'"x":1', b'"x":2'), "manifest")
+
+
+@given(at=st.integers(0, len(dump(MANIFEST)) - 1), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_refused(at: int, bit: int) -> None:
+    data = bytearray(dump(MANIFEST))
+    data[at] ^= 1 << bit
+    with pytest.raises(errors.FormatError):
+        load(bytes(data), "manifest")
+
+
+@given(at=st.integers(0, len(dump(MANIFEST)) - 1))
+def test_every_truncation_is_refused(at: int) -> None:
+    with pytest.raises(errors.ManifestError):
+        load(dump(MANIFEST)[:at], "manifest")
+
+
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(errors.ManifestError):
+        load(data, "manifest")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[]\n",
+        b"null\n",
+        b"1\n",
+        b"{}\n",
+        b"[" * 100_000,
+        b'{"format":"cnr_jax","required_features":[],"version":1,"x":NaN}\n',
+        b'{"format":"cnr_jax","required_features":[],"version":1,"x":1e999}\n',
+    ],
+    ids=["list", "null", "number", "empty", "deep", "nan", "infinity"],
+)
+def test_json_that_is_no_manifest_is_refused(data: bytes) -> None:
+    with pytest.raises(errors.ManifestError):
+        load(data, "manifest")
+
+
+def test_spaces_or_other_order_are_refused_even_with_a_right_digest() -> None:
+    value = json.loads(dump(MANIFEST))
+    for text in (
+        json.dumps(value, sort_keys=True),
+        json.dumps(value, separators=(",", ":")),
+    ):
+        assert json.loads(text) == value
+    with pytest.raises(errors.ManifestError, match="digest"):
+        load(json.dumps(value, sort_keys=True).encode() + b"\n", "manifest")
+
+
+def test_process_manifest_is_not_taken_for_a_manifest() -> None:
+    with pytest.raises(errors.ManifestError, match=f"not a {names.FORMAT} document"):
+        load(dump_process(PROCESS), "manifest")
+    with pytest.raises(errors.ManifestError, match=f"not a {PROCESS_FORMAT} document"):
+        load_process(dump(MANIFEST), "manifest")
+
+
+def test_newer_version_is_refused_as_such_whatever_its_digest() -> None:
+    for data in (
+        document({"version": names.VERSION + 1}),
+        document({"version": 7, "processes": "of another kind", "tables": ...}),
+        dump(MANIFEST).replace(b'"version":1', b'"version":2'),
+    ):
+        with pytest.raises(errors.UnsupportedVersionError, match="upgrade"):
+            load(data, "manifest")
+    with pytest.raises(errors.UnsupportedVersionError):
+        load_process(document({"version": 2}, PROCESS), "manifest")
+
+
+@pytest.mark.parametrize("feature", ["tombstones", "something else"])
+def test_unknown_required_feature_is_refused_and_named(feature: str) -> None:
+    with pytest.raises(errors.UnsupportedVersionError, match=feature) as caught:
+        load(document({"required_features": [feature]}), "manifest")
+    assert caught.value.kind == "unsupported_version"
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    problems = problems_of(
+        {
+            "uuid": "xyz",
+            "step": -1,
+            "kind": "partial",
+            "lineage": ...,
+            "tables.0.rows": 9,
+            "totals.rows": "many",
+            "history.0.secs": None,
+            "dense_files.0.path": "../elsewhere",
+        }
+    )
+    assert sorted(problems) == [
+        'dense_files[0].path: expected a path below this folder, got "../elsewhere"',
+        "history[0].secs: expected a number of at least 0, got null",
+        'kind: expected one of full, delta, got "partial"',
+        "lineage: required key is absent",
+        "step: expected an integer of at least 0, got -1",
+        "tables[0].rows: expected at most padded_rows (8), got 9",
+        'totals.rows: expected an integer of at least 0, got "many"',
+        'uuid: expected 32 hexadecimal digits, got "xyz"',
+    ]
+
+
+# Null, or of no meaning to a reader.
+FREE = {"parent", "recorded_clock", "fingerprint_clock", "writer"}
+
+
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(Manifest) if f.name not in FREE]
+)
+def test_every_field_is_required(field: str) -> None:
+    assert any(field in problem for problem in problems_of({field: ...}))
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ProcessManifest)])
+def test_every_field_of_a_process_is_required(field: str) -> None:
+    assert any(field in problem for problem in problems_of({field: ...}, PROCESS))
+
+
+def test_delta_needs_a_parent_and_a_full_has_none() -> None:
+    assert problems_of({"parent": None}) == ["parent: a delta needs a parent, got null"]
+    assert problems_of({"kind": "full"}) == ["parent: a full checkpoint has no parent"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/ckpt/10"])
+def test_parent_cannot_be_outside_the_root(name: str) -> None:
+    (problem,) = problems_of({"parent.directory": name})
+    assert problem.startswith("parent.directory: expected the name of a file or folder")
+
+
+@pytest.mark.parametrize("path", ["", "/etc/x", "a//b", "./a", "a/../b", "a\\b", "a/"])
+def test_file_cannot_be_outside_the_item(path: str) -> None:
+    (problem,) = problems_of({"processes.0.path": path})
+    assert problem.startswith("processes[0].path: expected a path below")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tables.0.leaves": []}, "expected `table` as the first leaf"),
+        ({"tables.0.leaves.0.name": "opt"}, "expected `table` as the first leaf"),
+        (
+            {"tables.0.leaves.1.shape": [7]},
+            "leaves.opt.shape: expected 8 rows, got [7]",
+        ),
+        ({"tables.0.layout.configuration": 3}, "configuration: expected an object"),
+        ({"tables.0.rows": 0}, "expected an integer of at least 1, got 0"),
+        ({"dense_leaves.0.kind": "blob"}, "expected one of array, scalar, key, text"),
+        ({"dense_leaves.1.value": None}, "dense_leaves[1].value"),
+        ({"generation": 0}, "generation: expected an integer of at least 1"),
+        ({"recorded_clock": True}, "recorded_clock: expected an integer"),
+        ({"restores": 1.5}, "restores: expected an integer"),
+    ],
+)
+def test_rules_of_the_manifest_are_checked(
+    changes: dict[str, Any], problem: str
+) -> None:
+    assert any(problem in found for found in problems_of(changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"arrays.row_ids.crc32c": [1]}, "expected 2 checksums, got 1"),
+        ({"arrays.row_ids.chunk": 0}, "chunk: expected an integer of at least 1"),
+        ({"arrays.row_ids": ...}, "array row_ids is not listed"),
+        (
+            {"arrays.a/b": to_json(PROCESS.arrays["row_ids"])},
+            "arrays.a/b: expected the name",
+        ),
+        (
+            {"arrays...": to_json(PROCESS.arrays["row_ids"])},
+            "expected the name of a folder",
+        ),
+        ({"codecs": []}, "codec 0 is not listed"),
+        ({"row_ids": []}, "row ids 0 not listed"),
+        ({"row_ids.0.count": 0}, "a segment without rows"),
+        ({"row_ids.0.form": "list"}, "expected one of all, none, bitmap, gaps"),
+        ({"row_ids.0.offset": 2}, "row_ids[0]: outside the array of row ids"),
+        ({"tiles.0.box": [0, 8, 0]}, "box: expected start and stop of each dimension"),
+        (
+            {"tiles.0.box": [0, 8, 4, 4]},
+            "box: expected start and stop of each dimension",
+        ),
+        ({"tiles.0.box": []}, "box: expected start and stop of each dimension"),
+    ],
+)
+def test_rules_of_a_process_manifest_are_checked(
+    changes: dict[str, Any], problem: str
+) -> None:
+    if "arrays..." in changes:
+        value = to_json(PROCESS)
+        value["arrays"][".."] = changes["arrays..."]
+        value["tiles"][0]["box"] = [0, 8, 0, 4]
+        with pytest.raises(errors.ManifestError, match=problem):
+            load_process(dump(value, PROCESS_FORMAT), "manifest")
+        return
+    assert any(problem in found for found in problems_of(changes, PROCESS))
+
+
+def test_table_is_found_by_name() -> None:
+    assert MANIFEST.table("user") is MANIFEST.tables[0]
+    assert MANIFEST.table("item") is None

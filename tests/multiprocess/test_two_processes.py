@@ -1,0 +1,217 @@
+"""Two processes save together; one is killed in the middle of a save; the run goes on.
+
+Every child has a deadline and is killed when it has passed: hanging is how several processes
+usually fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnr_jax.repository.step import read_manifest
+
+WORKER = Path(__file__).parent / "worker.py"
+PROJECT = Path(__file__).parents[2]
+DEADLINE_SECS = 75.0
+STEPS = 10
+
+
+class Processes:
+    """The processes of one run. Leaving the context kills what still runs."""
+
+    def __init__(self, count: int, root: Path, out: Path, *options: object) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
+        env["JAX_PLATFORMS"] = "cpu"
+        env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        common = ["--processes", count, "--port", port, "--root", root, "--out", out]
+        self.out, self.logs = out, [Path(f"{out}.{i}.log") for i in range(count)]
+        self.children: list[subprocess.Popen[bytes]] = []
+        for i, log in enumerate(self.logs):
+            command = [sys.executable, WORKER, "--process", i, *common, *options]
+            with log.open("wb") as output:
+                child = subprocess.Popen(
+                    [*map(str, command)], env=env, stdout=output, stderr=output
+                )
+            self.children.append(child)
+        self._deadline = time.monotonic() + DEADLINE_SECS
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+    def left_secs(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            pytest.fail(f"the processes took over {DEADLINE_SECS:.0f} s\n{self.tail()}")
+        return left
+
+    def tail(self) -> str:
+        texts = [log.read_text(errors="replace")[-3000:] for log in self.logs]
+        return "\n----\n".join(texts)
+
+    def finish(self) -> list[list[str]]:
+        """Waits for all; returns what each of them noted."""
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(self.left_secs())
+            self.left_secs()
+            assert child.returncode == 0, self.tail()
+        return [
+            Path(f"{self.out}.{i}.txt").read_text().splitlines()
+            for i in range(len(self.children))
+        ]
+
+    def wait_for_save(self, root: Path, step: int) -> None:
+        """Until a save is being written: until its temporary directory holds files."""
+        pattern = f"{step}.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp/*"
+        while not any(root.glob(pattern)):
+            self.left_secs()
+            assert all(child.poll() is None for child in self.children), self.tail()
+            time.sleep(0.02)
+
+
+def values(out: Path, process: int) -> dict[str, np.ndarray]:
+    with np.load(f"{out}.{process}.npz") as found:
+        return dict(found)
+
+
+def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert got.keys() == want.keys()
+    for path, value in want.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+
+
+def run(count: int, root: Path, out: Path, *options: object) -> list[list[str]]:
+    with Processes(count, root, out, *options) as processes:
+        return processes.finish()
+
+
+def killed(
+    root: Path,
+    out: Path,
+    step: int,
+    *,
+    victim: int,
+    where: str,
+    options: Sequence[object],
+) -> None:
+    """A run of two processes of which one dies by SIGKILL while `step` is being written."""
+    hold = ("--hold-step", step, "--hold-where", where, "--hold-process", victim)
+    with Processes(2, root, out, "--stop", STEPS, *hold, *options) as processes:
+        processes.wait_for_save(root, step)
+        # What the victim has not done, the others must not commit.
+        time.sleep(0.5)
+        processes.children[victim].send_signal(signal.SIGKILL)
+        assert processes.children[victim].wait() == -signal.SIGKILL
+        time.sleep(0.5)
+        assert not (root / str(step)).exists()
+    assert list(root.glob("*.orbax-checkpoint-tmp")) == [
+        root / f"{step}.orbax-checkpoint-tmp"
+    ]
+
+
+@pytest.fixture(scope="module")
+def twin(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, list[list[str]]]]:
+    """The run that nothing interrupts; at its end it also tries saves that must fail."""
+    out = tmp_path_factory.mktemp("twin")
+    lines = run(2, out / "root", out / "twin", "--stop", STEPS - 1, "--bad-saves")
+    yield out, lines
+
+
+def test_two_processes_write_deltas_together(
+    twin: tuple[Path, list[list[str]]],
+) -> None:
+    out, _ = twin
+    for step in range(STEPS):
+        item = out / "root" / str(step) / "default"
+        manifest = read_manifest(item)
+        assert manifest.kind == ("delta" if step else "full")
+        assert manifest.parent is None or manifest.parent.directory == str(step - 1)
+        assert [digest.path for digest in manifest.processes] == [
+            "manifest.p00000.json",
+            "manifest.p00001.json",
+        ]
+        # Both wrote rows: tables span the processes.
+        assert (item / "rows.p00000").is_dir()
+        assert (item / "rows.p00001").is_dir()
+        assert manifest.totals.rows == (2 * 17 if step else 512 + 128)
+    assert_same(values(out / "twin", 1), values(out / "twin", 0))
+
+
+def test_states_that_differ_between_processes_are_refused_alike_on_all(
+    twin: tuple[Path, list[list[str]]],
+) -> None:
+    _, (first, second) = twin
+    assert first == second, "every process raises the same error"
+    refusals = first[1:-1]
+    paths = ["counter", "key", "step", "name", "scale", "extra"]
+    for path, line in zip(paths, refusals, strict=False):
+        assert line.startswith("StateMismatchError state_mismatch"), line
+        assert f"differ between process 0 and process 1 |   {path} |" in line
+    assert refusals[6].startswith("StateMismatchError state_mismatch"), refusals[6]
+    assert "item" in refusals[6]
+    assert refusals[7].startswith("TouchedError touched"), refusals[7]
+    assert len(refusals) == 8
+    # And the save after them worked, on both.
+    assert first[-1] == f"latest {STEPS - 1}"
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
+    twin: tuple[Path, list[list[str]]], tmp_path: Path, policy: str
+) -> None:
+    out, _ = twin
+    want = values(out / "twin", 0)
+    root, with_policy = tmp_path / "root", ("--policy", policy)
+    # Process 1 dies while it writes its rows; of step 4 nothing may ever be listed.
+    killed(root, tmp_path / "a", 4, victim=1, where="rows", options=with_policy)
+    if policy == "consecutive":
+        # The two that go on lose process 0, which was about to write the manifest.
+        killed(root, tmp_path / "b", 7, victim=0, where="manifest", options=with_policy)
+    newest = 6 if policy == "consecutive" else 3
+    shutil.copytree(root, tmp_path / "copy")
+
+    options = ("--stop", STEPS, *with_policy)
+    two = run(2, root, tmp_path / "two", *options)
+    assert (
+        two
+        == [[f"restored {newest}, starts at {newest + 1}", f"latest {STEPS - 1}"]] * 2
+    )
+    assert_same(values(tmp_path / "two", 0), want)
+    assert_same(values(tmp_path / "two", 1), want)
+    manifest = read_manifest(root / str(STEPS - 1) / "default")
+    assert manifest.kind == "delta"
+    assert len(manifest.processes) == 2
+
+    one = run(1, tmp_path / "copy", tmp_path / "one", *options)
+    assert one == [
+        [f"restored {newest}, starts at {newest + 1}", f"latest {STEPS - 1}"]
+    ]
+    assert_same(values(tmp_path / "one", 0), want)
+    # Deltas of one process rest on those of two.
+    manifest = read_manifest(tmp_path / "copy" / str(STEPS - 1) / "default")
+    assert manifest.kind == "delta"
+    assert len(manifest.processes) == 1

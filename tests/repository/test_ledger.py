@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest, ParentRef, dump
+from cnr_jax.repository.ledger import Entry, Ledger, describe, rename_aside
+
+ITEM = "state"
+
+
+def put(root: Path, directory: str, manifest: Manifest | bytes) -> None:
+    item = root / directory / ITEM
+    item.mkdir(parents=True)
+    data = manifest if isinstance(manifest, bytes) else dump(manifest)
+    (item / names.MANIFEST).write_bytes(data)
+
+
+def pending(step: int, uuid: str = "f" * 32) -> Entry:
+    return Entry(directory=str(step), step=step, uuid=uuid, generation=1, parent=None)
+
+
+def names_of(entries: list[Entry]) -> list[str]:
+    return [entry.directory for entry in entries]
+
+
+@pytest.fixture
+def tree(root: Any) -> Any:
+    """0 <- 1 <- 2, 0 <- 3, and 4, which is full."""
+    root.zero = root.add(0)
+    root.one = root.add(1, root.zero)
+    root.two = root.add(2, root.one)
+    root.three = root.add(3, root.zero)
+    root.four = root.add(4)
+    return root
+
+
+def test_chain_leads_to_the_full_checkpoint(tree: Any) -> None:
+    assert names_of(tree.ledger.chain(tree.two)) == ["2", "1", "0"]
+    assert names_of(tree.ledger.chain(tree.four)) == ["4"]
+
+
+def test_dependents_are_direct_and_indirect_newest_first(tree: Any) -> None:
+    assert names_of(tree.ledger.dependents("0")) == ["3", "2", "1"]
+    assert names_of(tree.ledger.dependents("1")) == ["2"]
+    assert names_of(tree.ledger.dependents("4")) == []
+
+
+def test_closure_holds_all_that_the_given_steps_rest_on(tree: Any) -> None:
+    assert tree.ledger.closure(["2"]) == {"2", "1", "0"}
+    assert tree.ledger.closure(["3", "4"]) == {"3", "0", "4"}
+    assert tree.ledger.closure([]) == set()
+    assert tree.ledger.closure(["unknown"]) == {"unknown"}
+
+
+def test_chain_without_its_full_checkpoint_is_not_whole(tree: Any) -> None:
+    assert tree.ledger.is_whole(tree.two)
+    tree.ledger.forget("0")
+    assert not tree.ledger.is_whole(tree.two)
+    assert not tree.ledger.is_whole(tree.three)
+    assert tree.ledger.is_whole(tree.four)
+
+
+def test_parent_of_another_uuid_is_not_the_parent(tree: Any) -> None:
+    tree.add(1, tree.zero, uuid="e" * 32)
+    assert names_of(tree.ledger.chain(tree.two)) == ["2"]
+    assert not tree.ledger.is_whole(tree.two)
+    assert names_of(tree.ledger.dependents("1")) == []
+
+
+def test_chain_that_is_a_circle_ends(root: Any) -> None:
+    first = root.add(0)
+    second = root.add(1, first, uuid="b" * 32)
+    root.add(0, second, uuid=first.uuid)
+    assert names_of(root.ledger.chain(second)) == ["1", "0"]
+    assert not root.ledger.is_whole(second)
+
+
+def test_head_is_the_newest_step_of_the_highest_generation(root: Any) -> None:
+    assert root.ledger.head() is None
+    root.add(90)
+    root.add(10, generation=2)
+    assert root.add(20, generation=2) == root.ledger.head()
+    assert names_of(root.ledger.committed()) == ["90", "10", "20"]
+
+
+def test_step_in_two_directories_is_that_of_the_highest_generation(root: Any) -> None:
+    root.add(7, directory="old_7")
+    newer = root.add(7, generation=2, directory="7")
+    assert root.ledger.by_step(7) == newer
+    assert root.ledger.by_step(8) is None
+
+
+def test_save_in_flight_is_no_checkpoint_yet(tree: Any) -> None:
+    tree.ledger.begin(pending(5))
+    assert "5" not in names_of(tree.ledger.committed())
+    assert not tree.ledger.is_whole(tree.ledger.entries["5"])
+    assert tree.ledger.head() == tree.four
+
+
+def test_save_in_flight_keeps_its_parents(tree: Any) -> None:
+    ref = ParentRef(directory="2", uuid=tree.two.uuid, clock=0)
+    entry = Entry(directory="5", step=5, uuid="f" * 32, generation=1, parent=ref)
+    tree.ledger.begin(entry)
+    assert tree.ledger.closure(["5"]) == {"5", "2", "1", "0"}
+    assert names_of(tree.ledger.dependents("2")) == ["5"]
+
+
+def test_load_reads_committed_steps_and_nothing_else(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    put(tmp_path, "10", manifest_of(10))
+    put(tmp_path, "ck_20", manifest_of(20))
+    put(tmp_path, f"30{names.TEMPORARY_SUFFIX}", manifest_of(30))
+    put(tmp_path, names.abandoned("40", 1, "0" * 32), manifest_of(40))
+    put(tmp_path, "logs", manifest_of(50))
+    (tmp_path / "60").write_bytes(b"a file")
+    ledger = Ledger.load(tmp_path, ITEM)
+    assert sorted(ledger.entries) == ["10", "ck_20"]
+    assert ledger.entries["ck_20"].step == 20
+    assert ledger.unreadable == {}
+
+
+def test_load_of_a_root_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert Ledger.load(tmp_path / "none", ITEM).entries == {}
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"\xff"])
+def test_step_with_a_damaged_manifest_is_unreadable_with_its_reason(
+    tmp_path: Path, manifest_of: Callable[..., Manifest], data: bytes | None
+) -> None:
+    put(tmp_path, "10", manifest_of(10))
+    if data is None:
+        (tmp_path / "20").mkdir()
+    else:
+        put(tmp_path, "20", data)
+    ledger = Ledger.load(tmp_path, ITEM)
+    assert list(ledger.entries) == ["10"]
+    assert list(ledger.unreadable) == ["20"]
+    assert "20" in ledger.unreadable["20"]
+    ledger.forget("20")
+    assert ledger.unreadable == {}
+
+
+def test_settled_save_has_its_manifest(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    ledger = Ledger()
+    manifest = manifest_of(10)
+    ledger.begin(pending(10, manifest.uuid))
+    put(tmp_path, "10", manifest)
+    entry = ledger.settle(tmp_path, ITEM)
+    assert entry is not None and entry.manifest == manifest
+    assert ledger.head() == entry
+    assert ledger.settle(tmp_path, ITEM) is None
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_failed_save_is_forgotten(
+    tmp_path: Path, manifest_of: Callable[..., Manifest], there: bool
+) -> None:
+    ledger = Ledger()
+    ledger.begin(pending(10))
+    if there:
+        put(tmp_path, f"10{names.TEMPORARY_SUFFIX}", manifest_of(10, uuid="f" * 32))
+    assert ledger.settle(tmp_path, ITEM) is None
+    assert ledger.entries == {} and ledger.pending is None
+
+
+def test_older_step_in_the_place_of_a_failed_save_is_known_as_what_it_is(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    ledger = Ledger()
+    ledger.begin(pending(10))
+    put(tmp_path, "10", manifest_of(10, uuid="1" * 32))
+    assert ledger.settle(tmp_path, ITEM) is None
+    assert ledger.entries["10"].uuid == "1" * 32
+
+
+def test_step_moved_aside_is_whole_there_and_no_step_any_more(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    put(tmp_path, "10", manifest_of(10))
+    ledger = Ledger.load(tmp_path, ITEM)
+    entry = ledger.entries["10"]
+    name = rename_aside(tmp_path, entry)
+    assert name == f"10.abandoned-g1-{entry.uuid}"
+    assert (tmp_path / name / ITEM / names.MANIFEST).exists()
+    assert Ledger.load(tmp_path, ITEM).entries == {}
+
+
+def test_step_and_generation_can_be_moved_aside_twice(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    run = "5eed" * 6
+    for attempt in ("00000001", "00000002"):
+        put(tmp_path, "10", manifest_of(10, uuid=run + attempt))
+        rename_aside(tmp_path, Ledger.load(tmp_path, ITEM).entries["10"])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_steps_are_described_oldest_first(tree: Any) -> None:
+    assert describe([tree.three, tree.one]) == "1, 3"

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import HistoryEntry
+from cnr_jax.policy import Consecutive, Decision, SaveRecord
+from cnr_jax.repository.ledger import Entry
+from cnr_jax.repository.planner import Plan, Planner, Request
+
+LINEAGE = "a" * 32
+OTHER = "b" * 32
+NONCE = "5eed" * 6
+
+
+class Asked:
+    """A policy that says what it is told to, and remembers what it saw."""
+
+    name = "asked"
+
+    def __init__(self, decision: Decision | None = None) -> None:
+        self.decision = decision
+        self.seen: list[list[SaveRecord]] = []
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        self.seen.append(list(history))
+        return self.decision or Consecutive().decide(history)
+
+
+class Run:
+    """One lineage of saves against a root, without any state."""
+
+    def __init__(self, root: Any, table: Any, policy: Any = None) -> None:
+        self.root, self.ledger, self.table = root, root.ledger, table
+        self.planner = Planner(policy or Asked(), nonce=NONCE)
+
+    def request(
+        self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
+    ) -> Request:
+        fields: dict[str, Any] = {
+            "step": step,
+            "directory": str(step),
+            "lineage": lineage,
+            "clock": clock,
+            "at_limit": False,
+            "tables": (self.table,),
+            "guarded": True,
+        }
+        return Request(**{**fields, **changes})
+
+    def plan(
+        self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
+    ) -> Plan:
+        request = self.request(step, clock, lineage, **changes)
+        return self.planner.plan(self.ledger, request, None)
+
+    def save(
+        self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
+    ) -> Plan:
+        """Plans and commits; what stands in the way is moved aside."""
+        plan = self.plan(step, clock, lineage, **changes)
+        for directory in plan.abandoned:
+            self.ledger.forget(directory)
+        saved = HistoryEntry(step=step, kind=plan.kind, bytes=100, rows=8, secs=0.5)
+        entry = (
+            self.root.add(
+                step,
+                uuid=plan.uuid,
+                kind=plan.kind,
+                parent=None,
+                generation=plan.generation,
+                history=(*plan.history, saved),
+                restores=plan.restores,
+            )
+            if plan.parent is None
+            else self.root.add(
+                step,
+                self.ledger.entries[plan.parent.directory],
+                uuid=plan.uuid,
+                parent_clock=plan.parent.clock,
+                generation=plan.generation,
+                history=(*plan.history, saved),
+                restores=plan.restores,
+            )
+        )
+        self.planner.saved(lineage, entry, clock)
+        return plan
+
+    def restore(self, step: int, lineage: str, *, exact: bool = True) -> list[Entry]:
+        chain = self.ledger.chain(self.ledger.entries[str(step)])[::-1]
+        self.planner.restored(lineage, chain, exact=exact)
+        return chain
+
+
+@pytest.fixture
+def run(root: Any, make_table: Any) -> Run:
+    return Run(root, make_table())
+
+
+# Legal parents.
+
+
+def test_first_save_is_full_without_asking_the_policy(run: Run) -> None:
+    plan = run.plan(0, 1)
+    assert (plan.kind, plan.parent, plan.generation) == ("full", None, 1)
+    assert plan.reason == "no baseline yet"
+    assert run.planner._policy.seen == []
+
+
+def test_delta_rests_on_the_save_before_with_its_clock(run: Run) -> None:
+    full = run.save(0, clock=3)
+    plan = run.plan(1, clock=5)
+    assert plan.kind == "delta" and plan.parent is not None
+    assert (plan.parent.directory, plan.parent.uuid) == ("0", full.uuid)
+    assert plan.parent.clock == 3
+
+
+def test_policy_may_choose_an_older_parent_with_the_clock_of_that(run: Run) -> None:
+    run.save(0, clock=3)
+    run.save(1, clock=5)
+    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
+    plan = run.plan(2, clock=9)
+    assert plan.parent is not None
+    assert (plan.parent.directory, plan.parent.clock) == ("0", 3)
+
+
+def test_no_rows_changed_is_a_legal_delta(run: Run) -> None:
+    run.save(0, clock=3)
+    assert run.plan(1, clock=3).kind == "delta"
+
+
+def test_save_that_was_not_committed_is_no_parent(run: Run) -> None:
+    run.save(0, clock=3)
+    run.plan(1, clock=5)
+    plan = run.plan(2, clock=6)
+    assert plan.parent is not None and plan.parent.directory == "0"
+
+
+def test_unknown_lineage_is_saved_full_in_a_higher_generation(run: Run) -> None:
+    run.save(0, clock=3)
+    plan = run.plan(1, clock=5, lineage=OTHER)
+    assert (plan.kind, plan.parent, plan.generation) == ("full", None, 2)
+    assert "not counted from any checkpoint" in plan.reason
+
+
+def test_restored_chain_is_legal_with_clocks_counted_from_zero(run: Run) -> None:
+    for step, clock in ((0, 3), (1, 8), (2, 20)):
+        run.save(step, clock)
+    run.restore(2, OTHER)
+    for parent, clock in ((2, 2), (1, 1), (0, 0)):
+        run.planner._policy.decision = Decision(kind="delta", parent=parent, reason="")
+        plan = run.plan(3, clock=4, lineage=OTHER)
+        assert plan.parent is not None and plan.kind == "delta"
+        assert (plan.parent.directory, plan.parent.clock) == (str(parent), clock)
+
+
+def test_step_beside_the_restored_chain_is_no_legal_parent(run: Run) -> None:
+    for step in range(4):
+        run.save(step, clock=step)
+    run.restore(1, OTHER)
+    run.planner._policy.decision = Decision(kind="delta", parent=3, reason="")
+    plan = run.plan(9, clock=4, lineage=OTHER)
+    assert (plan.kind, plan.reason) == ("full", "step 3 is not a legal parent any more")
+
+
+def test_state_that_was_not_restored_exactly_is_saved_full(run: Run) -> None:
+    run.save(0, clock=3)
+    run.restore(0, OTHER, exact=False)
+    plan = run.plan(1, clock=1, lineage=OTHER)
+    assert (plan.kind, plan.generation) == ("full", 1)
+
+
+def test_clock_that_went_back_makes_the_save_full(run: Run) -> None:
+    run.save(0, clock=3)
+    run.save(1, clock=8)
+    plan = run.plan(2, clock=5)
+    assert plan.kind == "full"
+    assert plan.reason == "the clock of the touched rows went back, from 8 to 5"
+
+
+def test_checkpoints_before_a_clock_that_went_back_stay_illegal(run: Run) -> None:
+    run.save(0, clock=3)
+    run.save(1, clock=8)
+    run.save(2, clock=5)
+    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="")
+    plan = run.plan(3, clock=9)
+    assert (plan.kind, plan.reason) == ("full", "step 0 is not a legal parent any more")
+
+
+def test_clock_that_went_back_and_caught_up_while_a_save_failed_is_full(
+    run: Run,
+) -> None:
+    run.save(0, clock=3)
+    run.save(1, clock=8)
+    run.plan(2, clock=5)  # never committed
+    assert run.plan(3, clock=12).kind == "full"
+
+
+def test_clock_at_its_limit_makes_the_save_full(run: Run) -> None:
+    run.save(0, clock=3)
+    plan = run.plan(1, clock=2**30, at_limit=True)
+    assert plan.kind == "full" and "limit" in plan.reason
+
+
+def test_unguarded_saves_are_full(run: Run) -> None:
+    run.save(0, clock=3)
+    plan = run.plan(1, clock=4, guarded=False)
+    assert plan.kind == "full" and "retention" in plan.reason
+
+
+def test_changed_tables_make_the_save_full(run: Run, make_table: Any) -> None:
+    run.save(0, clock=3)
+    plan = run.plan(1, clock=4, tables=(make_table(16),))
+    assert plan.kind == "full" and "tables are not those" in plan.reason
+
+
+def test_parent_that_was_deleted_is_not_used(run: Run) -> None:
+    run.save(0, clock=3)
+    run.ledger.forget("0")
+    assert run.plan(1, clock=4).kind == "full"
+
+
+def test_parent_whose_chain_is_broken_is_not_used(run: Run) -> None:
+    run.save(0, clock=3)
+    run.save(1, clock=4)
+    run.ledger.forget("0")
+    assert run.plan(2, clock=5).kind == "full"
+
+
+def test_step_of_another_run_in_the_place_of_the_parent_is_not_used(run: Run) -> None:
+    run.save(0, clock=3)
+    run.root.add(0, uuid="e" * 32)
+    assert run.plan(1, clock=4).kind == "full"
+
+
+# What a plan carries on.
+
+
+def test_policy_sees_the_saves_since_the_latest_full(run: Run) -> None:
+    policy = run.planner._policy
+    run.save(0, clock=1)
+    run.save(1, clock=2)
+    policy.decision = Decision(kind="full", parent=None, reason="enough")
+    run.save(2, clock=3)
+    policy.decision = None
+    run.save(3, clock=4)
+    run.plan(4, clock=5)
+    assert [record.step for record in policy.seen[-1]] == [2, 3]
+    assert [record.kind for record in policy.seen[-1]] == ["full", "delta"]
+
+
+def test_full_plan_starts_a_history_and_delta_goes_on(run: Run) -> None:
+    assert run.save(0, clock=1).history == ()
+    assert [h.step for h in run.save(1, clock=2).history] == [0]
+    assert [h.step for h in run.plan(2, clock=3).history] == [0, 1]
+
+
+def test_history_survives_the_deletion_of_its_steps_and_a_restore(run: Run) -> None:
+    run.save(0, clock=1)
+    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
+    run.save(1, clock=2)
+    run.save(2, clock=3)
+    run.ledger.forget("1")
+    run.restore(2, OTHER)
+    run.plan(3, clock=4, lineage=OTHER)
+    assert [record.step for record in run.planner._policy.seen[-1]] == [0, 1, 2]
+
+
+def test_restores_are_counted_along_the_branch(run: Run) -> None:
+    assert run.save(0, clock=1).restores == 0
+    run.restore(0, OTHER)
+    assert run.save(1, clock=2, lineage=OTHER).restores == 1
+    run.restore(1, "c" * 32)
+    assert run.plan(2, clock=2, lineage="c" * 32).restores == 2
+
+
+def test_uuids_are_of_the_run_and_never_repeat(run: Run) -> None:
+    uuids = [run.plan(0, 1).uuid for _ in range(3)]
+    assert uuids == [f"{NONCE}{i:08x}" for i in (1, 2, 3)]
+    assert Planner(Asked())._nonce != Planner(Asked())._nonce
+
+
+def test_codec_and_name_of_the_policy_are_passed_on(run: Run) -> None:
+    run.save(0, clock=1)
+    run.planner._policy.decision = Decision(
+        kind="delta", parent=0, codec="raw", reason="because"
+    )
+    plan = run.plan(1, clock=2)
+    assert (plan.codec, plan.policy, plan.reason) == ("raw", "asked", "because")
+
+
+# Generations.
+
+
+def test_saves_of_one_branch_stay_in_its_generation(run: Run) -> None:
+    assert [run.save(step, clock=step).generation for step in range(3)] == [1, 1, 1]
+    run.restore(2, OTHER)
+    assert run.plan(3, clock=9, lineage=OTHER).generation == 1
+
+
+def test_save_after_a_rollback_starts_a_higher_generation(run: Run) -> None:
+    for step in range(4):
+        run.save(step, clock=step)
+    run.restore(1, OTHER)
+    plan = run.save(9, clock=2, lineage=OTHER)
+    assert (plan.kind, plan.generation, plan.abandoned) == ("delta", 2, ())
+    assert run.save(10, clock=3, lineage=OTHER).generation == 2
+
+
+def test_steps_in_the_way_after_a_rollback_go_aside_with_their_dependents(
+    run: Run,
+) -> None:
+    for step in range(5):
+        run.save(step, clock=step)
+    run.restore(1, OTHER)
+    plan = run.plan(3, clock=2, lineage=OTHER)
+    assert plan.abandoned == ("4", "3")
+    assert plan.parent is not None and plan.parent.directory == "1"
+
+
+def test_step_that_the_restored_chain_needs_is_not_moved_aside(run: Run) -> None:
+    for step in range(3):
+        run.save(step, clock=step)
+    run.restore(1, OTHER)
+    for step in (0, 1):
+        with pytest.raises(errors.DependentsExistError, match="restored chain"):
+            run.plan(step, clock=2, lineage=OTHER)
+
+
+def test_step_of_this_generation_is_not_overwritten(run: Run) -> None:
+    run.save(0, clock=1)
+    run.save(1, clock=2)
+    with pytest.raises(errors.DependentsExistError) as caught:
+        run.plan(1, clock=3)
+    assert caught.value.kind == "step_exists"
+
+
+def test_error_leaves_the_planner_as_it_was(run: Run) -> None:
+    run.save(0, clock=1)
+    with pytest.raises(errors.DependentsExistError):
+        run.plan(0, clock=2)
+    plan = run.plan(1, clock=2)
+    assert plan.parent is not None and plan.parent.directory == "0"
+
+
+def test_plan_is_plain_data(run: Run) -> None:
+    run.save(0, clock=1)
+    plan = run.plan(1, clock=2)
+    assert dataclasses.replace(plan) == plan

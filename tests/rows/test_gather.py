@@ -1,0 +1,242 @@
+"""Host and device staging pick and encode the same rows, those that numpy would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cnr_jax.rows import gather
+from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
+from cnr_jax.rows.gather import (
+    Chunk,
+    Run,
+    Where,
+    encode_chunk,
+    gather_chunks,
+    host_device,
+    touched_positions,
+)
+
+WAYS: tuple[Where, ...] = ("host", "device")
+SMALL, LARGE = 8, 32
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 and 32 rows, so that few rows have many."""
+    monkeypatch.setattr(gather, "SMALL_ROWS", SMALL)
+    monkeypatch.setattr(gather, "CHUNK_BYTES", LARGE * 6 * 4)
+
+
+def values_of(
+    rows: int, width: int, dtype: Any = np.float32, seed: int = 0
+) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if np.dtype(dtype).kind in "iu":
+        return rng.integers(0, 1 << 15, (rows, width)).astype(dtype)
+    return rng.normal(size=(rows, width)).astype(dtype)
+
+
+def run_of(
+    values: np.ndarray,
+    positions: np.ndarray | None,
+    codec: Codec,
+    first: int = 0,
+    rows: int | None = None,
+) -> Run:
+    rows = len(values) - first if rows is None else rows
+    return Run(
+        data=jnp.asarray(values),
+        first=first,
+        rows=rows,
+        positions=positions,
+        codec=codec,
+    )
+
+
+def expected_rows(run: Run) -> np.ndarray:
+    part = np.asarray(run.data)[run.first : run.first + run.rows]
+    picked = part if run.positions is None else part[run.positions]
+    return picked.reshape(run.count, -1)
+
+
+def encoded(
+    runs: list[Run], where: Where
+) -> tuple[dict[str, np.ndarray], dict[int, bytes]]:
+    """Parts of all rows in order, and the escaped rows' bits by their number."""
+    parts: dict[str, list[np.ndarray]] = {}
+    escapes: dict[int, bytes] = {}
+    done = 0
+    for chunk in gather_chunks(runs, where):
+        found, at, rows = encode_chunk(chunk, host_device())
+        for name, part in found.items():
+            assert len(part) == chunk.count
+            parts.setdefault(name, []).append(part)
+        for i, position in enumerate(at.tolist()):
+            assert rows is not None
+            escapes[done + position] = rows[i].tobytes()
+        done += chunk.count
+    assert done == sum(run.count for run in runs)
+    return {name: np.concatenate(found) for name, found in parts.items()}, escapes
+
+
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize(
+    "count", [1, SMALL, SMALL + 1, LARGE, LARGE + 1, 3 * LARGE + 5]
+)
+def test_raw_rows_are_those_of_numpy(where: Where, count: int) -> None:
+    values = values_of(120, 6)
+    positions = np.sort(np.random.default_rng(count).permutation(110)[:count])
+    run = run_of(values, positions, Raw(), first=10)
+    parts, escapes = encoded([run], where)
+    assert parts["rows"].tobytes() == expected_rows(run).tobytes()
+    assert escapes == {}
+
+
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int32, np.uint8])
+def test_every_dtype_is_gathered_as_bits(where: Where, dtype: Any) -> None:
+    size = np.dtype(dtype).itemsize
+    bits = np.random.default_rng(0).integers(0, 256, (50, 6 * size), np.uint8)
+    values = bits.view(dtype)
+    parts, _ = encoded([run_of(values, np.arange(3, 47), Raw())], where)
+    assert parts["rows"].tobytes() == bits[3:47].tobytes()
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_all_rows_of_a_tile_within_a_shard_are_gathered(where: Where) -> None:
+    run = run_of(values_of(100, 6), None, Raw(), first=20, rows=70)
+    parts, _ = encoded([run], where)
+    assert np.array_equal(parts["rows"], expected_rows(run))
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_slot_without_columns_has_rows_of_one_element(where: Where) -> None:
+    values = np.arange(40, dtype=np.float32)
+    parts, _ = encoded([run_of(values, np.array([0, 7, 39]), Raw())], where)
+    assert parts["rows"].tolist() == [[0], [7], [39]]
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_rows_of_more_dimensions_are_flattened(where: Where) -> None:
+    values = values_of(20, 6).reshape(20, 2, 3)
+    parts, _ = encoded([run_of(values, np.array([4, 19]), Raw())], where)
+    assert np.array_equal(parts["rows"], values[[4, 19]].reshape(2, 6))
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_runs_of_one_group_follow_each_other(where: Where) -> None:
+    runs = [
+        run_of(
+            values_of(60, 6, seed=i),
+            np.sort(np.random.default_rng(i).permutation(60)[:n]),
+            Raw(),
+        )
+        for i, n in enumerate((3, 50, 1, 20, 9))
+    ]
+    parts, _ = encoded(runs, where)
+    assert np.array_equal(
+        parts["rows"], np.concatenate([expected_rows(r) for r in runs])
+    )
+
+
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("codec", [Asymmetric(bits=4), Asymmetric(bits=3, refits=0)])
+def test_quantized_rows_are_those_that_the_codec_makes(
+    where: Where, codec: Codec
+) -> None:
+    values = values_of(120, 6)
+    values[5] = 2.0
+    values[17, 3] = np.nan
+    values[100] = 0
+    run = run_of(values, np.arange(1, 110), codec, first=4, rows=116)
+    parts, escapes = encoded([run], where)
+    rows = expected_rows(run)
+    direct = jax.jit(codec.encode)(rows)
+    for name, part in direct.parts.items():
+        assert parts[name].tobytes() == np.asarray(part).tobytes(), name
+    # Rows 5 and 17 of the shard: 4 rows precede the tile, and row 0 of it is not chosen.
+    assert escapes == {0: rows[0].tobytes(), 12: rows[12].tobytes()}
+
+
+def test_escaped_rows_do_not_depend_on_what_happens_to_the_state_later() -> None:
+    values = values_of(20, 6)
+    values[3] = np.inf
+    for where in WAYS:
+        data = jnp.array(values)
+        run = Run(data=data, first=0, rows=20, positions=None, codec=Asymmetric(bits=4))
+        chunks = list(gather_chunks([run], where))
+        data.delete()
+        found = [encode_chunk(chunk, host_device()) for chunk in chunks]
+        rows = [rows for _, _, rows in found if rows is not None]
+        assert np.concatenate(rows).tobytes() == values[[3]].tobytes()
+
+
+def test_host_chunks_are_of_two_sizes_and_shared_by_runs() -> None:
+    runs = [run_of(values_of(60, 6, seed=i), None, Raw()) for i in range(2)]
+    chunks = list(gather_chunks(runs, "host"))
+    assert [chunk.count for chunk in chunks] == [32, 32, 32, 24]
+    assert {len(chunk.rows) for chunk in chunks if chunk.rows is not None} == {LARGE}
+    few = list(gather_chunks([run_of(values_of(60, 6), np.arange(5), Raw())], "host"))
+    assert [(chunk.count, chunk.rows.shape) for chunk in few] == [(5, (SMALL, 6))]
+
+
+def test_host_chunks_of_other_groups_are_apart() -> None:
+    runs = [
+        run_of(values_of(5, 6), None, Raw()),
+        run_of(values_of(5, 6), None, Asymmetric(bits=4)),
+        run_of(values_of(5, 3), None, Asymmetric(bits=4)),
+        run_of(values_of(5, 3, ml_dtypes.bfloat16), None, Asymmetric(bits=4)),
+    ]
+    chunks = list(gather_chunks(runs, "host"))
+    assert [chunk.codec for chunk in chunks] == [run.codec for run in runs]
+
+
+def test_padding_of_a_chunk_is_never_handed_out() -> None:
+    rows = np.full((SMALL, 6), np.nan, np.float32)
+    rows[:3] = values_of(3, 6)
+    chunk = Chunk(codec=Asymmetric(bits=4), count=3, rows=rows)
+    parts, escaped, found = encode_chunk(chunk, host_device())
+    assert {len(part) for part in parts.values()} == {3}
+    assert len(escaped) == 0 and found is None
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_chunk_counts_the_bytes_that_it_keeps(where: Where) -> None:
+    values = values_of(20, 6)
+    values[0] = np.nan
+    (chunk,) = gather_chunks([run_of(values, None, Asymmetric(bits=4))], where)
+    if where == "host":
+        assert chunk.nbytes == LARGE * 6 * 4
+    else:
+        assert chunk.nbytes == LARGE * (3 + 2 + 2) + LARGE * 6 * 4
+
+
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("clock", [-1, 0, 4, 9])
+@pytest.mark.parametrize("rows", [(0, 8), (8, 16), (9, 14)])
+def test_touched_positions_are_rows_with_a_later_stamp(
+    where: Where, clock: int, rows: tuple[int, int]
+) -> None:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    stamps = np.random.default_rng(0).integers(0, 10, 64).astype(np.int32)
+    array = jax.device_put(stamps, NamedSharding(mesh, P("rows")))
+    if rows == (9, 14):
+        array = jax.device_put(stamps, jax.devices()[2])
+    got = touched_positions(array, rows, clock, where)
+    assert got.dtype == np.int64
+    assert got.tolist() == np.flatnonzero(stamps[slice(*rows)] > clock).tolist()
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_no_runs_and_runs_without_rows_give_no_chunks(where: Where) -> None:
+    assert list(gather_chunks([], where)) == []
+    empty = run_of(values_of(9, 6), np.empty(0, np.int64), Raw())
+    assert list(gather_chunks([empty], where)) == []

@@ -1,0 +1,622 @@
+"""Rollbacks and branches: each may cost bytes, none may cost a row.
+
+Every test takes one way of leaving the straight line, then looks at what the manifests say and
+at what comes back, always through a second manager that knows only what is on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.repository.write import RowsWriter
+from cnr_jax.rows.touched import CLOCK_LIMIT
+
+NOT_COUNTED = "the touched rows are not counted from any checkpoint here"
+POLICIES = [cnr.Consecutive(), cnr.OneShot()]
+by_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    """Opens managers of one root and closes them."""
+    managers: list[cnr.CheckpointManager] = []
+
+    def open_(
+        run: Any, policy: Any = None, root: Path | None = None, **orbax: Any
+    ) -> Any:
+        manager = cnr.CheckpointManager(
+            root or tmp_path / "root",
+            tables=run.tables,
+            options=cnr.Options(codec="raw", policy=policy or cnr.Consecutive()),
+            orbax_options=ocp.CheckpointManagerOptions(**orbax),
+        )
+        managers.append(manager)
+        return manager
+
+    yield open_
+    for manager in managers:
+        manager.close()
+
+
+def names(manager: Any) -> set[str]:
+    return {path.name for path in Path(manager.directory).iterdir()}
+
+
+def aside(manager: Any) -> set[str]:
+    """Steps that have directories renamed aside, with their generation: `3 g1`."""
+    found = (
+        name.split(".abandoned-") for name in names(manager) if "abandoned" in name
+    )
+    return {f"{step} {rest.split('-')[0]}" for step, rest in found}
+
+
+def uuids(manager: Any) -> set[str]:
+    """Every checkpoint that is anywhere in the root."""
+    return {cnr_manifest.uuid for cnr_manifest in map(_manifest, _items(manager))}
+
+
+def _items(manager: Any) -> list[Path]:
+    return [p.parent for p in Path(manager.directory).glob("*/default/manifest.json")]
+
+
+def _manifest(item: Path) -> Any:
+    from cnr_jax.repository.step import read_manifest
+
+    return read_manifest(item)
+
+
+def expect(manager: Any, run: Any, step: int, kind: str, reason: str, gen: int) -> None:
+    manifest = run.manifest(manager, step)
+    assert manifest.step == step
+    assert (manifest.kind, manifest.generation) == (kind, gen), manifest.reason
+    assert reason in manifest.reason
+    assert (manifest.parent is None) == (kind == "full")
+
+
+@by_policy
+def test_touched_made_anew_after_a_restore_makes_the_next_save_full(
+    tiny_run: Any, opened: Any, policy: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, range(5))
+    run.restore(manager, 2)
+    run.touched = cnr.init_touched(run.state, run.tables)
+    run.salt = 1
+    run.run(manager, [5, 6])
+    expect(manager, run, 5, "full", NOT_COUNTED, gen=2)
+    expect(manager, run, 6, "delta", "rows since", gen=2)
+    for step in range(7):
+        run.check(manager, step)
+    assert manager.latest_step() == 6
+
+
+@by_policy
+@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+def test_old_touched_kept_after_a_restore_makes_the_next_save_full(
+    tiny_run: Any, opened: Any, policy: Any, steps: list[int]
+) -> None:
+    """The old touched rows know nothing of the rows that the restore put back."""
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, range(5))
+    run.state = manager.restore(2, args=cnr.args.Restore(run.state)).state
+    run.salt = 1
+    run.run(manager, steps)
+    expect(manager, run, steps[0], "full", NOT_COUNTED, gen=2)
+    expect(manager, run, steps[1], "delta", "rows since", gen=2)
+    run.check(manager, None)
+    assert manager.latest_step() == steps[1]
+    for step in (0, 1, 2, *steps):
+        run.check(manager, step)
+
+
+def test_old_touched_kept_after_a_restore_from_another_root_makes_the_save_full(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    other, run = tiny_run(salt=3), tiny_run()
+    elsewhere = opened(other, root=tmp_path / "elsewhere")
+    other.run(elsewhere, range(3))
+    manager = opened(run)
+    run.run(manager, range(2))
+    args = cnr.args.Restore(run.state)
+    restored = manager.restore(2, args=args, directory=elsewhere.directory)
+    run.same(restored.state, other.truth[2])
+    run.state = restored.state
+    run.run(manager, [2, 3])
+    expect(manager, run, 2, "full", NOT_COUNTED, gen=2)
+    run.check(manager, 3)
+
+
+@by_policy
+def test_evaluating_an_older_step_costs_a_full_save_and_no_rows(
+    tiny_run: Any, opened: Any, policy: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, range(4))
+    evaluated = manager.restore(1, args=cnr.args.Restore(run.state))
+    run.same(evaluated.state, run.truth[1])
+    run.run(manager, [4, 5])
+    expect(manager, run, 4, "full", NOT_COUNTED, gen=2)
+    expect(manager, run, 5, "delta", "rows since", gen=2)
+    for step in range(6):
+        run.check(manager, step)
+    assert manager.latest_step() == 5
+
+
+def test_evaluating_a_later_step_of_another_branch_skips_no_save(
+    tiny_run: Any, opened: Any
+) -> None:
+    first, run = tiny_run(), tiny_run(salt=1)
+    first.run(opened(first), [10, 20, 30])
+    manager = opened(run)
+    run.run(manager, [1, 2])
+    run.same(
+        manager.restore(30, args=cnr.args.Restore(run.state)).state, first.truth[30]
+    )
+    run.run(manager, [3, 4])
+    expect(manager, run, 3, "full", NOT_COUNTED, gen=3)
+    for step in (1, 2, 3, 4):
+        run.check(manager, step)
+    for step in (10, 20, 30):
+        run.check(manager, step, first.truth)
+    assert manager.latest_step() == 4
+
+
+def test_evaluation_while_a_save_is_in_flight_still_ends_the_old_lineage(
+    tiny_run: Any, opened: Any
+) -> None:
+    """The save is settled before the restore is noted, whoever drives the handler."""
+    run = tiny_run()
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    root = opened(run).directory
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=registry.preservation_policy(None)
+    )
+    with ocp.CheckpointManager(
+        root, options=options, handler_registry=registry
+    ) as manager:
+        run.run(manager, [0, 1])
+        run.train(2)
+        run.save(manager, 2)  # not waited for
+        run.state = manager.restore(0, args=cnr.args.Restore(run.state)).state
+        run.salt = 1
+        run.run(manager, [3, 4])
+        expect(manager, run, 3, "full", NOT_COUNTED, gen=2)
+        for step in range(5):
+            run.check(manager, step)
+
+
+def test_going_back_leaves_the_abandoned_steps_aside_and_follows_the_new_branch(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run)
+    run.run(manager, range(6))
+    before = uuids(manager)
+    manager.close()
+
+    manager = opened(run)
+    run.restore(manager, 2)
+    run.salt = 1
+    run.run(manager, [3])
+    expect(manager, run, 3, "delta", "rows since the last save (step 2)", gen=2)
+    # 4 and 5 rest on the old 3, so they went with it.
+    assert aside(manager) == {"3 g1", "4 g1", "5 g1"}
+    assert sorted(manager.all_steps()) == [0, 1, 2, 3]
+    assert before < uuids(manager)
+    run.run(manager, [4])
+    assert manager.latest_step() == 4
+    manager.close()
+
+    manager = opened(run)
+    assert manager.latest_step() == 4
+    assert sorted(manager.all_steps()) == [0, 1, 2, 3, 4]
+    for step in (None, 0, 1, 2, 3, 4):
+        run.check(manager, step)
+    assert run.manifest(manager, 4).restores == 1
+
+
+def test_going_back_with_one_shot_deltas_moves_only_colliding_steps(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, cnr.OneShot())
+    run.run(manager, range(6))
+    old = run.truth[5]
+    run.restore(manager, 2)
+    run.salt = 1
+    run.run(manager, [3])
+    expect(manager, run, 3, "delta", "rows since the baseline (step 0)", gen=2)
+    assert aside(manager) == {"3 g1"}
+    # Steps 4 and 5 are of the old branch: still there by number, but not the latest.
+    assert sorted(manager.all_steps()) == [0, 1, 2, 3, 4, 5]
+    assert manager.latest_step() == 3
+    run.check(manager, None)
+    run.check(manager, 5, {5: old})
+    manager.close()
+
+    manager = opened(run, cnr.OneShot())
+    assert manager.latest_step() == 3
+    run.check(manager, None)
+    run.check(manager, 5, {5: old})
+    # Without restoring first, a save would start a third branch; restored, it goes on.
+    run.restore(manager, None)
+    run.run(manager, [4, 5, 6])
+    assert aside(manager) == {"3 g1", "4 g1", "5 g1"}
+    for step in range(7):
+        run.check(manager, step)
+    assert {run.manifest(manager, step).generation for step in (3, 4, 5, 6)} == {2}
+
+
+@by_policy
+def test_a_second_rollback_loses_nothing(
+    tiny_run: Any, opened: Any, policy: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, range(5))
+    seen = uuids(manager)
+    for salt, (back_to, steps) in enumerate([(3, [4, 5, 6]), (1, [2, 3])], start=1):
+        run.restore(manager, back_to)
+        run.same(run.state, run.truth[back_to])
+        run.salt = salt
+        run.run(manager, steps)
+        assert seen < uuids(manager), "a rollback deletes nothing"
+        seen = uuids(manager)
+        manager.close()
+        manager = opened(run, policy)
+        assert manager.latest_step() == steps[-1]
+        for step in (*range(back_to + 1), *steps):
+            run.check(manager, step)
+        assert run.manifest(manager, steps[-1]).generation == salt + 1
+    assert run.manifest(manager, 3).restores == 1, (
+        "restores along this chain, not in all"
+    )
+
+
+def test_a_step_that_the_restored_chain_needs_cannot_be_overwritten(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run)
+    run.run(manager, range(6))
+    run.restore(manager, 3)
+    run.train(7)
+    before = {name: _stat(manager, name) for name in names(manager)}
+    with pytest.raises(cnr.errors.DependentsExistError, match="after 3") as caught:
+        run.save(manager, 2, force=True)
+    assert caught.value.kind == "dependents_exist"
+    assert "restored chain needs it" in str(caught.value)
+    assert {name: _stat(manager, name) for name in names(manager)} == before
+    # Nothing was spoilt for the saves that follow.
+    run.run(manager, [4])
+    expect(manager, run, 4, "delta", "step 3", gen=2)
+    for step in range(5):
+        run.check(manager, step)
+
+
+def _stat(manager: Any, name: str) -> tuple[int, int]:
+    stat = (Path(manager.directory) / name).stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def test_a_step_of_the_same_branch_is_not_saved_twice(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run)
+    run.run(manager, range(3))
+    assert manager.save(1, args=cnr.args.Save(run.state, run.touched)) is False
+    assert manager.save(2, args=cnr.args.Save(run.state, run.touched)) is False
+    with pytest.raises(
+        cnr.errors.DependentsExistError, match="saved already"
+    ) as caught:
+        manager.save(1, args=cnr.args.Save(run.state, run.touched), force=True)
+    assert caught.value.kind == "step_exists"
+    run.check(manager, 1)
+
+
+def test_a_new_run_in_a_used_root_saves_all_its_steps(
+    tiny_run: Any, opened: Any
+) -> None:
+    old, run = tiny_run(), tiny_run(salt=1)
+    old.run(opened(old, cnr.Full()), [0, 2, 4, 6])
+    manager = opened(run, cnr.Consecutive())
+    assert manager.should_save(1)
+    run.run(manager, [1, 2, 3])
+    expect(manager, run, 1, "full", NOT_COUNTED, gen=2)
+    expect(manager, run, 2, "delta", "step 1", gen=2)
+    assert aside(manager) == {"2 g1"}
+    manager.close()
+
+    manager = opened(run)
+    assert manager.latest_step() == 3
+    assert sorted(manager.all_steps()) == [0, 1, 2, 3, 4, 6]
+    run.check(manager, None)
+    for step in (1, 2, 3):
+        run.check(manager, step)
+    for step in (0, 4, 6):
+        run.check(manager, step, old.truth)
+
+
+def test_a_new_run_with_a_save_interval_follows_its_own_steps(
+    tiny_run: Any, opened: Any
+) -> None:
+    old, run = tiny_run(), tiny_run(salt=1)
+    first = opened(old, save_interval_steps=2)
+    for step in range(8):
+        old.train(step)
+        assert old.save(first, step) == (step % 2 == 0)
+    first.close()
+    manager = opened(run, save_interval_steps=3)
+    for step in range(5):
+        run.train(step)
+        assert run.save(manager, step) == (step % 3 == 0)
+    manager.wait_until_finished()
+    assert manager.latest_step() == 3
+    # Consecutive deltas 2, 4 and 6 of the old run rested on the old 0.
+    assert aside(manager) == {"0 g1", "2 g1", "4 g1", "6 g1"}
+    for step in (0, 3):
+        run.check(manager, step)
+
+
+def test_a_new_run_in_the_same_process_and_manager_skips_no_save(
+    tiny_run: Any, opened: Any
+) -> None:
+    run, again = tiny_run(), tiny_run(salt=1)
+    manager = opened(run, cnr.OneShot())
+    run.run(manager, [10, 20])
+    again.run(manager, [5, 10])
+    expect(manager, again, 5, "full", NOT_COUNTED, gen=2)
+    assert manager.latest_step() == 10
+    # 20 rested on the old 10.
+    assert aside(manager) == {"10 g1", "20 g1"}
+    for step in (5, 10):
+        again.check(manager, step)
+
+
+@by_policy
+@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+def test_a_clock_that_went_back_makes_the_next_save_full(
+    tiny_run: Any, opened: Any, policy: Any, steps: list[int]
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, [0, 1])
+    kept = run.state, run.touched
+    run.run(manager, [2, 3, 4])
+    run.state, run.touched = kept
+    run.salt = 1
+    run.run(manager, steps)
+    expect(manager, run, steps[0], "full", "the clock of the touched rows went back", 2)
+    expect(manager, run, steps[1], "delta", "rows since", gen=2)
+    assert manager.latest_step() == steps[1]
+    for step in (0, 1, *steps):
+        run.check(manager, step)
+
+
+def test_a_clock_that_went_back_counts_even_if_the_full_save_fails(
+    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the clock has caught up, nothing else shows that rows went back."""
+    run = tiny_run()
+    manager = opened(run)
+    run.run(manager, [0, 1])
+    kept = run.state, run.touched
+    run.run(manager, [2, 3])
+    run.state, run.touched = kept
+    run.salt = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", _fail)
+        run.train(4)
+        run.save(manager, 4)
+        with pytest.raises(OSError, match="no space"):
+            manager.wait_until_finished()
+    for step in (5, 6, 7):
+        run.train(step)
+    run.run(manager, [8, 9])
+    expect(manager, run, 8, "full", "the clock of the touched rows went back", gen=2)
+    expect(manager, run, 9, "delta", "step 8", gen=2)
+    for step in (0, 1, 2, 3, 8, 9):
+        run.check(manager, step)
+
+
+def _fail(*args: Any) -> Any:
+    raise OSError("no space")
+
+
+@by_policy
+@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+def test_a_rollback_in_memory_with_reset_touched_loses_nothing(
+    tiny_run: Any, opened: Any, policy: Any, steps: list[int]
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy)
+    run.run(manager, [0, 1])
+    kept = run.state
+    run.run(manager, [2, 3, 4])
+    run.state, run.touched = kept, cnr.reset_touched(run.touched)
+    run.salt = 1
+    run.run(manager, steps)
+    expect(manager, run, steps[0], "full", NOT_COUNTED, gen=2)
+    expect(manager, run, steps[1], "delta", "rows since", gen=2)
+    assert manager.latest_step() == steps[1]
+    for step in (0, 1, *steps):
+        run.check(manager, step)
+
+
+def test_saves_are_full_while_the_clock_is_at_its_limit(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    clock = jnp.full_like(run.touched.clock, CLOCK_LIMIT - 2)
+    run.touched = dataclasses.replace(run.touched, clock=clock)
+    manager = opened(run)
+    run.run(manager, range(4))
+    expect(manager, run, 0, "full", "no baseline yet", gen=1)
+    for step in (1, 2, 3):
+        expect(manager, run, step, "full", "the clock of the touched rows has", gen=1)
+        assert run.manifest(manager, step).recorded_clock == CLOCK_LIMIT
+    run.touched = cnr.reset_touched(run.touched)
+    run.run(manager, [4, 5])
+    expect(manager, run, 4, "full", NOT_COUNTED, gen=2)
+    expect(manager, run, 5, "delta", "step 4", gen=2)
+    for step in range(6):
+        run.check(manager, step)
+
+
+def test_a_state_restored_in_another_dtype_makes_the_next_save_full(
+    tiny_run: Any, opened: Any
+) -> None:
+    first, run = tiny_run(), tiny_run(dtype=jnp.bfloat16)
+    first.run(opened(first), range(3))
+    manager = opened(run)
+    run.restore(manager, None)
+    path = "['params']['user']['embedding']"
+    want = first.truth[2][path].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(run.values()[path], want)
+    run.salt = 1
+    run.run(manager, [3, 4])
+    # Head of the branch it goes on from, so the generation stays.
+    expect(manager, run, 3, "full", NOT_COUNTED, gen=1)
+    expect(manager, run, 4, "delta", "step 3", gen=1)
+    run.check(manager, 3)
+    run.check(manager, 4)
+    first.check(manager, 2)
+
+
+def test_a_state_restored_without_one_of_its_tables_makes_the_next_save_full(
+    tiny_run: Any, opened: Any
+) -> None:
+    first, run = tiny_run(), tiny_run()
+    first.run(opened(first), range(3))
+    state = dict(run.state, params={"user": run.state["params"]["user"]})
+    tables = cnr.find_tables(
+        dict(state, acc={"user": run.state["acc"]["user"]}), ["user"]
+    )
+    state["acc"] = {"user": run.state["acc"]["user"]}
+    run.tables = tables
+    manager = opened(run)
+    state, touched = manager.restore(2, args=cnr.args.Restore(state, partial=True))
+    for path, value in run.values(state).items():
+        np.testing.assert_array_equal(value, first.truth[2][path], err_msg=path)
+
+    def save(step: int) -> Any:
+        nonlocal state, touched
+        rows = jnp.array([step, 5])
+        touched = cnr.record(touched, {"user": rows})
+        user = state["params"]["user"]["embedding"].at[rows].add(1.0)
+        state = dict(state, step=step, params={"user": {"embedding": user}})
+        assert manager.save(step, args=cnr.args.Save(state, touched))
+        manager.wait_until_finished()
+        return run.values(state)
+
+    truth = {3: save(3), 4: save(4)}
+    run.state = state
+    expect(manager, run, 3, "full", NOT_COUNTED, gen=1)
+    expect(manager, run, 4, "delta", "step 3", gen=1)
+    for step in (3, 4):
+        run.check(manager, step, truth)
+    first.check(manager, 2)
+
+
+def test_a_partial_restore_that_kept_a_whole_table_makes_the_next_save_full(
+    tiny_run: Any, opened: Any
+) -> None:
+    """The table that the checkpoint does not hold has never been saved."""
+    first, run = tiny_run(), tiny_run(salt=1)
+    small = dict(first.state, params={"user": first.state["params"]["user"]})
+    small["acc"] = {"user": first.state["acc"]["user"]}
+    first.tables = cnr.find_tables(small, ["user"])
+    with opened(first) as manager:
+        touched = cnr.init_touched(small, first.tables)
+        manager.save(0, args=cnr.args.Save(small, touched))
+    manager = opened(run)
+    args = cnr.args.Restore(run.state, partial=True)
+    run.state, run.touched = manager.restore(0, args=args)
+    run.run(manager, [1, 2])
+    expect(manager, run, 1, "full", NOT_COUNTED, gen=1)
+    run.check(manager, 1)
+    run.check(manager, 2)
+
+
+def test_a_parent_replaced_by_another_runs_step_is_found_out(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run, other = tiny_run(), tiny_run(salt=1)
+    with opened(other, root=tmp_path / "other") as manager:
+        other.run(manager, [0, 1])
+    with opened(run) as manager:
+        run.run(manager, [0, 1, 2])
+    root = Path(manager.directory)
+    shutil.rmtree(root / "1")
+    shutil.copytree(tmp_path / "other" / "0", root / "1")
+
+    manager = opened(run)
+    with pytest.raises(cnr.errors.ParentMissingError) as caught:
+        manager.restore(2, args=cnr.args.Restore(run.state))
+    assert caught.value.kind == "foreign_parent"
+    assert "1 is not the parent it was saved with" in str(caught.value)
+    assert "1 (another run) <- 2 (delta)" in str(caught.value)
+    # The foreign step itself is whole; 2 is not, and is not what restore(None) takes.
+    assert manager.latest_step() != 2
+
+
+def test_a_parent_of_another_runs_chain_is_never_adopted_by_a_save(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run, other = tiny_run(), tiny_run(salt=1)
+    with opened(other, root=tmp_path / "other") as manager:
+        other.run(manager, [0, 1, 2])
+    manager = opened(run)
+    run.run(manager, [0, 1, 2])
+    root = Path(manager.directory)
+    shutil.rmtree(root / "2")
+    shutil.copytree(tmp_path / "other" / "2", root / "2")
+    manager.reload()
+    run.run(manager, [3])
+    expect(manager, run, 3, "full", "not a legal parent any more", gen=2)
+    run.check(manager, 3)
+    run.check(manager, None)
+
+
+def test_a_moved_root_goes_on_working(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with opened(run) as manager:
+        run.run(manager, range(3))
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    Path(manager.directory).rename(moved)
+
+    manager = opened(run, root=moved)
+    for step in range(3):
+        run.check(manager, step)
+    run.restore(manager, None)
+    run.run(manager, [3, 4])
+    expect(manager, run, 3, "delta", "step 2", gen=1)
+    assert run.manifest(manager, 3).parent.directory == "2"
+    for step in range(5):
+        run.check(manager, step)
+
+
+def test_values_of_all_leaves_differ_between_branches(tiny_run: Any) -> None:
+    """Guards the tests above: two branches that agreed by accident would prove nothing."""
+    one, two = tiny_run(), tiny_run(salt=1)
+    one.train(3)
+    two.train(3)
+    for path, value in one.values().items():
+        if "step" not in path:
+            assert not np.array_equal(value, two.values()[path]), path

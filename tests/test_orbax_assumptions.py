@@ -1,0 +1,419 @@
+"""What we rely on in Orbax beyond its documented interface, one test for each.
+
+When a new version of Orbax breaks one of these, the name of the test says what to look at. That
+`finalize` runs on the primary process only is shown by tests/multiprocess: there process 0 dies
+before it writes the manifest, and no other process commits the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+import cnr_jax as cnr
+from cnr_jax.format import names
+from cnr_jax.orbax_compat import DenseStore, in_background, place_of
+
+
+@dataclasses.dataclass
+class Event:
+    """What was called, in which thread, and what the root held then."""
+
+    what: str
+    main: bool
+    listing: set[str]
+    detail: Any = None
+
+
+class ProbeHandler(ocp.AsyncCheckpointHandler):
+    """Writes one file in the background, when it is let, and notes every call."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.events = root, list[Event]()
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.fail = False
+
+    def note(self, what: str, detail: Any = None) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        listing = {path.name for path in self.root.iterdir()}
+        self.events.append(Event(what, main, listing, detail))
+
+    def find(self, what: str) -> list[Event]:
+        return [event for event in self.events if event.what == what]
+
+    async def async_save(self, directory: epath.Path, args: Any) -> list[Any]:
+        self.note("async_save", (directory, directory.exists(), args))
+
+        async def write() -> None:
+            self.note("write", directory.exists())
+            assert self.may_write.wait(60)
+            if self.fail:
+                raise OSError("no space")
+            (directory / "file").write_text("written")
+            self.note("written")
+
+        return [in_background(write(), "probe")]
+
+    def save(self, directory: epath.Path, args: Any) -> None:
+        raise AssertionError("Orbax calls async_save")
+
+    def restore(self, directory: epath.Path, args: Any = None) -> Any:
+        self.note("restore")
+        return (directory / "file").read_text()
+
+    def finalize(self, directory: epath.Path) -> None:
+        self.note("finalize", (directory, (directory / "file").exists()))
+
+
+@ocp.args.register_with_handler(ProbeHandler, for_save=True)
+@dataclasses.dataclass
+class ProbeSave(ocp.args.CheckpointArgs):
+    pass
+
+
+@ocp.args.register_with_handler(ProbeHandler, for_restore=True)
+@dataclasses.dataclass
+class ProbeRestore(ocp.args.CheckpointArgs):
+    pass
+
+
+class Asked:
+    """A preservation policy that notes when it is asked, and keeps the latest."""
+
+    def __init__(self, handler: ProbeHandler) -> None:
+        self._handler = handler
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> Sequence[bool]:
+        steps = [info.step for info in checkpoints]
+        self._handler.note("policy", steps)
+        return [step == steps[-1] for step in steps]
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Any:
+    """A handler and a plain manager that uses it for every item."""
+    handler = ProbeHandler(tmp_path)
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    registry.add(None, ProbeSave, handler)
+    registry.add(None, ProbeRestore, handler)
+    options = ocp.CheckpointManagerOptions(preservation_policy=Asked(handler))
+    manager = ocp.CheckpointManager(
+        tmp_path, options=options, handler_registry=registry
+    )
+    yield handler, manager
+    handler.may_write.set()
+    handler.fail = False
+    manager.close()
+
+
+def listing(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_items_are_written_below_temporary_names_of_a_known_form(probe: Any) -> None:
+    handler, manager = probe
+    manager.save(12, args=ocp.args.Composite(state=ProbeSave()))
+    manager.wait_until_finished()
+    (event,) = handler.find("async_save")
+    path = event.detail[0]
+    step, item = f"12{names.TEMPORARY_SUFFIX}", f"state{names.TEMPORARY_SUFFIX}"
+    assert path == epath.Path(handler.root) / step / item
+    place = place_of(path)
+    assert (place.directory, place.item) == ("12", "state")
+    assert (handler.root / "12" / "state" / "file").exists()
+
+
+def test_restore_is_given_the_final_path(probe: Any, tmp_path: Path) -> None:
+    _, manager = probe
+    manager.save(3, args=ProbeSave())
+    assert manager.restore(3, args=ProbeRestore()) == "written"
+    place = place_of(epath.Path(tmp_path / "3" / "default"))
+    assert (place.root, place.directory, place.item) == (tmp_path, "3", "default")
+
+
+def test_the_directory_exists_in_the_background_but_not_in_async_save(
+    probe: Any,
+) -> None:
+    handler, manager = probe
+    manager.save(1, args=ProbeSave())
+    manager.wait_until_finished()
+    assert handler.find("async_save")[0].detail[1] is False
+    assert handler.find("write")[0].detail is True
+
+
+def test_async_save_runs_in_the_calling_thread_with_the_very_arguments(
+    probe: Any,
+) -> None:
+    """`prepare` looks at the arguments before, and recognizes them by identity."""
+    handler, manager = probe
+    args = ProbeSave()
+    manager.save(1, args=args)
+    manager.wait_until_finished()
+    (event,) = handler.find("async_save")
+    assert event.main and event.detail[2] is args
+    assert not handler.find("write")[0].main
+
+
+def test_the_previous_save_is_committed_before_the_next_async_save(probe: Any) -> None:
+    handler, manager = probe
+    handler.may_write.clear()
+    manager.save(1, args=ProbeSave())
+    threading.Timer(0.2, handler.may_write.set).start()
+    manager.save(2, args=ProbeSave())
+    manager.wait_until_finished()
+    order = [event.what for event in handler.events]
+    second = len(order) - 1 - order[::-1].index("async_save")
+    assert order.index("finalize") < second
+    assert "1" in handler.events[second].listing
+
+
+def test_the_policy_is_asked_right_after_async_save_with_the_new_step(
+    probe: Any,
+) -> None:
+    """So what it forgets must not count before the save is committed."""
+    handler, manager = probe
+    handler.may_write.clear()
+    manager.save(1, args=ProbeSave())
+    asked = handler.find("policy")
+    assert [event.detail for event in asked] == [[1]]
+    assert asked[0].main
+    assert "1" not in asked[0].listing, "not committed yet"
+    handler.may_write.set()
+    manager.save(2, args=ProbeSave())
+    assert [event.detail for event in handler.find("policy")] == [[1], [1, 2]]
+
+
+def test_old_steps_are_deleted_only_after_the_new_one_is_committed(probe: Any) -> None:
+    handler, manager = probe
+    manager.save(1, args=ProbeSave())
+    manager.wait_until_finished()
+    handler.may_write.clear()
+    manager.save(2, args=ProbeSave())
+    assert list(manager.all_steps()) == [2], "off the list at once"
+    assert "1" in listing(handler.root), "but still there"
+    handler.may_write.set()
+    manager.wait_until_finished()
+    assert listing(handler.root) == {"2"}
+
+
+def test_finalize_runs_once_after_all_writing_and_before_the_rename(probe: Any) -> None:
+    handler, manager = probe
+    manager.save(5, args=ProbeSave())
+    manager.wait_until_finished()
+    assert [e.what for e in handler.events][-2:] == ["written", "finalize"]
+    (event,) = handler.find("finalize")
+    directory, file_exists = event.detail
+    assert file_exists and not event.main
+    assert directory.name == f"default{names.TEMPORARY_SUFFIX}"
+    assert event.listing == {f"5{names.TEMPORARY_SUFFIX}"}
+    assert listing(handler.root) == {"5"}
+
+
+def test_a_failed_save_deletes_nothing_and_is_raised_once_by_waiting(
+    probe: Any,
+) -> None:
+    handler, manager = probe
+    manager.save(1, args=ProbeSave())
+    manager.wait_until_finished()
+    handler.fail = True
+    manager.save(2, args=ProbeSave())
+    with pytest.raises(OSError, match="no space"):
+        manager.wait_until_finished()
+    manager.wait_until_finished()
+    assert not handler.find("finalize")[1:]
+    assert listing(handler.root) == {"1", f"2{names.TEMPORARY_SUFFIX}"}
+    # Orbax has lost sight of step 1 until the list is read again: we do that on any error.
+    assert list(manager.all_steps()) == []
+    manager.reload()
+    assert list(manager.all_steps()) == [1]
+    handler.fail = False
+    manager.save(2, args=ProbeSave())
+    manager.wait_until_finished()
+    assert listing(handler.root) == {"2"}, "the temporary directory was replaced"
+
+
+def test_restore_waits_for_the_save_in_flight(probe: Any) -> None:
+    """`CnrHandler.restore` settles the save before it notes the restore."""
+    handler, manager = probe
+    handler.may_write.clear()
+    manager.save(1, args=ProbeSave())
+    threading.Timer(0.2, handler.may_write.set).start()
+    assert manager.restore(1, args=ProbeRestore()) == "written"
+    assert "1" in handler.find("restore")[0].listing
+
+
+def test_renamed_and_temporary_directories_are_no_steps(tmp_path: Path) -> None:
+    state = {"x": np.arange(3)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (10, 20):
+            manager.save(step, args=ocp.args.StandardSave(state))
+    aside = names.abandoned("20", 1, "00ff" * 8)
+    assert aside.startswith("20.abandoned-g1-00ff00ff")
+    (tmp_path / "20").rename(tmp_path / aside)
+    (tmp_path / f"30{names.TEMPORARY_SUFFIX}").mkdir()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert list(manager.all_steps()) == [10]
+        assert manager.latest_step() == 10
+        manager.save(20, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [10, 20]
+    assert (tmp_path / aside).exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"step_prefix": "ck"}, "ck_20"),
+        ({"step_format_fixed_length": 6}, "000020"),
+        ({"step_prefix": "ck", "step_format_fixed_length": 6}, "ck_000020"),
+    ],
+    ids=["prefix", "padded", "both"],
+)
+def test_other_step_names_work_for_chains_and_for_steps_renamed_aside(
+    tiny_run: Any, tmp_path: Path, form: dict[str, Any], name: str
+) -> None:
+    def open_() -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(
+            tmp_path,
+            tables=run.tables,
+            options=cnr.Options(codec="raw", policy=cnr.Consecutive()),
+            orbax_options=ocp.CheckpointManagerOptions(**form),
+        )
+
+    run = tiny_run()
+    with open_() as manager:
+        run.run(manager, [10, 20, 30])
+        assert manager._get_write_step_directory(20, manager.directory).name == name
+        assert (tmp_path / name).is_dir()
+        run.restore(manager, 10)
+        run.salt = 1
+        run.run(manager, [20])
+        assert (tmp_path / name).is_dir()
+        assert len([p for p in listing(tmp_path) if names.ABANDONED_MARK in p]) == 2
+    with open_() as manager:
+        assert sorted(manager.all_steps()) == [10, 20]
+        restored = manager.restore(None, args=cnr.args.Restore(run.state))
+        run.same(restored.state, run.truth[20])
+
+
+def test_the_manager_keeps_the_finalize_thread_and_the_list_of_steps(
+    probe: Any,
+) -> None:
+    """Private names that `cnr_jax.manager` uses."""
+    handler, manager = probe
+    assert manager._finalize_thread.get() is None
+    handler.may_write.clear()
+    manager.save(7, args=ProbeSave())
+    assert manager._finalize_thread.get().is_alive()
+    handler.may_write.set()
+    manager.wait_until_finished()
+    thread = manager._finalize_thread.get()
+    assert thread is None or not thread.is_alive()
+    assert [info.step for info in manager._checkpoints] == [7]
+    manager._checkpoints.delete_if(lambda info: info.step == 7)
+    assert list(manager.all_steps()) == []
+
+
+def test_force_saves_older_steps_but_not_listed_ones(probe: Any) -> None:
+    """`cnr_jax.CheckpointManager` decides itself what is due, and always forces."""
+    _, manager = probe
+    manager.save(9, args=ProbeSave())
+    manager.wait_until_finished()
+    assert manager.save(5, args=ProbeSave()) is False
+    with pytest.raises(StepAlreadyExistsError):
+        manager.save(9, args=ProbeSave(), force=True)
+    assert manager.save(5, args=ProbeSave(), force=True) is True
+    manager.wait_until_finished()
+
+
+def test_should_save_asks_latest_step_of_whatever_it_is_called_on(
+    tmp_path: Path,
+) -> None:
+    """So that a save can be due after the tip rather than after the latest step."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=2)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(10, args=ocp.args.StandardSave({"x": np.arange(3)}))
+        manager.wait_until_finished()
+
+        class Proxy:
+            def latest_step(self) -> int | None:
+                return 4
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(manager, name)
+
+        due: Any = ocp.CheckpointManager.should_save
+        assert [due(Proxy(), step) for step in (4, 5, 6)] == [False, False, True]
+        assert manager.should_save(6) is False
+
+
+def test_the_handlers_path_is_on_disk(tiny_run: Any, tmp_path: Path) -> None:
+    """So `CnrHandler` may never move: the path is part of the format."""
+    run = tiny_run()
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as manager:
+        run.run(manager, [0])
+    document = json.loads((tmp_path / "0" / "_CHECKPOINT_METADATA").read_text())
+    assert document["item_handlers"] == {"default": "cnr_jax.handler.CnrHandler"}
+
+
+def test_a_standard_handler_works_below_an_item_whose_directory_comes_later(
+    tmp_path: Path,
+) -> None:
+    """Also the private switch that turns replica-parallel writing off."""
+    store = DenseStore()
+    arrays: Any = ocp.type_handlers.get_type_handler(jax.Array)
+    assert hasattr(arrays, "_use_replica_parallel")
+    assert isinstance(store._handler._impl, ocp.PyTreeCheckpointHandler)
+    assert isinstance(
+        ocp.StandardCheckpointHandler()._impl, ocp.PyTreeCheckpointHandler
+    )
+
+    class Nested(ocp.AsyncCheckpointHandler):
+        async def async_save(self, directory: epath.Path, args: Any) -> list[Any]:
+            return list(
+                await store.save(directory, {"a": jnp.arange(4.0), "b": {"c": 3}})
+            )
+
+        def save(self, directory: epath.Path, args: Any) -> None:
+            raise AssertionError("Orbax calls async_save")
+
+        def restore(self, directory: epath.Path, args: Any = None) -> Any:
+            return store.restore(directory, None)
+
+        def finalize(self, directory: epath.Path) -> None:
+            store.finalize(directory)
+
+    @ocp.args.register_with_handler(Nested, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class NestedArgs(ocp.args.CheckpointArgs):
+        pass
+
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    registry.add(None, NestedArgs, Nested())
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        manager.save(0, args=NestedArgs())
+        restored = manager.restore(0, args=NestedArgs())
+    assert (tmp_path / "0" / "default" / names.DENSE).is_dir()
+    np.testing.assert_array_equal(restored["a"], np.arange(4.0))
+    assert restored["b"]["c"] == 3
+
+
+def test_one_process_needs_no_client_and_waiting_has_a_limit() -> None:
+    """Processes talk through the client of `jax.distributed`; tests/multiprocess uses it."""
+    assert callable(ocp.multihost.get_jax_distributed_client)
+    assert ocp.multihost.coordination_timeout() > 0

@@ -1,0 +1,496 @@
+"""What retention deletes, what it keeps for the sake of other steps, and who may delete."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import cnr_jax as cnr
+from cnr_jax.orbax_compat import Place
+from cnr_jax.repository.chain import resolve_chain
+from cnr_jax.repository.write import RowsWriter
+
+SAVES = 12
+keeping = ocp.checkpoint_managers
+
+
+def loss(metrics: dict[str, float]) -> float:
+    return metrics["loss"]
+
+
+# Name, what the manager's Orbax options are, and the same rule as a policy of its own.
+RULES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], Any]]] = {
+    "latest_n": (
+        lambda: {"preservation_policy": keeping.LatestN(2)},
+        lambda: keeping.LatestN(2),
+    ),
+    "latest_one": (lambda: {"max_to_keep": 1}, lambda: keeping.LatestN(1)),
+    "every_n_steps": (
+        lambda: {"preservation_policy": keeping.EveryNSteps(4)},
+        lambda: keeping.EveryNSteps(4),
+    ),
+    "every_n_seconds": (
+        lambda: {"preservation_policy": keeping.EveryNSeconds(3600)},
+        lambda: keeping.EveryNSeconds(3600),
+    ),
+    "best_n": (
+        lambda: {
+            "preservation_policy": keeping.BestN(get_metric_fn=loss, reverse=True, n=2),
+            "best_fn": loss,
+            "best_mode": "min",
+        },
+        lambda: keeping.BestN(get_metric_fn=loss, reverse=True, n=2),
+    ),
+    "best_fn_and_max_to_keep": (
+        lambda: {"best_fn": loss, "best_mode": "min", "max_to_keep": 2},
+        lambda: keeping.BestN(get_metric_fn=loss, reverse=True, n=2),
+    ),
+    "custom_steps": (
+        lambda: {"preservation_policy": keeping.CustomSteps([1, 6, 7])},
+        lambda: keeping.CustomSteps([1, 6, 7]),
+    ),
+    "any_of_two": (
+        lambda: {
+            "preservation_policy": keeping.AnyPreservationPolicy(
+                [keeping.LatestN(1), keeping.EveryNStepsClosest(5)]
+            )
+        },
+        lambda: keeping.AnyPreservationPolicy(
+            [keeping.LatestN(1), keeping.EveryNStepsClosest(5)]
+        ),
+    ),
+    "max_to_keep_and_keep_period": (
+        lambda: {"max_to_keep": 2, "keep_period": 5},
+        lambda: keeping.AnyPreservationPolicy(
+            [keeping.LatestN(2), keeping.EveryNSteps(5)]
+        ),
+    ),
+    "all": (
+        lambda: {"preservation_policy": keeping.preservation_policy.PreserveAll()},
+        lambda: keeping.preservation_policy.PreserveAll(),
+    ),
+}
+POLICIES = [
+    cnr.Full(),
+    cnr.OneShot(),
+    cnr.Consecutive(max_chain=3),
+    cnr.Intermittent(max_deltas=4),
+]
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    """Neither rising nor falling, so that the best steps are some in the middle."""
+    return {"loss": float((step * 7) % 5) + step / 100}
+
+
+def on_disk(root: Any) -> set[int]:
+    return {int(path.name) for path in Path(root).iterdir() if path.name.isdigit()}
+
+
+class Model:
+    """What must be on disk: what the rule keeps, and all that those steps rest on."""
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+        self.parents: dict[int, int | None] = {}
+        self.infos: list[Any] = []
+
+    def saved(self, step: int, parent: int | None) -> set[int]:
+        self.parents[step] = parent
+        now = datetime.datetime.now(tz=datetime.UTC)
+        info = types.SimpleNamespace(step=step, time=now, metrics=metrics_of(step))
+        self.infos.append(info)
+        keep = self.rule.should_preserve(self.infos, context=None)
+        kept: set[int] = set()
+        for info, wanted in zip(self.infos, keep, strict=True):
+            at = info.step if wanted else None
+            while at is not None:
+                kept.add(at)
+                at = self.parents[at]
+        self.infos = [info for info in self.infos if info.step in kept]
+        return kept
+
+
+def open_manager(
+    root: Any, run: Any, policy: Any, **orbax: Any
+) -> cnr.CheckpointManager:
+    return cnr.CheckpointManager(
+        root,
+        tables=run.tables,
+        options=cnr.Options(codec="raw", policy=policy),
+        orbax_options=ocp.CheckpointManagerOptions(**orbax),
+    )
+
+
+def parent_of(run: Any, manager: Any, step: int) -> int | None:
+    parent = run.manifest(manager, step).parent
+    return int(parent.directory) if parent else None
+
+
+def check_chains(root: Any, steps: set[int]) -> None:
+    """Every manifest of every chain is there and undamaged, and parents are the named ones."""
+    for step in steps:
+        chain = resolve_chain(epath.Path(root), str(step), "default")
+        assert chain[0].manifest.kind == "full"
+        assert chain[-1].manifest.step == step
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("rule", RULES)
+def test_parents_of_kept_steps_stay_and_all_else_goes(
+    tiny_run: Any, tmp_path: Path, policy: Any, rule: str
+) -> None:
+    options, alone = RULES[rule]
+    run, model = tiny_run(), Model(alone())
+    manager = open_manager(tmp_path, run, policy, **options())
+    for step in range(1, SAVES + 1):
+        if step == 7:
+            # The ledger is read from disk, and the run goes on from what is there.
+            manager.close()
+            manager = open_manager(tmp_path, run, policy, **options())
+            run.restore(manager, None)
+        run.run(manager, [step], metrics=metrics_of(step))
+        # Some rules drop the newest step at once; then nothing rests on it, nor is it reported.
+        report = manager.last_report
+        reported = report is not None and report.step == step
+        kept = model.saved(step, report.parent if report and reported else None)
+        assert reported == (step in kept)
+        assert on_disk(tmp_path) == kept == set(manager.all_steps())
+        check_chains(tmp_path, kept)
+        assert manager.latest_step() == max(kept, default=None)
+    for step in on_disk(tmp_path):
+        run.check(manager, step)
+    manager.close()
+
+
+def test_rules_and_policies_of_the_matrix_do_make_deltas_and_deletions() -> None:
+    """Guards the test above: a rule that keeps all, or never a delta, would prove nothing."""
+    kept = Model(keeping.LatestN(2))
+    parents = {1: None, 2: 1, 3: 2, 4: 3, 5: None, 6: 5}
+    history = [kept.saved(step, parent) for step, parent in parents.items()]
+    assert history[3] == {1, 2, 3, 4}
+    assert history[4] == {1, 2, 3, 4, 5}
+    assert history[5] == {5, 6}
+
+
+def test_a_reopened_manager_deletes_nothing_that_a_kept_step_needs(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with open_manager(tmp_path, run, cnr.Consecutive(), max_to_keep=1) as manager:
+        run.run(manager, [1, 2, 3])
+    assert on_disk(tmp_path) == {1, 2, 3}
+    with open_manager(tmp_path, run, cnr.Consecutive(), max_to_keep=2) as manager:
+        # A new lineage: its full save needs none of the old chain, the second latest does.
+        run.touched = cnr.init_touched(run.state, run.tables)
+        run.run(manager, [4])
+        assert on_disk(tmp_path) == {1, 2, 3, 4}
+        run.check(manager, 3)
+        run.run(manager, [5])
+        assert on_disk(tmp_path) == {4, 5}
+        run.check(manager, 5)
+
+
+def test_retention_counts_steps_of_the_new_branch_as_the_latest(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    old, run = tiny_run(), tiny_run(salt=1)
+    with open_manager(tmp_path, old, cnr.Full()) as manager:
+        old.run(manager, [10, 20, 30])
+    with open_manager(tmp_path, run, cnr.Full(), max_to_keep=2) as manager:
+        run.run(manager, [1])
+        assert on_disk(tmp_path) == {1, 30}
+        run.run(manager, [2, 3])
+        assert on_disk(tmp_path) == {2, 3}
+        run.check(manager, 3)
+
+
+def test_a_failed_save_takes_nothing_away_from_the_ledger(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax asks what to delete before it knows whether the save will be committed."""
+    run = tiny_run()
+    manager = open_manager(tmp_path, run, cnr.Full(), max_to_keep=1)
+    run.run(manager, [1])
+    before = run.manifest(manager, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", _fail)
+        run.train(2)
+        manager.save(2, args=cnr.args.Save(run.state, run.touched))
+        with pytest.raises(OSError, match="no space"):
+            manager.wait_until_finished()
+    assert on_disk(tmp_path) == {1} == set(manager.all_steps())
+    assert manager.latest_step() == 1
+    assert run.manifest(manager, 1) == before
+    run.same(manager.restore(1, args=cnr.args.Restore(run.state)).state, run.truth[1])
+    run.run(manager, [3])
+    assert on_disk(tmp_path) == {3} == set(manager.all_steps())
+    run.check(manager, 3)
+    manager.close()
+
+
+def test_a_delta_goes_on_from_the_parent_of_a_failed_save(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run, cnr.Consecutive(), max_to_keep=1)
+    run.run(manager, [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", _fail)
+        run.train(3)
+        manager.save(3, args=cnr.args.Save(run.state, run.touched))
+        # The next save raises what the failed one raised, and does not save.
+        run.train(4)
+        with pytest.raises(OSError, match="no space"):
+            manager.save(4, args=cnr.args.Save(run.state, run.touched))
+    run.run(manager, [5])
+    assert parent_of(run, manager, 5) == 2
+    assert on_disk(tmp_path) == {1, 2, 5}
+    run.check(manager, 5)
+    manager.close()
+
+
+def _fail(*args: Any) -> Any:
+    raise OSError("no space")
+
+
+def test_while_a_save_is_written_the_step_before_stays_the_latest(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, may_write = tiny_run(), threading.Event()
+    manager = open_manager(tmp_path, run, cnr.Full(), max_to_keep=1)
+    run.run(manager, [1])
+    write = RowsWriter.write
+
+    def wait_then_write(self: Any, *args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(RowsWriter, "write", wait_then_write)
+    run.train(2)
+    run.save(manager, 2)
+    try:
+        assert manager.latest_step() == 1
+    finally:
+        may_write.set()
+    manager.wait_until_finished()
+    assert manager.latest_step() == 2
+    assert on_disk(tmp_path) == {2}
+    manager.close()
+
+
+def test_nothing_older_than_a_step_without_manifest_is_deleted(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """It may depend on any of them."""
+    run = tiny_run()
+    with open_manager(tmp_path, run, cnr.Full()) as manager:
+        run.run(manager, [1, 2, 3])
+    (tmp_path / "2" / "default" / "manifest.json").unlink()
+    with open_manager(tmp_path, run, cnr.Full(), max_to_keep=1) as manager:
+        assert manager.latest_step() == 3
+        run.run(manager, [4])
+        assert on_disk(tmp_path) == {1, 2, 4}
+        with pytest.raises(
+            cnr.errors.IntegrityError, match=r"manifest\.json is missing"
+        ):
+            manager.restore(2)
+
+
+def test_delete_refuses_a_step_that_others_depend_on(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with open_manager(tmp_path, run, cnr.Consecutive()) as manager:
+        run.run(manager, [1, 2, 3])
+        with pytest.raises(
+            cnr.errors.DependentsExistError,
+            match="refusing to delete step 1: 2, 3 depend on it",
+        ):
+            manager.delete(1)
+        assert on_disk(tmp_path) == {1, 2, 3}
+        manager.delete(3)
+        assert on_disk(tmp_path) == {1, 2}
+        assert manager.latest_step() == 2
+        # The deleted tip is no parent any more.
+        run.run(manager, [4])
+        manifest = run.manifest(manager, 4)
+        assert manifest.kind == "full"
+        assert "step 3 is not a legal parent any more" in manifest.reason
+        run.check(manager, 4)
+        with pytest.raises(FileNotFoundError):
+            manager.delete(3)
+
+
+def test_retention_given_in_both_options_is_refused(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with pytest.raises(cnr.errors.OptionError, match="given twice"):
+        cnr.CheckpointManager(
+            tmp_path,
+            tables=run.tables,
+            options=cnr.Options(preservation_policy=keeping.LatestN(1)),
+            orbax_options=ocp.CheckpointManagerOptions(max_to_keep=3),
+        )
+
+
+def test_plain_orbax_without_our_policy_writes_only_fulls(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    options = cnr.Options(codec="raw", policy=cnr.Consecutive())
+    with ocp.CheckpointManager(
+        tmp_path,
+        options=ocp.CheckpointManagerOptions(max_to_keep=2),
+        handler_registry=cnr.handler_registry(run.tables, options),
+    ) as manager:
+        for step in range(1, 5):
+            run.run(manager, [step])
+            manifest = run.manifest(manager, step)
+            assert manifest.kind == "full"
+            assert step == 1 or "retention might delete parents" in manifest.reason
+        assert on_disk(tmp_path) == {3, 4}
+        restored = manager.restore(4, args=cnr.args.Restore(run.state))
+        run.same(restored.state, run.truth[4])
+        run.check(manager, 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda policy: policy.name)
+def test_plain_orbax_with_our_policy_writes_deltas_and_keeps_their_parents(
+    tiny_run: Any, tmp_path: Path, policy: Any
+) -> None:
+    run, model = tiny_run(), Model(keeping.LatestN(2))
+    options = cnr.Options(codec="raw", policy=policy)
+
+    def open_plain() -> ocp.CheckpointManager:
+        registry = cnr.handler_registry(run.tables, options)
+        ours = registry.preservation_policy(keeping.LatestN(2))
+        return ocp.CheckpointManager(
+            tmp_path,
+            options=ocp.CheckpointManagerOptions(preservation_policy=ours),
+            handler_registry=registry,
+        )
+
+    manager = open_plain()
+    for step in range(1, 9):
+        if step == 5:
+            manager.close()
+            manager = open_plain()
+            args = cnr.args.Restore(run.state)
+            run.state, run.touched = manager.restore(4, args=args)
+        run.run(manager, [step])
+        # Full until the policy was asked once by this manager, that is, after each opening.
+        kind = run.manifest(manager, step).kind
+        assert kind == ("full" if step in (1, 5) else "delta"), step
+        kept = model.saved(step, parent_of(run, manager, step))
+        assert on_disk(tmp_path) == kept
+        check_chains(tmp_path, kept)
+    assert len(on_disk(tmp_path)) < 8
+    for step in on_disk(tmp_path):
+        run.check(manager, step)
+    manager.close()
+
+
+def test_one_registry_does_not_serve_two_roots(tiny_run: Any, tmp_path: Path) -> None:
+    run = tiny_run()
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    with ocp.CheckpointManager(tmp_path / "a", handler_registry=registry) as manager:
+        run.run(manager, [1])
+    place = Place(root=epath.Path(tmp_path / "b"), directory="2", item="default")
+    with pytest.raises(cnr.errors.OptionError, match="one item of one root"):
+        registry.handler.prepare(place, cnr.args.Save(run.state, run.touched))
+
+
+@pytest.mark.parametrize("item", ["model", None], ids=["named", "found"])
+def test_a_step_holds_state_standard_json_and_grain_items_together(
+    tiny_run: Any, tmp_path: Path, item: str | None
+) -> None:
+    run = tiny_run()
+
+    def batches() -> Any:
+        return iter(grain.MapDataset.range(100).shuffle(seed=3).batch(4))
+
+    def open_named(policy: Any) -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(
+            tmp_path,
+            tables=run.tables,
+            options=cnr.Options(codec="raw", policy=policy),
+            orbax_options=ocp.CheckpointManagerOptions(max_to_keep=2),
+            item=item,
+        )
+
+    def items(iterator: Any, step: int) -> Any:
+        return ocp.args.Composite(
+            model=cnr.args.Save(run.state, run.touched),
+            extra=ocp.args.StandardSave({"average": np.arange(3.0) + step}),
+            meta=ocp.args.JsonSave({"epoch": step}),
+            data=grain.checkpoint.CheckpointSave(iterator),
+        )
+
+    iterator, following = batches(), {}
+    with open_named(cnr.Consecutive(max_chain=2)) as manager:
+        for step in range(1, 6):
+            run.train(step)
+            next(iterator)
+            assert manager.save(step, args=items(iterator, step))
+            run.truth[step] = run.values()
+            manager.wait_until_finished()
+        # 1 full, 2 and 3 deltas, 4 full, 5 delta.
+        assert on_disk(tmp_path) == {4, 5}
+        following = [next(iterator).tolist() for _ in range(3)]
+    assert run.manifest(manager, 5, item="model").kind == "delta"
+    assert {p.name for p in (tmp_path / "5").iterdir() if p.is_dir()} == {
+        *("model", "extra", "meta", "data")
+    }
+
+    with open_named(cnr.Consecutive()) as manager:
+        iterator = batches()
+        extra = {"average": np.zeros(3)}
+        restored = manager.restore(
+            None,
+            args=ocp.args.Composite(
+                model=cnr.args.Restore(run.state),
+                extra=ocp.args.StandardRestore(extra),
+                meta=ocp.args.JsonRestore(),
+                data=grain.checkpoint.CheckpointRestore(iterator),
+            ),
+        )
+        run.same(restored.model.state, run.truth[5])
+        np.testing.assert_array_equal(restored.extra["average"], np.arange(3.0) + 5)
+        assert restored.meta == {"epoch": 5}
+        assert [next(iterator).tolist() for _ in range(3)] == following
+        run.state, run.touched = restored.model
+        run.train(6)
+        assert manager.save(6, args=items(iterator, 6))
+        manager.wait_until_finished()
+        manifest = run.manifest(manager, 6, item="model")
+        assert manifest.kind == "delta" and manifest.parent.directory == "5"
+        restored = manager.restore(6).model
+        np.testing.assert_array_equal(
+            restored.state["params"]["user"]["embedding"],
+            run.state["params"]["user"]["embedding"],
+        )
+
+
+def test_a_state_saved_as_another_item_than_the_managers_is_refused(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with cnr.CheckpointManager(tmp_path, tables=run.tables, item="model") as manager:
+        state = cnr.args.Save(run.state, run.touched)
+        with pytest.raises(cnr.errors.OptionError, match="expected 'model'"):
+            manager.save(1, args=ocp.args.Composite(other=state))
+        with pytest.raises(cnr.errors.OptionError, match="expected 'model'"):
+            manager.save(1, args=state)
+    assert on_disk(tmp_path) == set()
