@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,36 +20,39 @@ from etils import epath
 
 import cnr_jax.options
 from cnr_jax import capture, errors, restoring, telemetry
+from cnr_jax.agreement import agree
 from cnr_jax.finalizing import Facts, write_manifest
-from cnr_jax.format.manifest import DenseLeaf, HistoryEntry, ParentRef, to_json
+from cnr_jax.format.manifest import to_json
 from cnr_jax.orbax_compat import (
     Channel,
     DenseStore,
     Place,
     abstract_dense,
-    digest_of_local,
     in_background,
-    is_host_local,
     place_of,
     step_number,
 )
-from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.ledger import Entry, Ledger, entry_of, rename_aside
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import StepReader, read_manifest
-from cnr_jax.repository.write import RowsWriter, RunPlan
-from cnr_jax.rows.gather import Chunk, host_device
+from cnr_jax.rows.gather import Chunk
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import CLOCK_LIMIT, Touched, clock_of, lineage_hex
-from cnr_jax.splitting import split
+from cnr_jax.saving import (
+    STOP_SECS,
+    InFlight,
+    Prepared,
+    check,
+    pending_entry,
+    report_of,
+    write_rows,
+)
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
-# How long a failed save is waited for to stop writing; it does within a chunk or two.
-_STOP_SECS = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,61 +70,6 @@ class Restored:
     def __iter__(self) -> Any:
         """Unpacks as `state, touched`."""
         return iter((self.state, self.touched))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Checked:
-    """What is to be saved, split and found to be in order."""
-
-    arrays: dict[str, dict[str, jax.Array]]
-    dense: dict[str, Any]
-    dense_leaves: tuple[DenseLeaf, ...]
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Prepared:
-    """A save that is decided but not begun.
-
-    Attributes:
-        args: the arguments it was prepared from; another save must not use it.
-    """
-
-    args: Save
-    place: Place
-    plan: Plan
-    arrays: dict[str, dict[str, jax.Array]]
-    dense: dict[str, Any]
-    dense_leaves: tuple[DenseLeaf, ...]
-    lineage: str
-    clock: int
-    started_secs: float
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _InFlight:
-    """A save that is being written, or was until the next one settles it."""
-
-    place: Place
-    plan: Plan
-    lineage: str
-    clock: int
-    facts: Facts
-    blocking_secs: float = 0.0
-    stage: Stage[Chunk] | None = None
-    writing: list[Any] = dataclasses.field(default_factory=list)
-
-    def stop(self) -> None:
-        """Waits until nothing of a failed save is being written.
-
-        Orbax raises the first error while other parts may still be writing, into a directory
-        of which the same step, saved again, uses the name.
-        """
-        if self.stage is not None:
-            self.stage.abort()
-        for future in self.writing:
-            # Its error, if it has one, came out already or is not the first.
-            with contextlib.suppress(Exception):
-                future.result(timeout=_STOP_SECS)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -152,8 +99,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._planner = Planner(self.options.policy)
         self._channel = Channel()
         self._dense = DenseStore()
-        self._prepared: _Prepared | None = None
-        self._in_flight: _InFlight | None = None
+        self._prepared: Prepared | None = None
+        self._in_flight: InFlight | None = None
+        self._last_plan: Plan | None = None
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -199,11 +147,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
+        tables = self._writable_tables()
         try:
-            checked = self._checked(args)
+            checked = check(args.state, args.touched, tables)
         except errors.CnrError as error:
-            if jax.process_count() > 1:
-                self._agree(ledger, error)  # the others must not wait for this process
+            self._agree(error, {}, None)  # the others must not wait for this process
             raise
         assert args.touched is not None
         lineage, clock = lineage_hex(args.touched), clock_of(args.touched)
@@ -213,11 +161,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             lineage=lineage,
             clock=clock,
             at_limit=clock >= CLOCK_LIMIT,
-            tables=capture.table_entries(self._writable_tables()),
+            tables=capture.table_entries(tables),
             guarded=self.guarded,
         )
-        plan = self._agree(ledger, request, checked.dense)
-        self._prepared = _Prepared(
+        plan = self._agree(None, checked.dense, request)
+        self._move_aside(ledger, plan)
+        self._prepared = Prepared(
             args=args,
             place=place,
             plan=plan,
@@ -230,22 +179,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         return plan
 
-    def _checked(self, args: Save) -> _Checked:
-        """What is to be saved, after all checks that this process can do alone."""
-        tables = self._writable_tables()
-        if args.touched is None:
-            raise errors.TouchedError(
-                "a recorded run cannot be saved without touched rows\n"
-                "  hint: cnr.args.Save(state, touched), with touched from init_touched"
-            )
-        _check_alive(args.state, "state")
-        _check_alive(args.touched, "touched")
-        arrays, dense = split(args.state, tables)
-        leaves = capture.dense_leaves(dense)
-        capture.check_touched(args.touched, tables)
-        capture.check_tiling(tables, arrays, args.touched.stamps)
-        return _Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
-
     def _writable_tables(self) -> Tables:
         if self.tables is None:
             raise errors.OptionError(
@@ -256,49 +189,30 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def _agree(
         self,
-        ledger: Ledger,
-        request: Request | errors.CnrError,
-        dense: Mapping[str, Any] | None = None,
+        obstacle: errors.CnrError | None,
+        dense: Mapping[str, Any],
+        request: Request | None,
     ) -> Plan:
-        """Process 0 decides; all processes get its plan, or the same error.
+        """The plan of process 0, which first finds out what became of the last save."""
 
-        Args:
-            ledger: of the root.
-            request: what is to be saved, or why this process cannot save.
-            dense: of the state; leaves that are not global must be the same everywhere.
-        """
-        told = self._tell(request, dense or {})
-        if jax.process_index() == 0:
+        def decide() -> Plan:
+            assert self.ledger is not None and request is not None
             committed = self.settle()
-            try:
-                _check_told(told)
-                assert not isinstance(request, errors.CnrError)
-                plan = self._planner.plan(ledger, request, committed)
-            except errors.CnrError as error:
-                self._channel.broadcast(json.dumps(_failure(error)))
-                raise
-            self._channel.broadcast(json.dumps(to_json(plan)))
-        else:
-            plan = _plan_of(json.loads(self._channel.broadcast(None)))
-            self.settle(plan.committed)
-        self._move_aside(ledger, plan)
+            return self._planner.plan(self.ledger, request, committed)
+
+        plan = agree(self._channel, obstacle, dense, decide)
+        if jax.process_index() != 0:
+            self._settle_as(plan.committed)
         return plan
 
-    def _tell(
-        self, request: Request | errors.CnrError, dense: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Sends process 0 what all must agree on; returns what all sent, on process 0."""
-        if jax.process_count() == 1:
-            return []
-        if isinstance(request, errors.CnrError):
-            mine = _failure(request)
-        else:
-            mine = {
-                "/".join(path): digest_of_local(leaf)
-                for path, leaf in flatten_paths(dense)
-                if is_host_local(leaf)
-            }
-        return [json.loads(text) for text in self._channel.gather(json.dumps(mine))]
+    def _settle_as(self, committed: str | None) -> None:
+        """Notes what process 0 found, though this process' view of the root may be older."""
+        assert self.ledger is not None and self._place is not None
+        last = self._in_flight.plan if self._in_flight else self._last_plan
+        self.settle(committed)
+        if committed is not None and last is not None and last.uuid == committed:
+            if last.directory not in self.ledger.entries:
+                self.ledger.read(self._place.root, last.directory, self._place.item)
 
     def _move_aside(self, ledger: Ledger, plan: Plan) -> None:
         assert self._place is not None
@@ -314,7 +228,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(Exception):
-                in_background(_nothing(), "cnr_wait").result(timeout=_STOP_SECS)
+                in_background(_nothing(), "cnr_wait").result(timeout=STOP_SECS)
             raise
 
     async def _begin(self, directory: epath.Path, args: Save) -> list[Any]:
@@ -325,8 +239,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             prepared, self._prepared = self._prepared, None
         assert prepared is not None and self.ledger is not None
         tables, plan = self._writable_tables(), prepared.plan
-        self.ledger.begin(_entry(plan))
-        self._in_flight = _InFlight(
+        self.ledger.begin(pending_entry(plan))
+        self._last_plan = plan
+        self._in_flight = InFlight(
             place=place,
             plan=plan,
             lineage=prepared.lineage,
@@ -345,7 +260,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return futures
 
     async def _start(
-        self, directory: epath.Path, prepared: _Prepared, tables: Tables
+        self, directory: epath.Path, prepared: Prepared, tables: Tables
     ) -> list[Any]:
         """Starts all writing and gathers; nothing of the state is needed afterwards."""
         assert prepared.args.touched is not None
@@ -360,7 +275,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         stage: Stage[Chunk] = Stage(self.options.max_staging_bytes)
         # The writer starts first: a state larger than the staging budget streams through it.
         rows = in_background(
-            _write_rows(directory, plan.uuid, found.plans, stage), "cnr_write_rows"
+            write_rows(directory, plan.uuid, found.plans, stage), "cnr_write_rows"
         )
         assert self._in_flight is not None
         self._in_flight.stage, self._in_flight.writing = stage, [rows]
@@ -426,26 +341,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._report(flight, entry)
         return entry.uuid
 
-    def _report(self, flight: _InFlight, entry: Entry) -> None:
-        manifest = entry.manifest
-        assert manifest is not None and self.tables is not None
-        path = flight.place.path / "manifest.json"
-        parent = manifest.parent
-        self.last_report = SaveReport(
-            step=manifest.step,
-            kind=manifest.kind,
-            parent=step_number(parent.directory) if parent else None,
-            generation=manifest.generation,
-            rows=manifest.totals.rows,
-            table_bytes=manifest.totals.table_bytes,
-            slot_bytes=manifest.totals.slot_bytes,
-            dense_bytes=manifest.totals.dense_bytes,
-            manifest_bytes=manifest.totals.manifest_bytes + len(path.read_bytes()),
-            full_fp32_bytes=capture.full_fp32_bytes(self.tables, manifest.dense_leaves),
-            blocking_secs=flight.blocking_secs,
-            total_secs=manifest.history[-1].secs,
-            reason=manifest.reason,
-        )
+    def _report(self, flight: InFlight, entry: Entry) -> None:
+        assert entry.manifest is not None
+        self.last_report = report_of(flight, entry.manifest, self._writable_tables())
         telemetry.record(self.last_report)
         if self.options.on_save is not None:
             self.options.on_save(self.last_report)
@@ -580,89 +478,7 @@ async def _nothing() -> None:
     """Does nothing, in the background: once the directories are made."""
 
 
-async def _write_rows(
-    directory: epath.Path, uuid: str, plans: tuple[RunPlan, ...], stage: Stage[Chunk]
-) -> None:
-    try:
-        writer = RowsWriter(directory, uuid, jax.process_index(), plans)
-        writer.write(stage, host_device())
-    except BaseException:
-        stage.fail()
-        raise
-
-
-def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that all processes can save, and hold the same host-local leaves.
-
-    Raises:
-        CnrError: what a process raised.
-        StateMismatchError: naming leaves that differ: only one could be saved.
-    """
-    for document in told:
-        _raise_failure(document)
-    first, *others = told or [{}]
-    for process, digests in enumerate(others, start=1):
-        paths = first.keys() | digests.keys()
-        different = sorted(p for p in paths if digests.get(p) != first.get(p))
-        if different:
-            raise errors.StateMismatchError(
-                f"leaves of the state differ between process 0 and process {process}\n"
-                f"  {', '.join(different)}\n"
-                "  hint: make them global arrays, or save them as an item of their own"
-            )
-
-
-def _failure(error: errors.CnrError) -> dict[str, str]:
-    """An error as processes send it; the key is no path of a leaf."""
-    return {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
-
-
-def _raise_failure(document: Mapping[str, Any]) -> None:
-    """Raises the error that another process sent, if it is one."""
-    if "/error" in document:
-        found = getattr(errors, document["class"], errors.CnrError)
-        raise found(document["/error"], kind=document["kind"])
-
-
 def _with_codec(
     options: cnr_jax.options.Options, codec: str | None
 ) -> cnr_jax.options.Options:
     return options if codec is None else dataclasses.replace(options, codec=codec)
-
-
-def _entry(plan: Plan) -> Entry:
-    return Entry(
-        directory=plan.directory,
-        step=plan.step,
-        uuid=plan.uuid,
-        generation=plan.generation,
-        parent=plan.parent,
-    )
-
-
-def _plan_of(document: dict[str, Any]) -> Plan:
-    """The plan that process 0 sent.
-
-    Raises:
-        CnrError: the error of process 0, if it could not make one.
-    """
-    _raise_failure(document)
-    parent = document["parent"]
-    return Plan(
-        **{
-            **document,
-            "parent": ParentRef(**parent) if parent else None,
-            "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
-            "abandoned": tuple(document["abandoned"]),
-        }
-    )
-
-
-def _check_alive(tree: Any, what: str) -> None:
-    """Checks that no array was donated: saving it would fail halfway."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise errors.StateMismatchError(
-                f"{what}{jax.tree_util.keystr(path)} was donated to a computation\n"
-                "  hint: save what the train step returned, not what it was given"
-            )

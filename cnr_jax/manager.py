@@ -242,7 +242,7 @@ class CheckpointManager(ocp.CheckpointManager):
             # An error in writing Orbax's metadata comes out while the rest is being written;
             # what becomes of that must not come out of the next save.
             with contextlib.suppress(Exception):
-                self._checkpointer.wait_until_finished()
+                self._wait_for_checkpointers()
             # Orbax struck off what it would have deleted after this save, but did not delete.
             super().reload()
             self._settle()

@@ -39,14 +39,20 @@ TABLE = {
     "finalizing": (BELOW_HANDLER, "numpy jax"),
     "restoring": (BELOW_HANDLER, "numpy jax"),
     "orbax_compat": ("errors format repository", "numpy jax orbax"),
+    "optim": ("errors", "numpy jax"),
+    "agreement": (f"{BELOW_HANDLER} {ORBAX}", "jax"),
+    "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
-    "handler": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "numpy jax flax orbax etils"),
+    "handler": (
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} agreement saving",
+        "numpy jax flax orbax etils",
+    ),
     "args": ("handler", ""),
     "manager": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} handler args",
         "numpy jax flax orbax etils",
     ),
-    "facade": (f"{BELOW_HANDLER} handler args manager", ""),
+    "facade": (f"{BELOW_HANDLER} handler args manager optim", ""),
     "simulate": ("errors format policy", "numpy"),
     "testing": (
         f"{BELOW_HANDLER} handler args manager facade simulate",

@@ -41,7 +41,9 @@ def test_public_names_are_exactly_these():
 
 
 def test_every_public_name_has_a_docstring():
-    missing = [name for name in PUBLIC if not (getattr(cnr, name).__doc__ or "").strip()]
+    missing = [
+        name for name in PUBLIC if not (getattr(cnr, name).__doc__ or "").strip()
+    ]
     assert not missing
 
 

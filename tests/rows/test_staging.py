@@ -42,7 +42,7 @@ def ends(thread: threading.Thread) -> bool:
 def test_items_come_through_in_order_and_within_the_limit(
     sizes: list[int], limit: int
 ) -> None:
-    stage: Stage[Item] = Stage(limit)
+    stage: Stage[Item] = Stage(limit, timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     for number, size in enumerate(sizes):
@@ -55,7 +55,7 @@ def test_items_come_through_in_order_and_within_the_limit(
 
 
 def test_put_waits_for_room() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     assert stage.put(Item(6))
     writer = in_thread(lambda: stage.put(Item(6)))
     assert waits(writer)
@@ -67,7 +67,7 @@ def test_put_waits_for_room() -> None:
 
 
 def test_item_larger_than_the_limit_passes_alone() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     assert stage.put(Item(1000))
     writer = in_thread(lambda: stage.put(Item(1)))
     assert waits(writer)
@@ -87,7 +87,7 @@ def test_put_gives_up_after_its_timeout() -> None:
 
 
 def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     stage.put(Item(10))
     results: list[bool] = []
     writer = in_thread(lambda: results.append(stage.put(Item(10))))
@@ -99,7 +99,7 @@ def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
 
 
 def test_aborted_writer_never_looks_like_a_finished_one() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     stage.put(Item(1))
     failures: list[BaseException] = []
 
@@ -115,7 +115,7 @@ def test_aborted_writer_never_looks_like_a_finished_one() -> None:
 
 
 def test_reader_that_waits_learns_of_an_abort() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     failures: list[BaseException] = []
 
     def read() -> None:
@@ -132,7 +132,7 @@ def test_reader_that_waits_learns_of_an_abort() -> None:
 
 
 def test_reader_waits_for_more_until_closed() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     stage.put(Item(1, 7))
@@ -143,6 +143,6 @@ def test_reader_waits_for_more_until_closed() -> None:
 
 
 def test_closed_stage_without_items_is_empty() -> None:
-    stage: Stage[Item] = Stage(10)
+    stage: Stage[Item] = Stage(10, timeout_secs=20)
     stage.close()
     assert list(stage) == []

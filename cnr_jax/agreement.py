@@ -1,0 +1,120 @@
+"""How the processes of a run come to the same decision about a save, or the same error.
+
+Every process says what only it can know; process 0 compares, decides and tells all. No device
+computation takes part, so nothing waits for the train step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import HistoryEntry, ParentRef, to_json
+from cnr_jax.orbax_compat import Channel, digest_of_local, is_host_local
+from cnr_jax.paths import flatten_paths
+from cnr_jax.repository.planner import Plan
+
+
+def agree(
+    channel: Channel,
+    obstacle: errors.CnrError | None,
+    dense: Mapping[str, Any],
+    decide: Callable[[], Plan],
+) -> Plan:
+    """The plan that process 0 decides on, or on all processes the same error.
+
+    Args:
+        channel: through which the processes talk.
+        obstacle: why this process cannot save, if it cannot.
+        dense: of the state; leaves that are not global must be the same everywhere.
+        decide: makes the plan; called on process 0 alone.
+
+    Raises:
+        CnrError: the obstacle of a process, or what `decide` raised.
+        StateMismatchError: if leaves that are not global differ between processes.
+    """
+    told = _tell(channel, obstacle, dense)
+    if jax.process_index() != 0:
+        return _plan_of(json.loads(channel.broadcast(None)))
+    try:
+        if obstacle is not None:
+            raise obstacle
+        _check_told(told)
+        plan = decide()
+    except errors.CnrError as error:
+        channel.broadcast(json.dumps(_failure(error)))
+        raise
+    channel.broadcast(json.dumps(to_json(plan)))
+    return plan
+
+
+def _tell(
+    channel: Channel, obstacle: errors.CnrError | None, dense: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Sends process 0 what all must agree on; returns what all sent, on process 0."""
+    if jax.process_count() == 1:
+        return []
+    if obstacle is not None:
+        mine = _failure(obstacle)
+    else:
+        mine = {
+            "/".join(path): digest_of_local(leaf)
+            for path, leaf in flatten_paths(dense)
+            if is_host_local(leaf)
+        }
+    return [json.loads(text) for text in channel.gather(json.dumps(mine))]
+
+
+def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all processes can save, and hold the same host-local leaves.
+
+    Raises:
+        CnrError: what a process raised.
+        StateMismatchError: naming leaves that differ: only one could be saved.
+    """
+    for document in told:
+        _raise_failure(document)
+    first, *others = told or [{}]
+    for process, digests in enumerate(others, start=1):
+        paths = first.keys() | digests.keys()
+        different = sorted(p for p in paths if digests.get(p) != first.get(p))
+        if different:
+            raise errors.StateMismatchError(
+                f"leaves of the state differ between process 0 and process {process}\n"
+                f"  {', '.join(different)}\n"
+                "  hint: make them global arrays, or save them as an item of their own"
+            )
+
+
+def _failure(error: errors.CnrError) -> dict[str, str]:
+    """An error as processes send it; the key is no path of a leaf."""
+    return {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
+
+
+def _raise_failure(document: Mapping[str, Any]) -> None:
+    """Raises the error that another process sent, if it is one."""
+    if "/error" in document:
+        found = getattr(errors, document["class"], errors.CnrError)
+        raise found(document["/error"], kind=document["kind"])
+
+
+def _plan_of(document: dict[str, Any]) -> Plan:
+    """The plan that process 0 sent.
+
+    Raises:
+        CnrError: the error of process 0, if it could not make one.
+    """
+    _raise_failure(document)
+    parent = document["parent"]
+    return Plan(
+        **{
+            **document,
+            "parent": ParentRef(**parent) if parent else None,
+            "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
+            "abandoned": tuple(document["abandoned"]),
+        }
+    )

@@ -1,0 +1,160 @@
+"""A save between the call and its commit: checked, prepared, in flight, reported."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+
+from cnr_jax import capture, errors
+from cnr_jax.finalizing import Facts
+from cnr_jax.format import names
+from cnr_jax.format.manifest import DenseLeaf, Manifest
+from cnr_jax.orbax_compat import Place, step_number
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.ledger import Entry
+from cnr_jax.repository.planner import Plan
+from cnr_jax.repository.write import RowsWriter, RunPlan
+from cnr_jax.rows.gather import Chunk, host_device
+from cnr_jax.rows.staging import Stage
+from cnr_jax.rows.touched import Touched
+from cnr_jax.splitting import split
+from cnr_jax.table import Tables
+from cnr_jax.telemetry import SaveReport
+
+# How long a failed save is waited for to stop writing; it does within a chunk or two.
+STOP_SECS = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What is to be saved, split and found to be in order."""
+
+    arrays: dict[str, dict[str, jax.Array]]
+    dense: dict[str, Any]
+    dense_leaves: tuple[DenseLeaf, ...]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A save that is decided but not begun.
+
+    Attributes:
+        args: the arguments it was prepared from; another save must not use it.
+    """
+
+    args: Any
+    place: Place
+    plan: Plan
+    arrays: dict[str, dict[str, jax.Array]]
+    dense: dict[str, Any]
+    dense_leaves: tuple[DenseLeaf, ...]
+    lineage: str
+    clock: int
+    started_secs: float
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A save that is being written, or was until the next one settles it."""
+
+    place: Place
+    plan: Plan
+    lineage: str
+    clock: int
+    facts: Facts
+    blocking_secs: float = 0.0
+    stage: Stage[Chunk] | None = None
+    writing: list[Any] = dataclasses.field(default_factory=list)
+
+    def stop(self) -> None:
+        """Waits until nothing of a failed save is being written.
+
+        Orbax raises the first error while other parts may still be writing, into a directory
+        of which the same step, saved again, uses the name.
+        """
+        if self.stage is not None:
+            self.stage.abort()
+        for future in self.writing:
+            # Its error, if it has one, came out already or is not the first.
+            with contextlib.suppress(Exception):
+                future.result(timeout=STOP_SECS)
+
+
+def check(state: Any, touched: Touched | None, tables: Tables) -> Checked:
+    """All checks that a process can do alone, before anything is decided or written.
+
+    Raises:
+        StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+    """
+    if touched is None:
+        raise errors.TouchedError(
+            "a recorded run cannot be saved without touched rows\n"
+            "  hint: cnr.args.Save(state, touched), with touched from init_touched"
+        )
+    _check_alive(state, "state")
+    _check_alive(touched, "touched")
+    arrays, dense = split(state, tables)
+    leaves = capture.dense_leaves(dense)
+    capture.check_touched(touched, tables)
+    capture.check_tiling(tables, arrays, touched.stamps)
+    return Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
+
+
+def _check_alive(tree: Any, what: str) -> None:
+    """Checks that no array was donated: saving it would fail halfway."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise errors.StateMismatchError(
+                f"{what}{jax.tree_util.keystr(path)} was donated to a computation\n"
+                "  hint: save what the train step returned, not what it was given"
+            )
+
+
+async def write_rows(
+    directory: AnyPath, uuid: str, plans: tuple[RunPlan, ...], stage: Stage[Chunk]
+) -> None:
+    """Writes what comes through the stage; runs in the background.
+
+    A failure frees the training thread, should it wait for room in the stage.
+    """
+    try:
+        writer = RowsWriter(directory, uuid, jax.process_index(), plans)
+        writer.write(stage, host_device())
+    except BaseException:
+        stage.fail()
+        raise
+
+
+def pending_entry(plan: Plan) -> Entry:
+    """The ledger's entry of a save that is about to be written."""
+    return Entry(
+        directory=plan.directory,
+        step=plan.step,
+        uuid=plan.uuid,
+        generation=plan.generation,
+        parent=plan.parent,
+    )
+
+
+def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveReport:
+    """What a committed save did."""
+    parent, totals = manifest.parent, manifest.totals
+    own = len((flight.place.path / names.MANIFEST).read_bytes())
+    return SaveReport(
+        step=manifest.step,
+        kind=manifest.kind,
+        parent=step_number(parent.directory) if parent else None,
+        generation=manifest.generation,
+        rows=totals.rows,
+        table_bytes=totals.table_bytes,
+        slot_bytes=totals.slot_bytes,
+        dense_bytes=totals.dense_bytes,
+        manifest_bytes=totals.manifest_bytes + own,
+        full_fp32_bytes=capture.full_fp32_bytes(tables, manifest.dense_leaves),
+        blocking_secs=flight.blocking_secs,
+        total_secs=manifest.history[-1].secs,
+        reason=manifest.reason,
+    )
