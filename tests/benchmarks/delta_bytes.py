@@ -34,7 +34,9 @@ def measure(rows: int, dim: int, share: float, bits: int, sharding: str) -> dict
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     table = NamedSharding(mesh, SPECS[sharding])
     state = {
-        "user": jax.device_put(jax.random.normal(jax.random.key(0), (rows, dim)), table),
+        "user": jax.device_put(
+            jax.random.normal(jax.random.key(0), (rows, dim)), table
+        ),
         "slots": {"user": jax.device_put(jnp.zeros(rows), NamedSharding(mesh, P()))},
     }
     tables = cnr.find_tables(state, ["user"])
@@ -49,7 +51,9 @@ def measure(rows: int, dim: int, share: float, bits: int, sharding: str) -> dict
             manager.save(1, args=cnr.args.Save(state, touched))
             manager.wait_until_finished()
             report = manager.last_report
-        on_disk = sum(f.stat().st_size for f in Path(root, "1").rglob("*") if f.is_file())
+        on_disk = sum(
+            f.stat().st_size for f in Path(root, "1").rglob("*") if f.is_file()
+        )
     fp32 = report.rows * dim * 4
     table_bytes = report.table_bytes + report.manifest_bytes
     return {
