@@ -10,6 +10,8 @@ import contextlib
 import gc
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -243,6 +245,8 @@ def fails_to_save(
             assert manager.save(step, args=args)
             with pytest.raises(Fault):
                 manager.wait_until_finished()
+    # A retry of the step uses the same folder: nobody may still be writing into it.
+    assert "cnr_write_rows" not in [thread.name for thread in threading.enumerate()]
     manager.wait_until_finished()
 
 
@@ -391,6 +395,24 @@ def test_step_that_failed_can_be_saved_again(tmp_path: Path) -> None:
         assert manager.last_report is not None
         assert (manager.last_report.step, manager.last_report.parent) == (1, 0)
         assert_restores(manager, 1, trainer.truth, like)
+
+
+def test_save_that_fails_waits_for_its_slow_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    append = store.ArrayWriter.append
+
+    def slow(writer: store.ArrayWriter, values: np.ndarray) -> None:
+        time.sleep(0.3)
+        append(writer, values)
+
+    monkeypatch.setattr(store.ArrayWriter, "append", slow)
+    with cnr.CheckpointManager(tmp_path, tables=trainer.tables) as manager:
+        fails_to_save(manager, 0, trainer.args(), "dense leaves")
+        assert manager.save(0, args=trainer.args())
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0]
 
 
 # Orbax leaves coroutines behind when it cannot write its metadata.
