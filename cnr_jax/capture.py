@@ -247,6 +247,12 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         return DenseLeaf(path=path, kind="key", shape=leaf.shape, dtype=name)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         name = np.dtype(leaf.dtype).name
+        if 0 in leaf.shape:
+            raise errors.StateMismatchError(
+                f"leaf {'/'.join(path)} of the state cannot be saved\n"
+                f"  got {name}{list(leaf.shape)}, expected an array with elements:"
+                " Orbax saves no empty ones"
+            )
         if np.dtype(leaf.dtype).kind not in "OSUMm":
             return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
     elif isinstance(leaf, (bool, int, float)):

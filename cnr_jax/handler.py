@@ -102,6 +102,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._prepared: Prepared | None = None
         self._in_flight: InFlight | None = None
         self._last_plan: Plan | None = None
+        # Of the last state whose optimizer was looked at.
+        self._structure: jax.tree_util.PyTreeDef | None = None
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -143,17 +145,19 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+            OptimizerError: if the state's optimizer moves rows that no batch looked up.
             DependentsExistError: if a step is in the way that must be kept.
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
         tables = self._writable_tables()
         try:
-            checked = check(args.state, args.touched, tables)
+            checked = check(args.state, args.touched, tables, self._structure)
         except errors.CnrError as error:
             self._agree(error, {}, None)  # the others must not wait for this process
             raise
         assert args.touched is not None
+        self._structure = checked.structure
         lineage, clock = lineage_hex(args.touched), clock_of(args.touched)
         request = Request(
             step=step_number(place.directory),
@@ -394,6 +398,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         exact: bool,
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
+        self._structure = None  # the optimizer may be another one now
         if self._place is None:
             self.open(place.root, place.item)
         assert self._place is not None

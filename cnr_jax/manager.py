@@ -131,6 +131,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+            OptimizerError: if the state's optimizer moves rows that no batch looked up.
             DependentsExistError: if a step is in the way that must be kept.
         """
         _check_step(step)

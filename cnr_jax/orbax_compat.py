@@ -208,15 +208,29 @@ class DenseStore:
             self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
-        """Restores the leaves of `abstract`, or all as they were saved for None."""
+        """Restores the leaves of `abstract`, or all of them, on one device, for None."""
         path: Any = directory / names.DENSE
         if abstract is None:
-            return self._handler.restore(path) if path.exists() else {}
+            if not path.exists():
+                return {}
+            everything: Any = ocp.args.StandardRestore(
+                None, fallback_sharding=_fallback_sharding()
+            )
+            return jax.tree.map(
+                _on_one_device, self._handler.restore(path, args=everything)
+            )
         if not abstract:
             return {}
-        # strict=False lets array shapes differ silently: shapes are compared before.
-        args: Any = ocp.args.StandardRestore(dict(abstract))
-        return self._handler.restore(path, args=args)
+        # Leaves that are stored but not asked for are left out, which a standard handler
+        # refuses. Shapes may not differ: they are compared before.
+        item = dict(abstract)
+        handler: Any = self._handler
+        args = ocp.args.PyTreeRestore(
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
+        return handler._impl.restore(path, args=args)
 
     def close(self) -> None:
         """Frees what the handler holds."""
@@ -227,6 +241,25 @@ def abstract_dense(leaf: Any) -> Any:
     """A dense leaf as Orbax wants to be told of it: abstract arrays, other leaves as is."""
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        # As `jax.eval_shape` makes them: the devices of the saving run may not be here.
+        where = _fallback_sharding()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
+    return leaf
+
+
+def _fallback_sharding() -> jax.sharding.Sharding:
+    """Where leaves go of which nothing says where: one device, or all of several processes."""
+    if jax.process_count() == 1:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def _on_one_device(leaf: Any) -> Any:
+    """An array where tables without a state are restored; in one process only."""
+    if isinstance(leaf, jax.Array) and jax.process_count() == 1:
+        return jax.device_put(leaf, _fallback_sharding())
     return leaf

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -62,8 +63,17 @@ def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
         for leaf in table.leaves
     }
     for leaf in manifest.dense_leaves:
-        leaves[leaf.path] = leaf.value if leaf.kind == "text" else np.empty(leaf.shape)
+        leaves[leaf.path] = _stand_in(leaf)
     return nest(leaves)
+
+
+def _stand_in(leaf: DenseLeaf) -> Any:
+    """Something of a dense leaf's shape and kind; the leaf itself takes its place."""
+    if leaf.kind == "text":
+        return leaf.value
+    if leaf.kind == "key":
+        return jax.ShapeDtypeStruct(leaf.shape, jax.random.key(0).dtype)
+    return np.empty(leaf.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,16 +213,37 @@ def _match_dense(
                 problems.append(f"{'/'.join(leaf.path)}: not in the state")
             continue
         value = leaves.pop(leaf.path)
-        if leaf.kind == "text":
+        if leaf.kind == "text" and isinstance(value, str):
             texts[leaf.path] = leaf.value or ""
         elif tuple(np.shape(value)) != leaf.shape:
             problems.append(
                 f"{'/'.join(leaf.path)}: shape {list(leaf.shape)} in the checkpoint,"
                 f" {list(np.shape(value))} in the state"
             )
+        elif not _holds(value, leaf):
+            kind = "" if leaf.kind == "array" else f"{leaf.kind} "
+            problems.append(
+                f"{'/'.join(leaf.path)}: {kind}{leaf.dtype} in the checkpoint,"
+                f" {getattr(value, 'dtype', type(value).__name__)} in the state"
+            )
         else:
             dense[leaf.path] = value
     return dense, texts
+
+
+def _holds(value: Any, leaf: DenseLeaf) -> bool:
+    """Whether a leaf like `value` can hold what was saved: Orbax converts without a word."""
+    dtype = getattr(value, "dtype", None)
+    if leaf.kind == "text" or isinstance(value, str):
+        return False
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if leaf.kind == "key" or is_key:
+        known = isinstance(value, jax.Array) and is_key
+        same = not known or str(jax.random.key_impl(value)) == leaf.dtype
+        return leaf.kind == "key" and is_key and same
+    wanted = dtype if dtype is not None else type(value)
+    fraction = jnp.issubdtype(numpy_dtype(leaf.dtype), jnp.inexact)
+    return not fraction or jnp.issubdtype(wanted, jnp.inexact)
 
 
 def _kept(

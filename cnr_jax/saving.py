@@ -12,6 +12,7 @@ from cnr_jax import capture, errors
 from cnr_jax.finalizing import Facts
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest
+from cnr_jax.optimizers import check_row_sparse
 from cnr_jax.orbax_compat import Place, step_number
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.ledger import Entry
@@ -35,6 +36,7 @@ class Checked:
     arrays: dict[str, dict[str, jax.Array]]
     dense: dict[str, Any]
     dense_leaves: tuple[DenseLeaf, ...]
+    structure: jax.tree_util.PyTreeDef
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -83,11 +85,24 @@ class InFlight:
                 future.result(timeout=STOP_SECS)
 
 
-def check(state: Any, touched: Touched | None, tables: Tables) -> Checked:
+def check(
+    state: Any,
+    touched: Touched | None,
+    tables: Tables,
+    structure: jax.tree_util.PyTreeDef | None = None,
+) -> Checked:
     """All checks that a process can do alone, before anything is decided or written.
+
+    Args:
+        state: what is to be saved.
+        touched: the touched rows beside it.
+        tables: of the state.
+        structure: of the last state that passed; its optimizer need not be looked at again.
 
     Raises:
         StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+        OptimizerError: if its optimizer moves rows that no batch looked up. `init_touched`
+            looked too, but a restore makes `touched` for any state.
     """
     if touched is None:
         raise errors.TouchedError(
@@ -100,7 +115,10 @@ def check(state: Any, touched: Touched | None, tables: Tables) -> Checked:
     leaves = capture.dense_leaves(dense)
     capture.check_touched(touched, tables)
     capture.check_tiling(tables, arrays, touched.stamps)
-    return Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
+    found = jax.tree.structure(state)
+    if structure is None or found != structure:
+        check_row_sparse(state, tables)
+    return Checked(arrays=arrays, dense=dense, dense_leaves=leaves, structure=found)
 
 
 def _check_alive(tree: Any, what: str) -> None:

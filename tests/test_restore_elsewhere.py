@@ -1,0 +1,118 @@
+"""Restoring into a state, an optimizer or devices other than those that were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax import errors
+
+
+def make_state(optimizer: Any) -> dict[str, Any]:
+    params = {
+        "user": jnp.arange(32.0).reshape(16, 2),
+        "head": {"w": jnp.ones(4), "old": jnp.full(2, 2.0)},
+    }
+    key = jax.random.key(7)
+    return {"params": params, "opt_state": optimizer.init(params), "key": key}
+
+
+def save(root: Path, state: Any) -> None:
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state, touched))
+
+
+def test_restore_into_an_optimizer_that_moves_other_rows_is_refused_at_the_next_save(
+    tmp_path: Path,
+) -> None:
+    """`init_touched` refuses Adam, but a restore makes `touched` without it."""
+    save(tmp_path, make_state(optax.sgd(0.1)))
+    state = make_state(optax.adam(0.1))
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        args = cnr.args.Restore(state, partial=True)
+        state, touched = manager.restore(0, args=args)
+        with pytest.raises(errors.OptimizerError, match="opt_state/0/mu/user"):
+            manager.save(1, args=cnr.args.Save(state, touched))
+        assert manager.all_steps() == [0]
+
+
+def test_a_changed_dense_structure_takes_what_both_have(tmp_path: Path) -> None:
+    saved = make_state(optax.adagrad(0.1))
+    save(tmp_path, saved)
+    state = make_state(optax.sgd(0.1))
+    state["params"]["head"] = {"w": jnp.zeros(4), "new": jnp.full(3, 5.0)}
+    state["params"]["user"] = jnp.zeros((16, 2))
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        args = cnr.args.Restore(state, partial=True)
+        got = manager.restore(0, args=args).state
+    np.testing.assert_array_equal(got["params"]["user"], saved["params"]["user"])
+    np.testing.assert_array_equal(got["params"]["head"]["w"], np.ones(4))
+    np.testing.assert_array_equal(got["params"]["head"]["new"], np.full(3, 5.0))
+    assert got["key"] == saved["key"]
+
+
+def test_inspection_and_shapes_without_shardings_come_back_on_one_device(
+    tmp_path: Path,
+) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    state = make_state(optax.adagrad(0.1))
+    everywhere = jax.device_put(state, NamedSharding(mesh, P()))
+    save(tmp_path, everywhere)
+    tables = cnr.find_tables(state, ["user"])
+    abstract = jax.eval_shape(lambda: make_state(optax.adagrad(0.1)))
+    with cnr.CheckpointManager(tmp_path) as manager:
+        seen = manager.restore(0).state
+        args = cnr.args.Restore(abstract, tables=tables)
+        shaped = manager.restore(0, args=args).state
+    one = SingleDeviceSharding(jax.devices()[0])
+    for leaf in jax.tree.leaves((seen, shaped)):
+        assert leaf.sharding == one
+    assert shaped["key"] == state["key"] == seen["key"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ("text", jnp.ones(())),
+        (jnp.ones(()), "text"),
+        (jnp.full((), 2.5), jnp.ones((), jnp.int32)),
+        (1.5, 1),
+        (jnp.ones(()), jax.random.key(0)),
+        (jax.random.key(0), jnp.ones(())),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+    ],
+)
+def test_leaves_of_another_kind_do_not_match(
+    saved: Any, wanted: Any, tmp_path: Path
+) -> None:
+    """Orbax would convert them, or fail with an error that names no leaf."""
+    state = {"user": jnp.ones((4, 2)), "x": saved}
+    save(tmp_path, state)
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        with pytest.raises(errors.StateMismatchError, match=r"x: .* in the checkpoint"):
+            manager.restore(0, args=cnr.args.Restore({**state, "x": wanted}))
+
+
+def test_an_empty_array_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    state = {"user": jnp.ones((4, 2)), "x": jnp.zeros((0, 3))}
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        touched = cnr.init_touched(state, tables)
+        with pytest.raises(errors.StateMismatchError, match=r"leaf x .*\n.*\[0, 3\]"):
+            manager.save(0, args=cnr.args.Save(state, touched))
+    assert list(tmp_path.iterdir()) == []
