@@ -7,6 +7,7 @@ code; cnr_jax/format/SPEC.md describes what is on disk.
 
 from cnr_jax import args as args
 from cnr_jax import errors as errors
+from cnr_jax import optim as optim
 from cnr_jax.handler import Restored as Restored
 from cnr_jax.handler import handler_registry as handler_registry
 from cnr_jax.layouts import Identity as Identity
@@ -53,6 +54,7 @@ __all__ = [
     "find_tables",
     "handler_registry",
     "init_touched",
+    "optim",
     "record",
     "reset_touched",
 ]

@@ -445,7 +445,8 @@ class Restore(ocp.args.CheckpointArgs):
             None: everything as nested dicts by path, on one device.
         tables: where the tables are in `state`, if not where the manager's are.
         partial: restore what both the checkpoint and `state` have. Leaves that only `state`
-            has must be concrete and are kept. The next save is full.
+            has must be concrete and are kept. Unless all tables come back exactly, the
+            next save is full.
     """
 
     state: Any = None

@@ -130,9 +130,8 @@ def _error(table: Table, where: str, reason: str) -> OptimizerError:
         f"table {table.name!r}: its optimizer moves rows that no batch looked up\n"
         f"  got {where} ({reason}), expected sgd or adagrad, whose update is zero "
         "where the gradient is\n"
-        "  hint: give tables an optimizer of their own (optax.multi_transform), save "
-        'with tracking="fingerprint", or declare TableSpec(row_sparse=True) if this '
-        "one does change looked-up rows only."
+        "  hint: give tables an optimizer of their own (optax.multi_transform), "
+        "or declare TableSpec(row_sparse=True) if this one changes looked-up rows only"
     )
 
 

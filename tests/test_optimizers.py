@@ -138,7 +138,7 @@ def test_error_names_the_leaf_and_says_what_to_do():
         check(state_of(optax.adam(0.1)))
     text = str(error.value)
     assert "got opt_state/0/mu/user/embedding (of ScaleByAdamState)" in text
-    assert "fingerprint" in text and "row_sparse=True" in text
+    assert "multi_transform" in text and "row_sparse=True" in text
     assert error.value.kind == "optimizer"
 
 

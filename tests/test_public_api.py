@@ -30,6 +30,7 @@ PUBLIC = {
     "find_tables",
     "handler_registry",
     "init_touched",
+    "optim",
     "record",
     "reset_touched",
 }

@@ -29,8 +29,10 @@ def resolve_chain(
 
     Raises:
         ParentMissingError: if a parent is not there or is another than the named one.
-        IntegrityError: if a manifest is missing or damaged; also its subclass' relatives.
-        StateMismatchError: never; the tables of a chain agree or a ManifestError is raised.
+        ChainError: if the parents lead in a circle.
+        IntegrityError: if the manifest of the step itself, or a file it names, is missing
+            or damaged.
+        ManifestError: if a manifest is damaged, or the tables of a chain differ.
     """
     chain: list[tuple[str, Manifest]] = [
         (directory, read_manifest(root / directory / item))

@@ -1,0 +1,27 @@
+"""Optimizers that read and change only the rows a batch looked up, as optax has none.
+
+They take gradients with respect to the gathered rows, `table[ids]`, and the ids, never
+a gradient as large as the table. As in optax, an optimizer is a pair of pure functions
+`init` and `update`, and its state is a NamedTuple of trees like that of the tables, so
+that `find_tables` finds the slots by their paths. Dense layers keep an optimizer of
+optax.
+
+To remember: a row that is not in the ids, or is only at masked entries, keeps every bit,
+in the table and in the slots. So `record`, given the same ids and masks, misses nothing.
+"""
+
+from cnr_jax.optim.adagrad import RowwiseAdagradState as RowwiseAdagradState
+from cnr_jax.optim.adagrad import rowwise_adagrad as rowwise_adagrad
+from cnr_jax.optim.adam import LazyAdamState as LazyAdamState
+from cnr_jax.optim.adam import lazy_adam as lazy_adam
+from cnr_jax.optim.base import LearningRate as LearningRate
+from cnr_jax.optim.base import RowOptimizer as RowOptimizer
+
+__all__ = [
+    "LazyAdamState",
+    "LearningRate",
+    "RowOptimizer",
+    "RowwiseAdagradState",
+    "lazy_adam",
+    "rowwise_adagrad",
+]

@@ -1,0 +1,215 @@
+"""What every row optimizer shares: the pair of functions, and the walk over tables.
+
+How an optimizer moves a row is a rule of its own file; which rows there are and how they
+are read and written is in `rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from cnr_jax.errors import OptionError
+from cnr_jax.optim.rows import (
+    explicit_sharding,
+    read_rows,
+    slot_dtype,
+    sum_by_row,
+    write_rows,
+)
+
+# A pytree whose leaves are tables, or that has one value for each table.
+Tree: TypeAlias = Any
+# A number, or a schedule as in optax: from the count of earlier updates, int32[].
+LearningRate: TypeAlias = ArrayLike | Callable[[jax.Array], ArrayLike]
+# From gradients [n, dim], slots [n, ...] and this update's number, from 1, to steps
+# [n, dim] to subtract at a learning rate of 1, and new slots; all of n distinct rows.
+Rule: TypeAlias = Callable[
+    [jax.Array, list[jax.Array], jax.Array], tuple[jax.Array, list[jax.Array]]
+]
+
+
+class RowUpdate(Protocol):
+    """The type of `RowOptimizer.update`."""
+
+    def __call__(
+        self,
+        row_grads: Tree,
+        ids: Tree,
+        tables: Tree,
+        state: Any,
+        *,
+        where: Tree = None,
+    ) -> tuple[Tree, Any]:
+        """Returns the new tables and the new state; see `RowOptimizer`."""
+        ...
+
+
+class RowOptimizer(NamedTuple):
+    """A pair of pure functions, for use in a jitted train step.
+
+    Attributes:
+        init: `init(tables) -> state`. `tables` is an array [rows, dim] or any tree of
+            such: a dict by name, or the branch of the parameters that holds them. Out
+            of `jax.jit` the slots are placed as the tables' rows are; within it say so
+            by `out_shardings`.
+        update: `update(row_grads, ids, tables, state, *, where=None) ->
+            (tables, state)`. All are trees with the structure of `tables`, in which
+            each table has
+
+            * `ids`: integer[...], as they were used in `table[ids]`: they may repeat,
+              -rows to -1 wrap, and what is out of these bounds is clamped, as in JAX
+              and in `record`. None leaves the table and its count alone.
+            * `row_grads`: float[..., dim], of the loss by each row looked up. A row
+              looked up several times has one gradient, their sum. Several features of
+              a table go into one call, concatenated: each call is a step.
+            * `where`: bool, broadcast to the ids; entries that are False are ignored,
+              whatever their gradients are. None counts all.
+
+            Donate tables and state, and return them in the order of the arguments, as
+            here: JAX pairs donated arrays with results of the same shape by order, and
+            what is paired across (a table with a slot) is copied whole.
+
+            Arithmetic and slots are float32 also for bfloat16 and float16 tables, whose
+            new rows are rounded once. (On CPU, XLA writes to these by converting the
+            whole table to float32 and back.) Shardings are kept; with tables sharded by rows,
+            collectives have the size of the batch, never of a table. Equal runs have
+            equal bits on CPU; XLA on GPU may add the gradients of a repeated row in
+            any order, unless it runs with `--xla_gpu_deterministic_ops=true`.
+
+            Raises `OptionError`, at trace time, for arguments that do not fit.
+    """
+
+    init: Callable[[Tree], Any]
+    update: RowUpdate
+
+
+def update_by(
+    state_type: type[Any], rule: Rule, learning_rate: LearningRate
+) -> RowUpdate:
+    """Returns the `update` that applies a rule to every table of a tree.
+
+    Args:
+        state_type: a NamedTuple of trees: `count`, then the rule's slots in its order.
+        rule: how gradients move rows.
+        learning_rate: a number or a schedule.
+    """
+
+    def update_table(
+        table: jax.Array, grads: Any, ids: Any, where: Any, count: Any, *slots: Any
+    ) -> tuple[jax.Array, ...]:
+        if ids is None:
+            return table, count, *slots
+        rows, summed = sum_by_row(table, grads, ids, where)
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        # As in optax: a count at its limit stays there.
+        count = jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
+        step, new = rule(summed, [read_rows(slot, rows) for slot in slots], count)
+        values = read_rows(table, rows) - rate * step
+        written = [write_rows(s, rows, v) for s, v in zip(slots, new, strict=True)]
+        return write_rows(table, rows, values), count, *written
+
+    def update(
+        row_grads: Tree, ids: Tree, tables: Tree, state: Any, *, where: Tree = None
+    ) -> tuple[Tree, Any]:
+        if not isinstance(state, state_type):
+            raise OptionError(
+                "the state is not of this optimizer\n"
+                f"  got {type(state).__name__}, expected {state_type.__name__}\n"
+                "  hint: the order is update(row_grads, ids, tables, state)."
+            )
+        leaves, structure = jax.tree.flatten(tables)
+        given = {"row_grads": row_grads, "ids": ids, "where": where}
+        slots = {f"state.{name}": getattr(state, name) for name in state_type._fields}
+        columns = [
+            _per_table(structure, tree, name) for name, tree in (given | slots).items()
+        ]
+        _check_slots(leaves, dict(zip(slots, columns[3:], strict=True)))
+        updated = [update_table(*table) for table in zip(leaves, *columns, strict=True)]
+        trees = [structure.unflatten(c) for c in zip(*updated, strict=True)]
+        return (trees[0], state_type(*trees[1:])) if trees else (tables, state)
+
+    return update
+
+
+def slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
+    """Returns new slots for every table of a tree.
+
+    Args:
+        tables: arrays [rows, dim].
+        ndim: 0 for one number a table, 1 for [rows], 2 for [rows, dim].
+        value: what they hold.
+        dtype: theirs; float32 by default.
+
+    Returns:
+        A tree of the same structure. Of concrete tables on certain devices, the slots
+        are on these, sharded like the axes they share with the table.
+
+    Raises:
+        OptionError: if a leaf is not a table of floats.
+    """
+
+    def slot(table: Any) -> jax.Array:
+        shape = np.shape(table)
+        if len(shape) != 2 or not jnp.issubdtype(table.dtype, jnp.floating):
+            raise OptionError(
+                "a row optimizer was given what is not a table\n"
+                f"  got {getattr(table, 'dtype', type(table).__name__)}{list(shape)}, "
+                "expected floats[rows, dim]\n"
+                "  hint: give dense parameters an optimizer of optax."
+            )
+        where = _placement(table)
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, P(*where.spec[:ndim]))
+        kind = slot_dtype(table) if dtype is None else dtype
+        return jnp.full(shape[:ndim], value, kind, device=where)
+
+    return jax.tree.map(slot, tables)
+
+
+def require(true: bool, name: str, expected: str) -> None:
+    """Raises an OptionError about the argument `name` unless `true`."""
+    if not true:
+        raise OptionError(f"{name} is out of its range, expected {expected}")
+
+
+def _placement(table: Any) -> Any:
+    """Returns the sharding of a table as far as it is known and binding."""
+    if isinstance(table, Tracer):
+        return explicit_sharding(table)
+    if isinstance(table, jax.Array) and table.committed:
+        return table.sharding
+    return None
+
+
+def _per_table(structure: Any, tree: Tree, name: str) -> list[Any]:
+    """Lists what a tree of the tables' structure has for each table."""
+    if tree is None:
+        return [None] * structure.num_leaves
+    try:
+        return structure.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise OptionError(
+            f"{name} has another structure than the tables\n"
+            f"  got {jax.tree.structure(tree)}, expected {structure}"
+        ) from error
+
+
+def _check_slots(tables: list[Any], slots: dict[str, list[Any]]) -> None:
+    # Else rows that a slot lacks would be read as zeros, and their updates dropped.
+    for name, values in slots.items():
+        for table, slot in zip(tables, values, strict=True):
+            shape = np.shape(slot)
+            if shape != np.shape(table)[: len(shape)]:
+                raise OptionError(
+                    f"{name} is that of another table\n"
+                    f"  got {list(shape)} for a table{list(table.shape)}"
+                )
