@@ -13,7 +13,7 @@ equal to `--devices`, it ends with the very same bits.
 
     python examples/train_dlrm.py
     python examples/train_dlrm.py --codec raw --resume-devices 8
-    python examples/train_dlrm.py --bits 2 --policy consecutive --root /tmp/dlrm
+    python examples/train_dlrm.py --bits 2 --policy consecutive --root runs/dlrm
 
 The model is Flax NNX. Its eight embedding tables are sharded by rows and trained with a
 row-sparse, row-wise Adagrad that is written out below: only rows that a batch looks up
