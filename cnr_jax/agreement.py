@@ -18,11 +18,15 @@ from cnr_jax.orbax_compat import Channel, digest_of_local, is_host_local
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.planner import Plan
 
+# Beside the digests of leaves, of which it cannot be the path.
+_TRACKING = "/tracking"
+
 
 def agree(
     channel: Channel,
     obstacle: errors.CnrError | None,
     dense: Mapping[str, Any],
+    tracking: str,
     decide: Callable[[], Plan],
 ) -> Plan:
     """The plan that process 0 decides on, or on all processes the same error.
@@ -31,13 +35,15 @@ def agree(
         channel: through which the processes talk.
         obstacle: why this process cannot save, if it cannot.
         dense: of the state; leaves that are not global must be the same everywhere.
+        tracking: how this process finds changed rows; all must do it alike.
         decide: makes the plan; called on process 0 alone.
 
     Raises:
         CnrError: the obstacle of a process, or what `decide` raised.
         StateMismatchError: if leaves that are not global differ between processes.
+        OptionError: if processes find changed rows in different ways.
     """
-    told = _tell(channel, obstacle, dense)
+    told = _tell(channel, obstacle, dense, tracking)
     if jax.process_index() != 0:
         return _plan_of(json.loads(channel.broadcast(None)))
     try:
@@ -53,7 +59,10 @@ def agree(
 
 
 def _tell(
-    channel: Channel, obstacle: errors.CnrError | None, dense: Mapping[str, Any]
+    channel: Channel,
+    obstacle: errors.CnrError | None,
+    dense: Mapping[str, Any],
+    tracking: str,
 ) -> list[dict[str, Any]]:
     """Sends process 0 what all must agree on; returns what all sent, on process 0."""
     if jax.process_count() == 1:
@@ -66,6 +75,7 @@ def _tell(
             for path, leaf in flatten_paths(dense)
             if is_host_local(leaf)
         }
+        mine[_TRACKING] = tracking
     return [json.loads(text) for text in channel.gather(json.dumps(mine))]
 
 
@@ -75,11 +85,19 @@ def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         CnrError: what a process raised.
         StateMismatchError: naming leaves that differ: only one could be saved.
+        OptionError: if tracking differs.
     """
     for document in told:
         _raise_failure(document)
     first, *others = told or [{}]
     for process, digests in enumerate(others, start=1):
+        if digests.get(_TRACKING) != first.get(_TRACKING):
+            raise errors.OptionError(
+                "processes find changed rows in different ways\n"
+                f"  got {digests.get(_TRACKING)!r} on process {process},"
+                f" {first.get(_TRACKING)!r} on process 0\n"
+                "  hint: pass the same options, and touched everywhere or nowhere"
+            )
         paths = first.keys() | digests.keys()
         different = sorted(p for p in paths if digests.get(p) != first.get(p))
         if different:

@@ -7,12 +7,11 @@ chunks before the next train step can donate the buffers. Nothing is communicate
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import (
@@ -25,10 +24,11 @@ from cnr_jax.options import Options
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
+from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather import Chunk, Run, Where
-from cnr_jax.rows.tiling import Piece, shard_on, tile_leaf
-from cnr_jax.rows.touched import Touched, stamp_sharding
-from cnr_jax.table import Leaf, Table, Tables
+from cnr_jax.rows.tiling import OwnTile, shard_on
+from cnr_jax.rows.touched import Touched
+from cnr_jax.table import Leaf, Tables
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
 
@@ -56,12 +56,16 @@ def _leaf_entry(leaf: Leaf) -> LeafEntry:
 
 
 def staging_where(arrays: Arrays, options: Options) -> Where:
+    """Where rows are hashed and encoded: see `staging_on`."""
+    leaves = [leaf for table in arrays.values() for leaf in table.values()]
+    return staging_on({d for x in leaves for d in x.sharding.device_set}, options)
+
+
+def staging_on(devices: Iterable[jax.Device], options: Options) -> Where:
     """Where rows are encoded: behind training on CPU, at once on the device elsewhere."""
     if options.staging != "auto":
         return options.staging
-    leaves = [leaf for table in arrays.values() for leaf in table.values()]
-    platforms = {d.platform for leaf in leaves for d in leaf.sharding.device_set}
-    return "host" if platforms <= {"cpu"} else "device"
+    return "host" if {device.platform for device in devices} <= {"cpu"} else "device"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,78 +87,43 @@ class Capture:
         return gather.gather_chunks(self.runs, self.where)
 
 
+# Sorted positions within a tile that are to be saved, None for all; asked for each tile.
+Choose = Callable[[OwnTile], np.ndarray | None]
+
+
 def capture(
-    tables: Tables,
-    arrays: Arrays,
-    stamps: Mapping[str, jax.Array],
-    parent_clock: int | None,
-    options: Options,
+    tiles: Iterable[OwnTile], arrays: Arrays, choose: Choose, options: Options
 ) -> Capture:
-    """Chooses the rows that this process writes.
+    """Takes stock of the rows that this process writes.
 
     Args:
-        tables: the tables of the state.
-        arrays: their leaves, by table and leaf name.
-        stamps: of each table.
-        parent_clock: rows with a greater stamp are written; None for all rows.
+        tiles: what this process saves of the state.
+        arrays: the leaves of tables, by table and leaf name.
+        choose: which rows; the same object for all tiles of the same rows of a table.
         options: codecs and staging.
     """
-    where = staging_where(arrays, options)
-    plans: list[tuple[RunPlan, Run]] = []
-    for table in tables.values():
-        chosen: dict[tuple[int, int], np.ndarray | None] = {}
-        for leaf in table.leaves:
-            array = arrays[table.name][leaf.name]
-            for piece in own_pieces(
-                table, leaf, array.sharding, stamps[table.name].sharding
-            ):
-                rows = piece.box[0]
-                if rows not in chosen:
-                    chosen[rows] = _choose(
-                        stamps[table.name], rows, parent_clock, where
-                    )
-                plans.append(_plan(table, leaf, piece, array, chosen[rows], options))
+    plans = [
+        _plan(tile, arrays[tile.table.name][tile.leaf.name], choose(tile), options)
+        for tile in tiles
+    ]
     # Rows of one group follow each other, so that they share chunks and programs.
     plans.sort(key=lambda pair: _order(pair[0]))
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
-        where=where,
+        where=staging_where(arrays, options),
     )
 
 
-def own_pieces(
-    table: Table, leaf: Leaf, sharding: Sharding, stamps: Sharding
-) -> list[Piece]:
-    """The tiles of a leaf that this process writes."""
-    pieces = tile_leaf(f"{table.name}.{leaf.name}", leaf.shape, sharding, stamps)
-    here = jax.process_index()
-    return [piece for piece in pieces if piece.device.process_index == here]
-
-
-def _choose(
-    stamps: jax.Array, rows: tuple[int, int], parent_clock: int | None, where: Where
-) -> np.ndarray | None:
-    if parent_clock is None:
-        return None
-    positions = gather.touched_positions(stamps, rows, parent_clock, where)
-    return None if len(positions) == rows[1] - rows[0] else positions
-
-
 def _plan(
-    table: Table,
-    leaf: Leaf,
-    piece: Piece,
-    array: jax.Array,
-    positions: np.ndarray | None,
-    options: Options,
+    tile: OwnTile, array: jax.Array, positions: np.ndarray | None, options: Options
 ) -> tuple[RunPlan, Run]:
+    leaf, piece = tile.leaf, tile.piece
     data, first = shard_on(array, piece.device)
-    start, stop = piece.box[0]
-    width = int(np.prod([b - a for a, b in piece.box[1:]], dtype=np.int64))
-    codec = options.codec_for(table.name, leaf.name, width, leaf.dtype)
+    start, stop = tile.rows
+    codec = _codec(tile, options)
     plan = RunPlan(
-        table=table.name,
+        table=tile.table.name,
         leaf=leaf.name,
         box=piece.box,
         positions=positions,
@@ -185,47 +154,37 @@ def _order(plan: RunPlan) -> tuple[Any, ...]:
     )
 
 
-def warm_up(tables: Tables, options: Options) -> None:
-    """Compiles all that saves of these tables need, for every number of touched rows.
+def _codec(tile: OwnTile, options: Options) -> Codec:
+    leaf, box = tile.leaf, tile.piece.box
+    width = int(np.prod([b - a for a, b in box[1:]], dtype=np.int64))
+    return options.codec_for(tile.table.name, leaf.name, width, leaf.dtype)
 
-    Nothing is done for leaves whose sharding is not known.
+
+def warm_up(tiles: Iterable[OwnTile], options: Options) -> None:
+    """Compiles all that saves of these tiles need, for every number of touched rows.
+
+    Args:
+        tiles: of leaves whose sharding is known.
+        options: codecs and staging.
     """
     done: set[Any] = set()
-    for table in tables.values():
-        for leaf in table.leaves:
-            if leaf.sharding is None or table.leaf.sharding is None:
-                continue
-            stamps = stamp_sharding(table.leaf.sharding, table.leaf.shape)
-            for piece in own_pieces(table, leaf, leaf.sharding, stamps):
-                _warm_up_piece(table, leaf, piece, stamps, options, done)
-
-
-def _warm_up_piece(
-    table: Table,
-    leaf: Leaf,
-    piece: Piece,
-    stamps: Sharding,
-    options: Options,
-    done: set[Any],
-) -> None:
-    width = int(np.prod([b - a for a, b in piece.box[1:]], dtype=np.int64))
-    codec = options.codec_for(table.name, leaf.name, width, leaf.dtype)
-    on_host = options.staging == "host" or (
-        options.staging == "auto" and piece.device.platform == "cpu"
-    )
-    if on_host:
-        key: Any = (codec, leaf.dtype, width)
-        if key not in done:
-            gather.warm_up_host(codec, leaf.dtype, width)
-    else:
-        assert leaf.sharding is not None
+    for tile in tiles:
+        leaf, device = tile.leaf, tile.piece.device
+        codec = _codec(tile, options)
+        assert leaf.sharding is not None and tile.table.leaf.sharding is not None
         shape = leaf.sharding.shard_shape(leaf.shape)
-        rows = stamps.shard_shape((table.padded_rows,))[0]
-        key = (codec, leaf.dtype, shape, rows, piece.device)
-        if key not in done:
-            gather.warm_up_device(codec, shape, leaf.dtype, piece.device)
-            gather.warm_up_stamps(rows, piece.device)
-    done.add(key)
+        width = int(np.prod(shape[1:], dtype=np.int64))
+        if staging_on([device], options) == "host":
+            key: Any = (codec, leaf.dtype, width)
+            if key not in done:
+                gather.warm_up_host(codec, leaf.dtype, width)
+        else:
+            rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
+            key = (codec, leaf.dtype, shape, rows, device)
+            if key not in done:
+                gather.warm_up_device(codec, shape, leaf.dtype, device)
+                gather.warm_up_stamps(rows, device)
+        done.add(key)
 
 
 def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:
@@ -308,20 +267,6 @@ def check_touched(touched: Touched, tables: Tables) -> None:
             + "\n  ".join(problems)
             + "\n  hint: make it with init_touched(state, tables)"
         )
-
-
-def check_tiling(
-    tables: Tables, arrays: Arrays, stamps: Mapping[str, jax.Array]
-) -> None:
-    """Checks that for every row some process holds both its values and its stamp.
-
-    Raises:
-        TableError: naming the leaf for which none does.
-    """
-    for table in tables.values():
-        for leaf in table.leaves:
-            sharding = arrays[table.name][leaf.name].sharding
-            own_pieces(table, leaf, sharding, stamps[table.name].sharding)
 
 
 def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:

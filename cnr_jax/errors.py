@@ -94,10 +94,10 @@ class TouchedError(CnrError, ValueError):
     kind = "touched"
 
 
-class OptimizerError(CnrError, ValueError):
-    """The optimizer moves rows that no batch looked up, which `record` cannot see."""
+class AuditError(CnrError, ValueError):
+    """A row changed that was not recorded: the delta would have missed it."""
 
-    kind = "optimizer"
+    kind = "audit"
 
 
 class OptionError(CnrError, ValueError):

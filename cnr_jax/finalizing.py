@@ -18,6 +18,7 @@ from cnr_jax.format.manifest import (
     Manifest,
     TableEntry,
     Totals,
+    Tracking,
     dump,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
@@ -38,12 +39,16 @@ class Facts:
     """What is known of a save when it starts.
 
     Attributes:
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any.
+        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
         started_secs: reading of `time.perf_counter` when `save` was called.
     """
 
     plan: Plan
-    lineage: str
-    clock: int
+    tracking: Tracking
+    recorded_clock: int | None
+    fingerprint_clock: int | None
     tables: tuple[TableEntry, ...]
     dense_leaves: tuple[DenseLeaf, ...]
     started_secs: float
@@ -155,10 +160,10 @@ def _manifest(
         step=plan.step,
         kind=plan.kind,
         generation=plan.generation,
-        lineage=facts.lineage,
-        tracking="recorded",
-        recorded_clock=facts.clock,
-        fingerprint_clock=None,
+        lineage=plan.lineage,
+        tracking=facts.tracking,
+        recorded_clock=facts.recorded_clock,
+        fingerprint_clock=facts.fingerprint_clock,
         parent=plan.parent,
         processes=digests,
         dense_files=dense_files,

@@ -35,11 +35,12 @@ from cnr_jax.orbax_compat import (
 from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.ledger import Entry, Ledger, entry_of, rename_aside
 from cnr_jax.repository.planner import Plan, Planner, Request
+from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import StepReader, read_manifest
 from cnr_jax.rows.gather import Chunk
 from cnr_jax.rows.staging import Stage
-from cnr_jax.rows.touched import CLOCK_LIMIT, Touched, clock_of, lineage_hex
+from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
     STOP_SECS,
     InFlight,
@@ -51,6 +52,7 @@ from cnr_jax.saving import (
 )
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.tracking import Moment, Tracker
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +104,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._prepared: Prepared | None = None
         self._in_flight: InFlight | None = None
         self._last_plan: Plan | None = None
-        # Of the last state whose optimizer was looked at.
-        self._structure: jax.tree_util.PyTreeDef | None = None
+        self._tracker = Tracker(self.options)
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -145,40 +146,38 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
-            OptimizerError: if the state's optimizer moves rows that no batch looked up.
+            AuditError: if a row changed that was not recorded.
             DependentsExistError: if a step is in the way that must be kept.
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
         tables = self._writable_tables()
+        tracking = self._tracker.mode(args.touched)
         try:
-            checked = check(args.state, args.touched, tables, self._structure)
+            checked = check(args.state, args.touched, tables, tracking)
+            found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
         except errors.CnrError as error:
-            self._agree(error, {}, None)  # the others must not wait for this process
+            # The others must not wait for this process.
+            self._agree(error, {}, tracking, None)
             raise
-        assert args.touched is not None
-        self._structure = checked.structure
-        lineage, clock = lineage_hex(args.touched), clock_of(args.touched)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
-            lineage=lineage,
-            clock=clock,
-            at_limit=clock >= CLOCK_LIMIT,
+            lineage=found.stamps.lineage,
+            clock=found.stamps.clock,
+            at_limit=found.at_limit,
             tables=capture.table_entries(tables),
             guarded=self.guarded,
         )
-        plan = self._agree(None, checked.dense, request)
+        plan = self._agree(None, checked.dense, tracking, request)
+        self._tracker.keep(found, Moment(plan.lineage, plan.clock))
         self._move_aside(ledger, plan)
         self._prepared = Prepared(
             args=args,
             place=place,
             plan=plan,
-            arrays=checked.arrays,
-            dense=checked.dense,
-            dense_leaves=checked.dense_leaves,
-            lineage=lineage,
-            clock=clock,
+            checked=checked,
+            found=found,
             started_secs=started,
         )
         return plan
@@ -195,6 +194,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self,
         obstacle: errors.CnrError | None,
         dense: Mapping[str, Any],
+        tracking: str,
         request: Request | None,
     ) -> Plan:
         """The plan of process 0, which first finds out what became of the last save."""
@@ -204,7 +204,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             committed = self.settle()
             return self._planner.plan(self.ledger, request, committed)
 
-        plan = agree(self._channel, obstacle, dense, decide)
+        plan = agree(self._channel, obstacle, dense, tracking, decide)
         if jax.process_index() != 0:
             self._settle_as(plan.committed)
         return plan
@@ -242,53 +242,56 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.prepare(place, args)
             prepared, self._prepared = self._prepared, None
         assert prepared is not None and self.ledger is not None
-        tables, plan = self._writable_tables(), prepared.plan
+        plan, found = prepared.plan, prepared.found
         self.ledger.begin(pending_entry(plan))
         self._last_plan = plan
         self._in_flight = InFlight(
             place=place,
             plan=plan,
-            lineage=prepared.lineage,
-            clock=prepared.clock,
+            fingerprint_secs=found.secs,
             facts=Facts(
                 plan=plan,
-                lineage=prepared.lineage,
-                clock=prepared.clock,
-                tables=capture.table_entries(tables),
-                dense_leaves=prepared.dense_leaves,
+                tracking=found.mode,
+                recorded_clock=found.recorded.clock if found.recorded else None,
+                fingerprint_clock=None
+                if found.stamps is found.recorded
+                else plan.clock,
+                tables=capture.table_entries(self._writable_tables()),
+                dense_leaves=prepared.checked.dense_leaves,
                 started_secs=prepared.started_secs,
             ),
         )
-        futures = await self._start(directory, prepared, tables)
+        futures = await self._start(directory, prepared)
         self._in_flight.blocking_secs = time.perf_counter() - prepared.started_secs
         return futures
 
-    async def _start(
-        self, directory: epath.Path, prepared: Prepared, tables: Tables
-    ) -> list[Any]:
+    async def _start(self, directory: epath.Path, prepared: Prepared) -> list[Any]:
         """Starts all writing and gathers; nothing of the state is needed afterwards."""
-        assert prepared.args.touched is not None
-        plan = prepared.plan
-        found = capture.capture(
-            tables,
-            prepared.arrays,
-            prepared.args.touched.stamps,
+        plan, checked = prepared.plan, prepared.checked
+        choose = self._tracker.chooser(
+            prepared.found,
+            prepared.args.touched,
             plan.parent.clock if plan.parent else None,
+        )
+        captured = capture.capture(
+            prepared.found.tiles,
+            checked.arrays,
+            choose,
             _with_codec(self.options, plan.codec),
         )
         stage: Stage[Chunk] = Stage(self.options.max_staging_bytes)
         # The writer starts first: a state larger than the staging budget streams through it.
         rows = in_background(
-            write_rows(directory, plan.uuid, found.plans, stage), "cnr_write_rows"
+            write_rows(directory, plan.uuid, captured.plans, stage), "cnr_write_rows"
         )
         assert self._in_flight is not None
         self._in_flight.stage, self._in_flight.writing = stage, [rows]
         try:
-            for chunk in found.chunks():
+            for chunk in captured.chunks():
                 if not stage.put(chunk):
                     break  # the writer has failed; its future says why
             dense = await self._dense.save(
-                directory, capture.without_texts(prepared.dense)
+                directory, capture.without_texts(checked.dense)
             )
         except BaseException:
             self._in_flight.stop()
@@ -341,7 +344,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 flight.plan.step,
             )
             return None
-        self._planner.saved(flight.lineage, entry, flight.clock)
+        self._planner.saved(flight.plan, entry)
         self._report(flight, entry)
         return entry.uuid
 
@@ -377,7 +380,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         arrays = restoring.rebuild(chain, wanted)
         dense = self._restore_dense(directory, wanted, args.state is None)
         touched = restoring.reseed(chain, wanted, tables)
-        self._note_restore(place, chain, touched, exact=wanted.exact)
+        self._note_restore(place, chain, touched, tables, wanted, arrays)
         whole = restoring.assemble(state, wanted, tables, arrays, dense)
         return Restored(whole, touched)
 
@@ -394,20 +397,34 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         place: Place,
         chain: tuple[StepReader, ...],
         touched: Touched,
-        *,
-        exact: bool,
+        tables: Tables,
+        wanted: restoring.Wanted,
+        arrays: dict[str, dict[str, jax.Array]],
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
-        self._structure = None  # the optimizer may be another one now
         if self._place is None:
             self.open(place.root, place.item)
         assert self._place is not None
         self.settle()  # Orbax has waited for the save in flight
         if str(self._place.root) != str(place.root) or self._place.item != place.item:
             self._planner.end_lineages()  # restored from elsewhere: no parent here
+            self._tracker.forget()
             return
         entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-        self._planner.restored(lineage_hex(touched), entries, exact=exact)
+        self._planner.restored(lineage_hex(touched), entries, exact=wanted.exact)
+        own = self.tables and capture.table_entries(self.tables)
+        if own != capture.table_entries(tables) or not wanted.exact:
+            self._tracker.forget(touched)
+            return
+        self._tracker.restored(
+            chain[-1].manifest.tracking,
+            tables,
+            arrays,
+            touched,
+            lambda rows: restored_stamps(
+                chain, rows.table, wanted.targets[rows.table], rows.rows
+            ),
+        )
 
     def metadata(self, directory: epath.Path) -> dict[str, Any] | None:
         """What the manifest says, without reading data; None where there is none."""

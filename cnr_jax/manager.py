@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from cnr_jax import capture, errors
+from cnr_jax import errors
 from cnr_jax.handler import CnrHandler, Restore, Restored, Save, handler_registry
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
@@ -19,6 +19,7 @@ from cnr_jax.repository.ledger import Ledger, describe, find_item
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.tracking import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class CheckpointManager(ocp.CheckpointManager):
         )
         self._handler.guarded = True
         if tables is not None:
-            capture.warm_up(tables, options)
+            warm_up(tables, options)
 
     @property
     def _ledger(self) -> Ledger:
@@ -131,7 +132,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
-            OptimizerError: if the state's optimizer moves rows that no batch looked up.
+            AuditError: if a row changed that was not recorded.
             DependentsExistError: if a step is in the way that must be kept.
         """
         _check_step(step)
@@ -176,6 +177,7 @@ class CheckpointManager(ocp.CheckpointManager):
             restore_kwargs: not used; see Orbax.
             directory: another root to restore from.
             args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
+                Orbax's `StandardRestore` restores the state alone, as from Orbax's own saves.
 
         Returns:
             `Restored(state, touched)`, or a Composite with one where items are named.
@@ -195,6 +197,9 @@ class CheckpointManager(ocp.CheckpointManager):
             args = Restore()
             if self._item not in (None, DEFAULT_ITEM):
                 args = ocp.args.Composite(**{str(self._item): args})
+        plain = isinstance(args, ocp.args.StandardRestore)
+        if isinstance(args, ocp.args.StandardRestore):
+            args = Restore(args.item)
         restored = super().restore(
             step, items, restore_kwargs, directory=directory, args=args
         )
@@ -203,7 +208,7 @@ class CheckpointManager(ocp.CheckpointManager):
             state = restored.get(str(self._item))
         if directory is None and isinstance(state, Restored) and step is not None:
             self._tip = _tip(step, state.touched)
-        return restored
+        return state.state if plain and isinstance(state, Restored) else restored
 
     def delete(self, step: int) -> None:
         """Deletes a step that no other depends on.

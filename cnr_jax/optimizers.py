@@ -1,27 +1,26 @@
-"""Whether an optimizer changes only the rows that were looked up.
+"""What in a train state is known to move rows that no batch looked up.
 
 `record` stamps the rows of a batch. Most optimizers also move other rows: Adam's and
-momentum's averages decay, weight decay shrinks every row. Deltas of such a run would
-miss rows, so it is refused here, as far as a state tells its optimizer.
+momentum's averages decay, weight decay shrinks every row. An audit of the rows finds out
+that it happened; this module tells the likely cause, for the error.
 
-To remember: passing this check is no proof. An optimizer shows in its state only by
-what it stores.
+To remember: this explains and decides nothing. An optimizer shows in a state only by
+what it stores, so that nothing is found here proves nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from cnr_jax.errors import OptimizerError
 from cnr_jax.paths import Mirror, Path, PathIndex, key_strings
-from cnr_jax.table import Table, Tables
+from cnr_jax.table import Table
 
-__all__ = ["check_row_sparse"]
+__all__ = ["moving_parts"]
 
 # The first group was measured on optax 0.2.8 (6 x 3 rows, a batch of two rows, then two
 # of one): rows outside the later batches changed, in the parameter or in a slot. With
@@ -34,8 +33,8 @@ _MEASURED_STATES = """
     ScaleByRmsState ScaleByRpropState ScaleBySM3State ScaleBySimplifiedAdEMAMixState
     ScheduleFreeState TraceState
 """
-# Not measured, or not seen to move in that trial (COCOB): refused because their
-# definition does not promise an update of zero where the gradient is zero.
+# Not measured, or not seen to move in that trial (COCOB): their definition does not
+# promise an update of zero where the gradient is zero.
 _PRESUMED_STATES = """
     AccumulateAvgUpdatesState COCOBState GaLoreState LookaheadParams MomoAdamState
     MomoState PerElementMeanAndSumSqDiffGradsState PerElementMeanAndVarianceEMAState
@@ -70,69 +69,63 @@ _COPY_WORDS = frozenset(
 )
 _DECAY = "weight_decay"
 _NOISE_STATES = frozenset({"AddNoiseState", "DifferentiallyPrivateAggregateState"})
+_AT_MOST = 4  # parts to name: enough for one optimizer and what is around it
 
 
-def check_row_sparse(state: Any, tables: Tables) -> None:
-    """Raises if the state shows an optimizer that moves rows no batch looked up.
+def moving_parts(state: Any, table: Table) -> tuple[str, ...]:
+    """Lists what in a state is known to move rows of a table that no batch looked up.
 
-    Looked at, for each table not declared `row_sparse=True`: every leaf that repeats
-    the table's path (whether or not it is one of its slots), by the class of the optax
-    state that holds it or, where the tree has lost its classes as in `nnx.State`, by
-    name; a `weight_decay` that is not zero in `optax.inject_hyperparams`; noise.
-    `sum_of_squares` (adagrad), no slots (sgd), and names of your own pass.
+    Known are leaves that repeat the table's path (whether or not they are its slots),
+    by the class of the optax state that holds them or, where the tree has lost its
+    classes as in `nnx.State`, by name; a `weight_decay` in `optax.inject_hyperparams`
+    that is not known to be zero; noise.
 
-    Not seen, since nothing of it is stored: weight decay outside of
+    Not known, since nothing of it is stored: weight decay outside of
     `inject_hyperparams` (as in `chain(add_decayed_weights(...), sgd(...))`),
     `optax.fromage`, noise in a state without classes, regularisers in the loss, updates
     applied in a later step than the look-up (pipelining), optimizers this version does
-    not know. Where any of these is in use, save with fingerprints.
+    not know.
 
     Args:
-        state: the train state, concrete; where it is abstract, any `weight_decay` that
-            shows is taken to be at work.
-        tables: from `find_tables(state, ...)`.
+        state: the train state, concrete or abstract; never changed, never raised about.
+        table: a table of this state.
 
-    Raises:
-        OptimizerError: naming the table, the leaf and the optimizer's state.
+    Returns:
+        Up to four short texts, slots first; empty if nothing is known.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from cnr_jax.tables import find_tables
-        >>> rows = jnp.zeros((8, 2))
-        >>> slots = {"sum_of_squares": {"user": rows}}
-        >>> state = {"params": {"user": rows}, "opt_state": slots}
-        >>> check_row_sparse(state, find_tables(state, ["user"]))
+        >>> params = {"user": jnp.zeros((8, 2))}
+        >>> state = {"params": params, "opt_state": {"mu": params}}
+        >>> moving_parts(state, find_tables(state, ["user"])["user"])
+        ('opt_state/mu (a name of Adam, momentum or their like)',)
 
     Source: Check-N-Run (NSDI'22) tracks the rows that a training step looks up, which
     presumes an optimizer whose update is zero where the gradient is.
     """
-    checked = [table for table in tables.values() if not table.row_sparse]
-    if not checked:
-        return
+    found: dict[str, None] = {}
+    # Whatever the state holds, explaining an error must not put another in its place.
+    with contextlib.suppress(Exception):
+        for part in _moving_parts(state, table):
+            found[part] = None
+            if len(found) == _AT_MOST:
+                break
+    return tuple(found)
+
+
+def _moving_parts(state: Any, table: Table) -> Iterator[str]:
     index = PathIndex(state)
     classes = dict(_state_classes(state))
-    moving_all = list(_moving_everything(index, classes))
-    parameters = {table.path for table in tables.values()}
-    for table in checked:
-        entry = index.by_path.get(table.path)
-        mirrors = index.mirrors(entry, parameters) if entry else []
-        for mirror in mirrors:
-            reason = _moves(mirror, index, classes)
-            if reason:
-                raise _error(table, "/".join(mirror.entry.path), reason)
-        for node, where, reason in moving_all:
-            if _concerns(node, mirrors):
-                raise _error(table, where, reason)
-
-
-def _error(table: Table, where: str, reason: str) -> OptimizerError:
-    return OptimizerError(
-        f"table {table.name!r}: its optimizer moves rows that no batch looked up\n"
-        f"  got {where} ({reason}), expected sgd or adagrad, whose update is zero "
-        "where the gradient is\n"
-        "  hint: give tables an optimizer of their own (optax.multi_transform), "
-        "or declare TableSpec(row_sparse=True) if this one changes looked-up rows only"
-    )
+    entry = index.by_path.get(table.path)
+    mirrors = index.mirrors(entry, {table.path}) if entry else []
+    for mirror in mirrors:
+        reason = _moves(mirror, index, classes)
+        if reason:
+            yield f"{'/'.join(mirror.holder)} {reason}"
+    for node, text in _moving_everything(index, classes):
+        if _concerns(node, mirrors):
+            yield text
 
 
 def _state_classes(tree: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -160,7 +153,7 @@ def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | 
     if holder in _MOVING_STATES:
         return f"of {holder}"
     if _COPY_WORDS & set(field.lower().split("_")):
-        return "a copy of the parameters that follows them"
+        return "(a copy that follows the parameters)"
     if holder is not None:
         return None  # adagrad, or a state of the user's own
     beside = {
@@ -169,14 +162,14 @@ def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | 
         if len(entry.path) > len(above) and entry.path[: len(above)] == above
     }
     if field in _MOVING_FIELDS or _MOVING_TOGETHER.get(field, set()) & beside:
-        return f"named {field!r}, as in Adam, momentum and their like"
+        return "(a name of Adam, momentum or their like)"
     return None
 
 
 def _moving_everything(
     index: PathIndex, classes: dict[Path, str]
-) -> Iterator[tuple[Path, str, str]]:
-    """Lists transformations seen to move all rows: their node, a leaf, the reason."""
+) -> Iterator[tuple[Path, str]]:
+    """Lists transformations seen to move all rows: their node, and what tells them."""
     for entry in index.entries:
         scheduled = "hyperparams_states" in entry.path
         key = "hyperparams_states" if scheduled else "hyperparams"
@@ -184,10 +177,10 @@ def _moving_everything(
             continue
         if scheduled or _may_be_nonzero(entry.value):
             node = entry.path[: entry.path.index(key)]
-            yield node, "/".join(entry.path), "weight decay"
+            yield node, f"{'/'.join(entry.path)} (weight decay)"
     for node, name in classes.items():
         if name in _NOISE_STATES:
-            yield node, "/".join(node), f"noise of {name}"
+            yield node, f"{'/'.join(node)} of {name} (noise)"
 
 
 def _concerns(node: Path, mirrors: list[Mirror]) -> bool:
@@ -205,8 +198,9 @@ def _concerns(node: Path, mirrors: list[Mirror]) -> bool:
 
 
 def _may_be_nonzero(value: Any) -> bool:
-    if isinstance(value, Tracer | jax.ShapeDtypeStruct):
-        return True
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = value.addressable_data(0)  # a replicated scalar
-    return bool(np.any(np.asarray(value)))
+    try:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            value = value.addressable_data(0)  # a replicated scalar
+        return bool(np.any(np.asarray(value)))
+    except Exception:
+        return True  # abstract, traced, donated, or in other processes only

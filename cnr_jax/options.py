@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from cnr_jax import errors
+from cnr_jax.format.manifest import Tracking
 from cnr_jax.policy import Intermittent, Policy
 from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
@@ -36,7 +37,17 @@ class Options:
             for up to twenty, 8 beyond.
         slot_codec: how optimizer slots are stored, exactly by default.
         tables: options of single tables, by name.
-        tracking: `"recorded"`: rows are those that `record` was told of.
+        tracking: how rows that changed are found. `"recorded"`: those that `record` was told
+            of; exact where the optimizer changes no others. `"fingerprint"`: those whose
+            64-bit hash differs from the one at the save before; exact for every optimizer, and
+            `Save` needs no `touched`; reads the tables once a save, keeps 12 bytes a row.
+            `"audited"`: recorded, and a save stops if others changed. None: as the run that is
+            restored, else `"recorded"` if the first save has `touched`, else `"fingerprint"`.
+        audit_saves: how many saves of a recorded run are audited too, counted from the first
+            one, a restore or `reset_touched` on; 0: none. Meanwhile 8 bytes a row, and one a
+            row and leaf, are kept.
+        drop_unchanged: leave out rows that were recorded but have not changed; needs
+            `tracking="audited"`.
         preservation_policy: an Orbax preservation policy, such as
             `ocp.checkpoint_managers.LatestN(3)`; parents of what it keeps are kept too. None
             keeps everything.
@@ -61,7 +72,9 @@ class Options:
     bits: int = 4
     slot_codec: str | Codec = "raw"
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
-    tracking: Literal["recorded"] | None = None
+    tracking: Tracking | None = None
+    audit_saves: int = 10
+    drop_unchanged: bool = False
     preservation_policy: Any = None
     max_staging_bytes: int = 2 << 30
     verify_reads: bool = True
@@ -69,10 +82,7 @@ class Options:
     on_save: Callable[[SaveReport], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.tracking not in (None, "recorded"):
-            raise errors.OptionError(
-                f"tracking {self.tracking!r} is not known, expected 'recorded'"
-            )
+        self._check_tracking()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
                 f"staging {self.staging!r} is not known, expected 'auto', 'host' or"
@@ -85,6 +95,23 @@ class Options:
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):
                 _check_readable(self._codec(name, leaf))
+
+    def _check_tracking(self) -> None:
+        known = get_args(Tracking)
+        if self.tracking not in (None, *known):
+            raise errors.OptionError(
+                f"tracking {self.tracking!r} is not known, expected one of"
+                f" {', '.join(map(repr, known))}"
+            )
+        if self.audit_saves < 0:
+            raise errors.OptionError(
+                f"audit_saves must not be negative, got {self.audit_saves}"
+            )
+        if self.drop_unchanged and self.tracking != "audited":
+            raise errors.OptionError(
+                "drop_unchanged needs to know which recorded rows have changed\n"
+                f"  got tracking={self.tracking!r}, expected tracking='audited'"
+            )
 
     def _codec(self, table: str, leaf: str) -> Codec:
         own = self.tables.get(table, TableOptions())

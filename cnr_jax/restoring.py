@@ -50,7 +50,6 @@ def tables_of(manifest: Manifest, sharding: Sharding | None = None) -> Tables:
             slots=tuple(slots),
             rows=entry.rows,
             layout=layout_from(entry.layout.name, entry.layout.configuration),
-            row_sparse=False,
         )
     return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
 

@@ -11,8 +11,7 @@ import jax
 from cnr_jax import capture, errors
 from cnr_jax.finalizing import Facts
 from cnr_jax.format import names
-from cnr_jax.format.manifest import DenseLeaf, Manifest
-from cnr_jax.optimizers import check_row_sparse
+from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.orbax_compat import Place, step_number
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.ledger import Entry
@@ -24,6 +23,7 @@ from cnr_jax.rows.touched import Touched
 from cnr_jax.splitting import split
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.tracking import Found
 
 # How long a failed save is waited for to stop writing; it does within a chunk or two.
 STOP_SECS = 60
@@ -36,7 +36,6 @@ class Checked:
     arrays: dict[str, dict[str, jax.Array]]
     dense: dict[str, Any]
     dense_leaves: tuple[DenseLeaf, ...]
-    structure: jax.tree_util.PyTreeDef
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -50,11 +49,8 @@ class Prepared:
     args: Any
     place: Place
     plan: Plan
-    arrays: dict[str, dict[str, jax.Array]]
-    dense: dict[str, Any]
-    dense_leaves: tuple[DenseLeaf, ...]
-    lineage: str
-    clock: int
+    checked: Checked
+    found: Found
     started_secs: float
 
 
@@ -64,9 +60,8 @@ class InFlight:
 
     place: Place
     plan: Plan
-    lineage: str
-    clock: int
     facts: Facts
+    fingerprint_secs: float = 0.0
     blocking_secs: float = 0.0
     stage: Stage[Chunk] | None = None
     writing: list[Any] = dataclasses.field(default_factory=list)
@@ -86,39 +81,26 @@ class InFlight:
 
 
 def check(
-    state: Any,
-    touched: Touched | None,
-    tables: Tables,
-    structure: jax.tree_util.PyTreeDef | None = None,
+    state: Any, touched: Touched | None, tables: Tables, tracking: Tracking
 ) -> Checked:
-    """All checks that a process can do alone, before anything is decided or written.
-
-    Args:
-        state: what is to be saved.
-        touched: the touched rows beside it.
-        tables: of the state.
-        structure: of the last state that passed; its optimizer need not be looked at again.
+    """All checks of form that a process can do alone, before anything is decided or written.
 
     Raises:
         StateMismatchError, TouchedError, TableError: if the state cannot be saved.
-        OptimizerError: if its optimizer moves rows that no batch looked up. `init_touched`
-            looked too, but a restore makes `touched` for any state.
     """
-    if touched is None:
-        raise errors.TouchedError(
-            "a recorded run cannot be saved without touched rows\n"
-            "  hint: cnr.args.Save(state, touched), with touched from init_touched"
-        )
     _check_alive(state, "state")
-    _check_alive(touched, "touched")
     arrays, dense = split(state, tables)
     leaves = capture.dense_leaves(dense)
-    capture.check_touched(touched, tables)
-    capture.check_tiling(tables, arrays, touched.stamps)
-    found = jax.tree.structure(state)
-    if structure is None or found != structure:
-        check_row_sparse(state, tables)
-    return Checked(arrays=arrays, dense=dense, dense_leaves=leaves, structure=found)
+    if tracking != "fingerprint":
+        if touched is None:
+            raise errors.TouchedError(
+                f"a run with tracking={tracking!r} cannot be saved without touched rows\n"
+                "  hint: cnr.args.Save(state, touched), with touched from init_touched or"
+                " a restore; or Options(tracking='fingerprint'), which needs none"
+            )
+        _check_alive(touched, "touched")
+        capture.check_touched(touched, tables)
+    return Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
 
 
 def _check_alive(tree: Any, what: str) -> None:
@@ -164,6 +146,7 @@ def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveRepor
     return SaveReport(
         step=manifest.step,
         kind=manifest.kind,
+        tracking=manifest.tracking,
         parent=step_number(parent.directory) if parent else None,
         generation=manifest.generation,
         rows=totals.rows,
@@ -173,6 +156,7 @@ def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveRepor
         manifest_bytes=totals.manifest_bytes + own,
         full_fp32_bytes=capture.full_fp32_bytes(tables, manifest.dense_leaves),
         blocking_secs=flight.blocking_secs,
+        fingerprint_secs=flight.fingerprint_secs,
         total_secs=manifest.history[-1].secs,
         reason=manifest.reason,
     )

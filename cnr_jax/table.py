@@ -1,4 +1,4 @@
-"""What a table is: a parameter `[rows, dim]`, its per-row slots, and how they print.
+"""What a table is: a parameter `[rows, ...]`, its per-row slots, and how they print.
 
 `find_tables` makes these values; everything else reads them. They hold shapes, dtypes and
 shardings, never arrays.
@@ -52,7 +52,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """An embedding table `[padded_rows, dim]` and the slots that go with its rows.
+    """A table `[padded_rows, ...]` and the slots that go with its rows.
+
+    An embedding, the experts of a layer, a kernel, a vector: whatever changes by rows.
 
     Attributes:
         name: as given to `find_tables`.
@@ -60,7 +62,6 @@ class Table:
         slots: the optimizer's arrays with one entry per row, in the order of paths.
         rows: logical rows; the others are padding.
         layout: where logical rows lie in the array.
-        row_sparse: whether the user vouches that only looked-up rows change.
     """
 
     name: str
@@ -68,7 +69,6 @@ class Table:
     slots: tuple[Leaf, ...]
     rows: int
     layout: RowLayout
-    row_sparse: bool
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -82,8 +82,8 @@ class Table:
 
     @property
     def dim(self) -> int:
-        """Elements per row of the parameter."""
-        return self.leaf.shape[1]
+        """Elements per row of the parameter, whatever its trailing shape."""
+        return math.prod(self.leaf.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,9 +105,6 @@ class TableSpec:
         rows: logical rows, at most those of the array; default: all of them.
         slots: paths of the slots; default: find them; empty: none.
         layout: where logical rows lie in the array.
-        row_sparse: the optimizer changes no rows but those looked up, whatever its
-            slots look like: skips `check_row_sparse` for this table. If it is not
-            true, deltas miss rows.
     """
 
     path: str | None = None
@@ -115,7 +112,6 @@ class TableSpec:
     rows: int | None = None
     slots: Sequence[str] | None = None
     layout: RowLayout = field(default_factory=Identity)
-    row_sparse: bool = False
 
 
 class Tables(Mapping[str, Table]):
@@ -187,7 +183,6 @@ def _rows(table: Table) -> str:
         f"{table.rows:,} rows"
         + f" and {padding:,} of padding" * (padding > 0)
         + f", layout {table.layout.name}" * (table.layout != Identity())
-        + ", declared row-sparse" * table.row_sparse
     )
 
 

@@ -1,4 +1,4 @@
-"""Which leaves of a train state are embedding tables, their per-row slots, or dense.
+"""Which leaves of a train state are tables, their per-row slots, or dense.
 
 `find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
 dtypes and shardings, never values.
@@ -23,17 +23,27 @@ from cnr_jax.table import Leaf, Table, Tables, TableSpec, dense_lines
 
 __all__ = ["Leaf", "Table", "TableSpec", "Tables", "find_tables"]
 
-_TABLE_DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+_TABLE_DTYPES = frozenset(
+    jnp.dtype(name)
+    for name in """
+    bfloat16 float16 float32 float64
+    int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    """.split()
+)
 
 
 def find_tables(
     state: Any, spec: Sequence[str] | Mapping[str, str | TableSpec]
 ) -> Tables:
-    """Finds embedding tables and their per-row optimizer slots in a train state.
+    """Finds tables and their per-row optimizer slots in a train state.
 
+    A table is any array with a leading row axis: an embedding `[rows, dim]`, the
+    weights of experts `[experts, in, out]`, a kernel `[in, out]`, a vector `[rows]`.
     Paths are compared without the parts that Flax adds (`params`, `value`), so
-    "user", "user/embedding" and "params/user/embedding" may all name the same leaf. A
-    slot is a leaf with the table's number of rows whose path ends with the table's.
+    "user", "user/embedding" and "params/user/embedding" may all name the same leaf. The
+    name of a module means its matrix, not the biases and counters beside it; these are
+    named by their own paths. A slot is a leaf with the table's number of rows whose
+    path ends with the table's.
 
     Args:
         state: a train state, concrete or abstract (`jax.ShapeDtypeStruct` leaves).
@@ -44,8 +54,9 @@ def find_tables(
 
     Raises:
         TableError: if a name matches nothing, or several leaves; if the leaf is not a
-            float32, bfloat16 or float16 array `[rows, dim]`; if a leaf would belong to
-            two tables; if explicit rows or slots do not fit.
+            array of floats or integers with a row and an element; if a leaf would
+            belong to two tables, or may be a slot or not; if explicit rows or slots do
+            not fit.
 
     Example:
         >>> state = {
@@ -112,10 +123,11 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
 def _choose(index: PathIndex, name: str, path: str) -> Entry:
     """Finds the one parameter that a table's path means."""
     matches = index.match(path)
+    mirrored = {m.entry.path for entry in matches for m in index.mirrors(entry)}
+    left = [entry for entry in matches if entry.path not in mirrored] or matches
     # A module's table is its matrix: biases and counters beside it are not meant.
-    pool = [entry for entry in matches if entry.ndim == 2] or matches
-    mirrored = {m.entry.path for entry in pool for m in index.mirrors(entry)}
-    left = [entry for entry in pool if entry.path not in mirrored] or pool
+    least = min(2, max((entry.ndim for entry in left), default=0))
+    left = [entry for entry in left if entry.ndim >= least]
     if len(left) == 1:
         return left[0]
     if left:
@@ -141,11 +153,11 @@ def _table(
     parameters: Collection[tuple[str, ...]],
 ) -> Table:
     leaf = _leaf("table", entry, name)
-    if len(leaf.shape) != 2 or 0 in leaf.shape or leaf.dtype not in _TABLE_DTYPES:
+    if not leaf.shape or 0 in leaf.shape or leaf.dtype not in _TABLE_DTYPES:
         raise TableError(
             f"table {name!r} at {'/'.join(leaf.path)} is not a table\n"
-            f"  got {leaf.dtype}{list(leaf.shape)}, expected float32, bfloat16 or "
-            "float16 [rows, dim] with at least one row and one column"
+            f"  got {leaf.dtype}{list(leaf.shape)}, expected [rows, ...] of floats of 16 "
+            "to 64 bits or integers of 8 to 64, at least one row and one element"
         )
     rows = leaf.shape[0] if spec.rows is None else spec.rows
     _check_rows(name, rows, leaf, spec.layout)
@@ -163,7 +175,6 @@ def _table(
         slots=slots,
         rows=rows,
         layout=spec.layout,
-        row_sparse=spec.row_sparse,
     )
 
 
@@ -214,17 +225,25 @@ def _found_slots(
         shape = tuple(getattr(mirror.entry.value, "shape", ()))
         if shape[:1] != leaf.shape[:1]:
             continue
-        if len(shape) == 1 and leaf.shape[0] == leaf.shape[1]:
+        if _may_be_along_columns(shape, leaf.shape):
             raise TableError(
-                f"table {name!r} is square, {list(leaf.shape)}: leaf "
-                f"{'/'.join(mirror.entry.path)} of shape {list(shape)} may be one "
-                "value per row or one per column\n"
-                "  hint: list the slots in TableSpec(slots=[...])."
+                f"table {name!r} of shape {list(leaf.shape)} has as many columns as rows: "
+                f"leaf {'/'.join(mirror.entry.path)} of shape {list(shape)} may belong "
+                "to either\n  hint: list the slots in TableSpec(slots=[...])."
             )
         if jnp.issubdtype(mirror.entry.value.dtype, jax.dtypes.extended):
             continue  # random keys, one per row: not numbers, saved with the dense rest
         slots.append((mirror.prefix, mirror.entry))
     return slots
+
+
+def _may_be_along_columns(slot: Sequence[int], table: Sequence[int]) -> bool:
+    """Tells whether the table's shape without its rows, or part of it, is the slot's.
+
+    Factored slots, as Adafactor's, leave axes out and keep the order of the others.
+    """
+    columns = iter(table[1:])
+    return len(slot) < len(table) and all(size in columns for size in slot)
 
 
 def _listed_slots(

@@ -15,6 +15,7 @@ class SaveReport:
 
     Attributes:
         kind: `"full"` or `"delta"`.
+        tracking: how changed rows were found.
         parent: step of the parent of a delta.
         generation: number of the branch; a rollback starts a higher one.
         rows: rows written, over all tables.
@@ -25,12 +26,14 @@ class SaveReport:
         full_fp32_bytes: tables, slots and dense leaves as they are in memory, tables in
             float32: what a plain full save would write.
         blocking_secs: how long training waited, on this process.
+        fingerprint_secs: of these, for hashing all rows, where this was done.
         total_secs: from the call of `save` until the manifest was written.
         reason: why it was full or a delta.
     """
 
     step: int
     kind: str
+    tracking: str
     parent: int | None
     generation: int
     rows: int
@@ -40,6 +43,7 @@ class SaveReport:
     manifest_bytes: int
     full_fp32_bytes: int
     blocking_secs: float
+    fingerprint_secs: float
     total_secs: float
     reason: str
 

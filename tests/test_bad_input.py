@@ -296,7 +296,7 @@ def test_bad_ids_are_refused(ids: Any, message: str, wrap: Any) -> None:
     ("spec", "message"),
     [
         (["usr"], "(?s)no leaf.*user"),
-        (["w"], "not a table"),
+        (["step"], "not a JAX array"),
         ({"user": cnr.TableSpec(rows=9)}, "9"),
         ({"user": cnr.TableSpec(slots=["opt_state/acc/item"])}, "acc/item"),
     ],

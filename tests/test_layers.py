@@ -19,7 +19,7 @@ BELOW_ROWS = "errors layouts paths table tables splitting optimizers"
 BELOW_REPOSITORY = f"{BELOW_ROWS} rows format policy telemetry"
 BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
 # The parts of a save and of a restore that know no Orbax, then those that do.
-STAGES = "capture finalizing restoring"
+STAGES = "capture audit tracking finalizing restoring"
 ORBAX = "orbax_compat"
 TABLE = {
     "errors": ("", ""),
@@ -36,6 +36,8 @@ TABLE = {
     "repository": (BELOW_REPOSITORY, "numpy jax tensorstore"),
     "options": (BELOW_REPOSITORY, "numpy jax"),
     "capture": (BELOW_HANDLER, "numpy jax"),
+    "audit": (BELOW_HANDLER, "numpy"),
+    "tracking": (f"{BELOW_HANDLER} capture audit", "numpy"),
     "finalizing": (BELOW_HANDLER, "numpy jax"),
     "restoring": (BELOW_HANDLER, "numpy jax"),
     "orbax_compat": ("errors format repository", "numpy jax orbax"),

@@ -11,13 +11,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.fields import Fields
 
 Kind = Literal["full", "delta"]
+Tracking = Literal["recorded", "fingerprint", "audited"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class Manifest:
     kind: Kind
     generation: int
     lineage: str
-    tracking: str
+    tracking: Tracking
     recorded_clock: int | None
     fingerprint_clock: int | None
     parent: ParentRef | None
@@ -147,12 +148,6 @@ class Manifest:
     writer: Mapping[str, Any]
     required_features: tuple[str, ...] = ()
     version: int = names.VERSION
-
-    @property
-    def clock(self) -> int:
-        """The clock by which rows were chosen in this run's tracking mode."""
-        clock = self.recorded_clock
-        return clock if clock is not None else (self.fingerprint_clock or 0)
 
     def table(self, name: str) -> TableEntry | None:
         """The table of that name, or None."""
@@ -259,9 +254,7 @@ def _read_manifest(fields: Fields) -> Manifest:
         kind=cast("Kind", kind),
         generation=fields.integer("generation", minimum=1),
         lineage=fields.hexadecimal("lineage", 32),
-        tracking=fields.text(
-            "tracking", choices=("recorded", "fingerprint", "audited")
-        ),
+        tracking=cast("Tracking", fields.text("tracking", choices=get_args(Tracking))),
         recorded_clock=_optional_clock(fields, "recorded_clock"),
         fingerprint_clock=_optional_clock(fields, "fingerprint_clock"),
         parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,

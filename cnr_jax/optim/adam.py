@@ -26,8 +26,8 @@ class LazyAdamState(NamedTuple):
         lazy_nu: float32[rows, dim] by table, average of their squares.
     """
 
-    # Not `mu` and `nu`: a tree that has lost its classes (an `nnx.State`, a dict) and
-    # has slots of these names is taken for dense Adam, and refused for recorded rows.
+    # Not `mu` and `nu`: in a tree that has lost its classes (an `nnx.State`, a dict)
+    # these are dense Adam's, and an `AuditError` would blame them for other rows' moves.
     count: Tree
     lazy_mu: Tree
     lazy_nu: Tree
@@ -52,9 +52,6 @@ def lazy_adam(
     row first met late is treated as one that always had gradients of zero, and its
     first step is (1 - b1) / sqrt(1 - b2) times the learning rate, 3.2 by default. Lower
     `b2` where this hurts.
-
-    `init_touched` accepts these slots as they are, in any container:
-    `TableSpec(row_sparse=True)` is not needed.
 
     Args:
         learning_rate: a number, or a schedule of the table's count of earlier updates.

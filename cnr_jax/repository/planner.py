@@ -26,6 +26,8 @@ class Plan:
     """One save, the same on every process.
 
     Attributes:
+        lineage: of the stamps that choose rows.
+        clock: of the stamps that choose rows, in this save.
         committed: uuid of the save before this one if it was committed, else None.
         abandoned: step directories to rename aside before this one is written.
         history: of the branch since its latest full save, without this one.
@@ -35,6 +37,8 @@ class Plan:
     uuid: str
     step: int
     directory: str
+    lineage: str
+    clock: int
     kind: Kind
     parent: ParentRef | None
     generation: int
@@ -73,8 +77,9 @@ class Request:
     """What is about to be saved.
 
     Attributes:
-        lineage: of the state's touched rows, 32 hex digits.
-        clock: of the state's touched rows.
+        lineage: of the stamps that choose rows, 32 hex digits; empty if there were none
+            before, and then one is drawn.
+        clock: of the stamps that choose rows.
         at_limit: the clock has reached its limit and tells rows apart no more.
         tables: as the manifest will list them.
         guarded: retention is known to keep parents.
@@ -109,6 +114,8 @@ class Planner:
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
         """
+        if not request.lineage:
+            request = dataclasses.replace(request, lineage=secrets.token_hex(16))
         branch = self._branch(request)
         generation = self._generation(ledger, branch)
         abandoned = self._in_the_way(ledger, branch, request, generation)
@@ -119,6 +126,8 @@ class Planner:
             uuid=f"{self._nonce}{self._attempt:08x}",
             step=request.step,
             directory=request.directory,
+            lineage=request.lineage,
+            clock=request.clock,
             kind=decision.kind,
             parent=parent,
             generation=generation,
@@ -131,12 +140,12 @@ class Planner:
             committed=committed,
         )
 
-    def saved(self, lineage: str, entry: Entry, clock: int) -> None:
+    def saved(self, plan: Plan, entry: Entry) -> None:
         """Notes a committed save: from now on it may be a parent in its lineage."""
         assert entry.manifest is not None
-        branch = self.branches.setdefault(lineage, Branch())
-        branch.parents[entry.uuid] = clock
-        branch.tip, branch.last_clock = entry, clock
+        branch = self.branches.setdefault(plan.lineage, Branch())
+        branch.parents[entry.uuid] = plan.clock
+        branch.tip, branch.last_clock = entry, plan.clock
         branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:

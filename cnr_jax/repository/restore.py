@@ -101,10 +101,7 @@ def restore_stamps(
         local = [d for d in devices if d.process_index == jax.process_index()]
         if not local:
             continue
-        stamps = np.zeros(box[0][1] - box[0][0], np.int32)
-        for clock, reader in enumerate(chain[1:], start=1):
-            for at in _rows_in(reader, table, target, box[0]):
-                stamps[at] = clock
+        stamps = restored_stamps(chain, table, target, box[0])
         for device in local:
             arrays[device] = jax.device_put(stamps, device)
     order = [d for d in sharding.addressable_devices_indices_map(shape)]
@@ -113,15 +110,32 @@ def restore_stamps(
     )
 
 
+def restored_stamps(
+    chain: Sequence[StepReader], table: str, target: Target, rows: tuple[int, int]
+) -> np.ndarray:
+    """The stamps of `restore_stamps` for some rows, int32[rows[1] - rows[0]]."""
+    stamps = np.zeros(rows[1] - rows[0], np.int32)
+    for clock, reader in enumerate(chain[1:], start=1):
+        for at in _rows_in(reader, table, target, rows):
+            stamps[at] = clock
+    return stamps
+
+
 def _rows_in(
     reader: StepReader, table: str, target: Target, rows: tuple[int, int]
 ) -> Iterator[np.ndarray | slice]:
-    """Rows within `rows` that a checkpoint holds, relative to the first."""
+    """Rows within `rows` of which a checkpoint holds any leaf, relative to the first.
+
+    Tiles of different leaves may hold different rows: see SPEC, section 8.
+    """
     place = _placement(_entry(reader, table), target)
-    for process, tile in _tiles(reader, table, "table"):
+    done: set[tuple[int, tuple[int, int], int]] = set()
+    for process, tile in _tiles(reader, table):
         for segment in tile.segments:
-            _, at = _overlap(reader, process, tile, segment, place, rows)
-            yield at
+            key = (process, tile.box[0], segment.row_ids)
+            if key not in done:
+                done.add(key)
+                yield _overlap(reader, process, tile, segment, place, rows)[1]
 
 
 def _entry(reader: StepReader, table: str) -> TableEntry:
@@ -130,10 +144,13 @@ def _entry(reader: StepReader, table: str) -> TableEntry:
     return entry
 
 
-def _tiles(reader: StepReader, table: str, leaf: str) -> Iterator[tuple[int, Tile]]:
+def _tiles(
+    reader: StepReader, table: str, leaf: str | None = None
+) -> Iterator[tuple[int, Tile]]:
+    """Tiles of a table, or of one leaf of it, each with the process that wrote it."""
     for process in reader.processes:
         for tile in process.tiles:
-            if tile.table == table and tile.leaf == leaf:
+            if tile.table == table and leaf in (None, tile.leaf):
                 yield process.process, tile
 
 

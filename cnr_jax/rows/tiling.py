@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Sharding
 
 from cnr_jax import errors
+from cnr_jax.table import Leaf, Table, Tables
 
 Box = tuple[tuple[int, int], ...]
 
@@ -29,6 +30,48 @@ class Piece(NamedTuple):
 
     box: Box
     device: jax.Device
+
+
+class OwnTile(NamedTuple):
+    """A tile that this process saves."""
+
+    table: Table
+    leaf: Leaf
+    piece: Piece
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Start and stop of its rows."""
+        return self.piece.box[0]
+
+
+Shardings = Mapping[str, Mapping[str, Sharding]]
+
+
+def own_tiles(
+    tables: Tables, shardings: Shardings, stamps: Mapping[str, Sharding]
+) -> tuple[OwnTile, ...]:
+    """The tiles of all tables that this process saves, in the order of tables and leaves.
+
+    Args:
+        tables: the tables of a state.
+        shardings: of their leaves, by table and leaf name; those missing are left out.
+        stamps: sharding of each table's stamps.
+
+    Raises:
+        TableError: if for some rows no process holds both values and stamps.
+    """
+    here = jax.process_index()
+    return tuple(
+        OwnTile(table, leaf, piece)
+        for name, table in tables.items()
+        for leaf in table.leaves
+        if leaf.name in shardings.get(name, {})
+        for piece in tile_leaf(
+            f"{name}.{leaf.name}", leaf.shape, shardings[name][leaf.name], stamps[name]
+        )
+        if piece.device.process_index == here
+    )
 
 
 def boxes_of(

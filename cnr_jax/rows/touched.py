@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import TouchedError
 from cnr_jax.layouts import Identity
-from cnr_jax.optimizers import check_row_sparse
 from cnr_jax.rows.ids import (
     Ids,
     Lookup,
@@ -104,7 +103,6 @@ def init_touched(state: Any, tables: Tables) -> Touched:
         Stamps int32[padded_rows] of zeros by table, clock 0 and a fresh lineage.
 
     Raises:
-        OptimizerError: if the optimizer moves rows that no batch looked up.
         StateMismatchError: if `state` and `tables` disagree.
         TouchedError: if called inside `jax.jit`, or a table's sharding is of a kind
             from which the sharding of its rows cannot be read.
@@ -118,7 +116,6 @@ def init_touched(state: Any, tables: Tables) -> Touched:
         >>> touched.stamps["user"].tolist(), clock_of(touched)
         ([1, 0, 0, 0, 2, 0], 2)
     """
-    check_row_sparse(state, tables)
     leaves, _ = split(state, tables)
     arrays = {name: leaves[name][table.leaf.name] for name, table in tables.items()}
     _require_concrete(arrays.values(), "init_touched")
@@ -268,7 +265,7 @@ def stamp_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
 
     Args:
         sharding: of the table, a `NamedSharding` or any sharding on one device.
-        shape: of the table, (padded_rows, dim).
+        shape: of the table, (padded_rows, ...).
 
     Raises:
         TouchedError: if the sharding is of another kind, or does not split the rows

@@ -153,7 +153,6 @@ def test_full_manifest_without_clock_parent_or_leaves_comes_back_equal() -> None
         history=(),
     )
     assert load(dump(full), "manifest") == full
-    assert full.clock == 3
 
 
 def test_process_manifest_comes_back_equal() -> None:

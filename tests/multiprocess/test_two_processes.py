@@ -171,21 +171,33 @@ def test_states_that_differ_between_processes_are_refused_alike_on_all(
     for path, line in zip(paths, refusals, strict=False):
         assert line.startswith("StateMismatchError state_mismatch"), line
         assert f"differ between process 0 and process 1 |   {path} |" in line
-    assert refusals[6].startswith("StateMismatchError state_mismatch"), refusals[6]
-    assert "item" in refusals[6]
-    assert refusals[7].startswith("TouchedError touched"), refusals[7]
-    assert len(refusals) == 8
+    assert refusals[6].startswith("AuditError audit table 'user': 1 rows"), refusals[6]
+    assert "first rows: 500 |" in refusals[6]
+    assert refusals[7].startswith("StateMismatchError state_mismatch"), refusals[7]
+    assert "item" in refusals[7]
+    assert refusals[8].startswith("TouchedError touched"), refusals[8]
+    assert len(refusals) == 9
     # And the save after them worked, on both.
     assert first[-1] == f"latest {STEPS - 1}"
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+@pytest.mark.parametrize(
+    ("policy", "tracking"),
+    [
+        ("consecutive", "recorded"),
+        ("one_shot", "recorded"),
+        ("consecutive", "fingerprint"),
+    ],
+)
 def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
-    twin: tuple[Path, list[list[str]]], tmp_path: Path, policy: str
+    twin: tuple[Path, list[list[str]]], tmp_path: Path, policy: str, tracking: str
 ) -> None:
     out, _ = twin
     want = values(out / "twin", 0)
-    root, with_policy = tmp_path / "root", ("--policy", policy)
+    root, with_policy = (
+        tmp_path / "root",
+        ("--policy", policy, "--tracking", tracking),
+    )
     # Process 1 dies while it writes its rows; of step 4 nothing may ever be listed.
     killed(root, tmp_path / "a", 4, victim=1, where="rows", options=with_policy)
     if policy == "consecutive":
@@ -203,7 +215,7 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     assert_same(values(tmp_path / "two", 0), want)
     assert_same(values(tmp_path / "two", 1), want)
     manifest = read_manifest(root / str(STEPS - 1) / "default")
-    assert manifest.kind == "delta"
+    assert (manifest.kind, manifest.tracking) == ("delta", tracking)
     assert len(manifest.processes) == 2
 
     one = run(1, tmp_path / "copy", tmp_path / "one", *options)

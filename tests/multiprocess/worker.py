@@ -102,6 +102,12 @@ class Run:
         new = {"key": key, "counter": counter, "step": step, "rate": 0.25 / (step + 1)}
         self.state = {**self.state, **arrays, **new}
 
+    def changed_unrecorded(self, table: str, row: int) -> dict[str, Any]:
+        """The tables, with one row changed behind the back of `record`."""
+        params = self.state["params"]
+        changed = jax.jit(lambda x: x.at[row].add(1))(params[table]["embedding"])
+        return {**params, table: {"embedding": changed}}
+
     def values(self) -> dict[str, np.ndarray]:
         """Every leaf as a numpy array, global ones gathered; alike on every process."""
         found = {}
@@ -158,6 +164,8 @@ def try_bad_saves(manager: cnr.CheckpointManager, run: Run, step: int) -> list[s
         dict(good, name=f"process {here}"),
         dict(good, scale=np.float32(here)),
         dict(good, **({"extra": 1} if here else {})),
+        # Row 500 lies on the devices of process 1, which alone sees that it changed.
+        dict(good, params=run.changed_unrecorded("user", 500)),
         # Process 1 alone sees that its state is not the one of the tables.
         dict(good, params={"user": good["params"]["user"]} if here else good["params"]),
     ]
@@ -184,6 +192,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--policy", default="consecutive")
+    parser.add_argument("--tracking")
     parser.add_argument("--hold-step", type=int)
     parser.add_argument("--hold-where", choices=["rows", "manifest"])
     parser.add_argument("--hold-process", type=int)
@@ -197,7 +206,9 @@ def main() -> None:
         hold_at(args.hold_step, args.hold_where)
     run = Run()
     policies = {"consecutive": cnr.Consecutive(), "one_shot": cnr.OneShot()}
-    options = cnr.Options(codec="raw", policy=policies[args.policy])
+    options = cnr.Options(
+        codec="raw", policy=policies[args.policy], tracking=args.tracking
+    )
     lines: list[str] = []
     with cnr.CheckpointManager(
         args.root, tables=run.tables, options=options
@@ -211,7 +222,8 @@ def main() -> None:
         lines.append(f"restored {latest}, starts at {start}")
         for step in range(start, args.stop):
             run.train(step)
-            assert manager.save(step, args=cnr.args.Save(run.state, run.touched))
+            touched = None if args.tracking == "fingerprint" else run.touched
+            assert manager.save(step, args=cnr.args.Save(run.state, touched))
         manager.wait_until_finished()
         if args.bad_saves:
             lines += try_bad_saves(manager, run, args.stop)

@@ -87,7 +87,7 @@ class Run:
                 restores=plan.restores,
             )
         )
-        self.planner.saved(lineage, entry, clock)
+        self.planner.saved(plan, entry)
         return plan
 
     def restore(self, step: int, lineage: str, *, exact: bool = True) -> list[Entry]:
@@ -117,6 +117,16 @@ def test_delta_rests_on_the_save_before_with_its_clock(run: Run) -> None:
     assert plan.kind == "delta" and plan.parent is not None
     assert (plan.parent.directory, plan.parent.uuid) == ("0", full.uuid)
     assert plan.parent.clock == 3
+
+
+def test_first_save_without_a_lineage_draws_one_and_the_next_go_on_in_it(
+    run: Run,
+) -> None:
+    first = run.save(0, clock=0, lineage="")
+    assert len(bytes.fromhex(first.lineage)) == 16
+    assert run.plan(1, clock=1, lineage=first.lineage).parent is not None
+    other = run.plan(1, clock=1, lineage="")
+    assert other.kind == "full" and other.lineage != first.lineage
 
 
 def test_policy_may_choose_an_older_parent_with_the_clock_of_that(run: Run) -> None:

@@ -1,0 +1,161 @@
+"""The audit: did any row change that was not recorded, and if so, which, where and why.
+
+A delta holds recorded rows. If others changed, it would restore a state that never existed;
+so the save is refused, and the error tells what a user needs to find the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cnr_jax.errors import AuditError
+from cnr_jax.optimizers import moving_parts
+from cnr_jax.rows.watch import Group, Look, Rows, RowWatch, by_rows
+from cnr_jax.table import Table, Tables
+
+_SHOWN_ROWS = 5
+# Past this share of a table's rows the look-ups of some batches are not what was missed.
+_MOST = 0.5
+
+# int32 of some rows: the stamps that `record` wrote.
+StampsOf = Callable[[Rows], np.ndarray]
+
+
+@dataclasses.dataclass(slots=True)
+class Unrecorded:
+    """Rows of one table that changed without being recorded, as this process sees them.
+
+    Attributes:
+        rows: stored rows, those of each device sorted.
+        leaves: how many of them differ in each leaf, by leaf name.
+        recorded: rows of the table that were recorded meanwhile.
+        before: how many of `rows` were recorded at an earlier time.
+    """
+
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    leaves: Counter[str] = dataclasses.field(default_factory=Counter)
+    recorded: int = 0
+    before: int = 0
+
+
+def check_recorded(
+    tables: Tables,
+    watch: RowWatch,
+    look: Look,
+    stamps: StampsOf,
+    clock: int,
+    state: Any,
+) -> None:
+    """Checks that all rows that changed since the look before were recorded since.
+
+    Args:
+        tables: of the state.
+        watch: that keeps the look before.
+        look: at the state now.
+        stamps: that `record` wrote.
+        clock: of the recorded rows at the look before.
+        state: in which the likely cause is looked for.
+
+    Raises:
+        AuditError: naming tables, rows, leaves, the likely cause and the remedy.
+    """
+    found = {name: Unrecorded() for name in tables}
+    for rows, groups in by_rows(look).items():
+        written = stamps(rows)
+        found[rows.table].recorded += int((written > clock).sum())
+        _add(found[rows.table], rows, groups, watch, look, written, clock)
+    guilty = {name: rows for name, rows in found.items() if len(rows.rows)}
+    if guilty:
+        raise AuditError(_message(tables, guilty, state))
+
+
+def _add(
+    here: Unrecorded,
+    rows: Rows,
+    groups: Sequence[Group],
+    watch: RowWatch,
+    look: Look,
+    written: np.ndarray,
+    clock: int,
+) -> None:
+    """Adds what is found in some rows, of which `groups` hold columns or leaves."""
+    missed = np.zeros(len(written), bool)
+    leaves: Counter[str] = Counter()
+    for group in groups:
+        if group in look.changed:
+            mask = look.changed[group] & (written <= clock)
+            missed |= mask
+            leaves |= Counter(watch.differing(look, group, np.flatnonzero(mask)))
+    positions = np.flatnonzero(missed)
+    here.rows = np.concatenate([here.rows, positions + rows.rows[0]])
+    here.before += int((written[positions] > 0).sum())
+    here.leaves += leaves
+
+
+def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str:
+    lines: list[str] = []
+    for name, rows in found.items():
+        lines += [
+            f"table {name!r}: {len(rows.rows):,} rows changed that were not recorded;"
+            " a delta would miss them",
+            f"  got changes in {_leaves_text(rows)}; first rows: {_rows_text(tables[name], rows)}",
+            f"  expected changes only in the {rows.recorded:,} rows recorded since the"
+            " save before",
+            f"  likely cause: {_cause(tables[name], rows, state)}",
+        ]
+    return "\n".join([*lines, _HINT])
+
+
+_HINT = """\
+  hint: Options(tracking="fingerprint") saves exactly whatever the optimizer;
+    or give tables a row-sparse one (cnr_jax.optim, by optax.multi_transform), and call `record`
+    in the step that applies an update, with all ids whose rows it changes;
+    after putting back an older state by hand, call reset_touched"""
+
+
+def _leaves_text(rows: Unrecorded) -> str:
+    named = [
+        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (at least {count:,} rows)"
+        for leaf, count in rows.leaves.items()
+    ]
+    return ", ".join(named) or "the table or a slot"
+
+
+def _rows_text(table: Table, rows: Unrecorded) -> str:
+    """The first rows, as the ids by which a model knows them."""
+    stored = rows.rows[:_SHOWN_ROWS]
+    logical = np.asarray(table.layout.to_logical(stored))
+    shown = [str(row) if row < table.rows else f"{row} (padding)" for row in logical]
+    return ", ".join(shown) + ", ..." * (len(rows.rows) > _SHOWN_ROWS)
+
+
+def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
+    parts = moving_parts(state, table)
+    if parts:
+        return (
+            "the optimizer moves rows that no batch looked up, as"
+            f" {', '.join(parts)} shows"
+        )
+    if not rows.recorded and not rows.before:
+        return "`record` was told of no row of this table: a feature is missing"
+    if len(rows.rows) > _MOST * table.padded_rows:
+        return (
+            "something moves most rows: weight decay, noise, an average of the parameters,"
+            " or a gradient that is not of looked-up rows alone"
+        )
+    if rows.leaves and "table" not in rows.leaves:
+        return "the optimizer changes slots of rows that no batch looked up"
+    if rows.before == len(rows.rows):
+        return (
+            "rows move after the step that looked them up: momentum, gradient"
+            " accumulation, or an update that is applied later"
+        )
+    return (
+        "rows are changed by ids that `record` is not told of: a feature left out, a table"
+        " shared under another name, or ids recorded before they are mapped to rows"
+    )

@@ -1,0 +1,213 @@
+"""Which rows differ from what they were at the save before: their fingerprints, remembered.
+
+The tiles of one table that one device saves of the same rows are hashed together, where they
+lie: nothing is communicated, and a row that is split by columns over devices has a hash on
+each. Hashes stay with the rows, the stamps made from them are kept on the host.
+
+To remember: looking changes nothing. What a look saw counts from `keep` on, so a save that is
+refused in between leaves no trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.rows.gather import Where
+from cnr_jax.rows.hashing import Arrays, changed_bits, hash_tiles, mask_of
+from cnr_jax.rows.tiling import OwnTile
+
+
+class Rows(NamedTuple):
+    """Some rows of a table: start and stop."""
+
+    table: str
+    rows: tuple[int, int]
+
+
+class Group(NamedTuple):
+    """Tiles of one table with the same rows on the same device."""
+
+    table: str
+    device: jax.Device
+    rows: tuple[int, int]
+
+
+def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
+    """The groups that tiles form, each with its tiles in the order of leaves."""
+    found: dict[Group, tuple[OwnTile, ...]] = {}
+    for tile in tiles:
+        group = Group(tile.table.name, tile.piece.device, tile.rows)
+        found[group] = (*found.get(group, ()), tile)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The rows of one group as they were.
+
+    Attributes:
+        tiles: what was hashed; hashes of other tiles do not compare.
+        hashes: uint32[rows, 2], on the device or the host.
+        tags: uint8[rows, tiles], which tell the leaves of a changed row apart; or None.
+    """
+
+    tiles: tuple[OwnTile, ...]
+    hashes: jax.Array | np.ndarray
+    tags: jax.Array | np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.hashes.nbytes + (self.tags.nbytes if self.tags is not None else 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """All rows of this process at one moment.
+
+    Attributes:
+        seen: by group.
+        changed: bool[rows] by group: which rows differ from what was kept. Groups of which
+            nothing was kept, or other tiles, are missing.
+    """
+
+    seen: Mapping[Group, Seen]
+    changed: Mapping[Group, np.ndarray]
+
+
+class RowWatch:
+    """Remembers all rows of this process by their hashes.
+
+    Args:
+        stamped: whether to keep stamps too, 4 bytes a row beside the 8 of a hash.
+        tagged: whether to keep a byte for each row and leaf, to tell which leaf changed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cnr_jax.rows.tiling import own_tiles
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"user": jnp.zeros((4, 2))}
+        >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
+        >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+        >>> watch = RowWatch(stamped=True)
+        >>> watch.keep(watch.look(tiles, {"user": {"table": state["user"]}}, "host"), 0)
+        >>> rows = {"user": {"table": state["user"].at[2].add(1)}}
+        >>> watch.keep(watch.look(tiles, rows, "host"), 1)
+        >>> watch.positions(Rows("user", (0, 4)), 0)
+        array([2])
+    """
+
+    def __init__(self, *, stamped: bool, tagged: bool = False) -> None:
+        self._stamped = stamped
+        self._tagged = tagged
+        # Of this process alone, as hashes are compared here alone; not known beforehand, so
+        # that no data can be made to collide.
+        self._seed = np.frombuffer(secrets.token_bytes(8), np.uint32)
+        self._seen: Mapping[Group, Seen] = {}
+        # Columns of a row may lie on several devices; its stamp is one.
+        self._stamps: dict[Rows, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, on devices and the host."""
+        stamps = sum(stamps.nbytes for stamps in self._stamps.values())
+        return stamps + sum(seen.nbytes for seen in self._seen.values())
+
+    def look(self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where) -> Look:
+        """Hashes all rows and compares them with what was kept.
+
+        Waits for the computation that makes the arrays. They may be donated afterwards.
+
+        Args:
+            tiles: what this process saves of the state.
+            arrays: the leaves, by table and leaf name.
+            where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk.
+        """
+        seen = {
+            group: self._hash(own, arrays, where)
+            for group, own in group_tiles(tiles).items()
+        }
+        # All devices work before the first one is waited for.
+        bits = {
+            group: changed_bits(now.hashes, self._seen[group].hashes)
+            for group, now in seen.items()
+            if group in self._seen and _leaves(self._seen[group]) == _leaves(now)
+        }
+        changed = {
+            group: mask_of(found, group.rows[1] - group.rows[0])
+            for group, found in bits.items()
+        }
+        return Look(seen=seen, changed=changed)
+
+    def _hash(self, tiles: tuple[OwnTile, ...], arrays: Arrays, where: Where) -> Seen:
+        hashes, tags = hash_tiles(tiles, arrays, where, self._seed, tagged=self._tagged)
+        return Seen(tiles=tiles, hashes=hashes, tags=tags)
+
+    def keep(self, look: Look, clock: int) -> None:
+        """Remembers what `look` saw, and stamps the rows that changed.
+
+        Args:
+            look: of this watch, with nothing kept since.
+            clock: greater than at any time before.
+        """
+        self._seen = look.seen
+        if self._stamped:
+            self._stamps = {
+                rows: self._stamp(look, rows, groups, clock)
+                for rows, groups in by_rows(look).items()
+            }
+
+    def _stamp(
+        self, look: Look, rows: Rows, groups: Sequence[Group], clock: int
+    ) -> np.ndarray:
+        stamps, (start, stop) = self._stamps.get(rows), rows.rows
+        if stamps is None or any(group not in look.changed for group in groups):
+            return np.full(stop - start, clock, np.int32)
+        for group in groups:
+            stamps[look.changed[group]] = clock
+        return stamps
+
+    def start(self, look: Look, stamps: Callable[[Rows], np.ndarray]) -> None:
+        """Remembers what `look` saw, with given stamps; forgets what was kept before.
+
+        Args:
+            look: at a state that was restored.
+            stamps: int32 of some rows; not called unless stamps are kept.
+        """
+        self._seen = look.seen
+        if self._stamped:
+            self._stamps = {rows: stamps(rows) for rows in by_rows(look)}
+
+    def positions(self, rows: Rows, clock: int) -> np.ndarray:
+        """Positions within `rows` that were stamped after `clock`, sorted."""
+        return np.flatnonzero(self._stamps[rows] > clock)
+
+    def differing(self, look: Look, group: Group, rows: np.ndarray) -> dict[str, int]:
+        """How many of some changed rows differ in each leaf, by leaf name; zeros left out.
+
+        Told from 8 bits a row and leaf: one row in 256 is missed for its leaf.
+        """
+        before, now = self._seen[group].tags, look.seen[group].tags
+        if before is None or now is None:
+            return {}
+        differ = (np.asarray(before)[rows] != np.asarray(now)[rows]).sum(0)
+        names = [tile.leaf.name for tile in look.seen[group].tiles]
+        return {n: int(d) for n, d in zip(names, differ, strict=True) if d}
+
+
+def by_rows(look: Look) -> dict[Rows, list[Group]]:
+    """The groups that hold parts of the same rows."""
+    found: dict[Rows, list[Group]] = {}
+    for group in look.seen:
+        found.setdefault(Rows(group.table, group.rows), []).append(group)
+    return found
+
+
+def _leaves(seen: Seen) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+    return [(tile.leaf.name, tile.piece.box) for tile in seen.tiles]

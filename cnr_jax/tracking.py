@@ -1,0 +1,315 @@
+"""How a run finds the rows that changed: recorded, by fingerprints, or both.
+
+Two sources of stamps stand behind one question, which rows are to be saved on top of a
+parent. Recorded stamps travel with the state and are tied to parents by their lineage;
+fingerprint stamps are kept here, and hold for whatever state is saved next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cnr_jax import audit, capture
+from cnr_jax.capture import Choose, staging_on, staging_where
+from cnr_jax.format.manifest import Tracking
+from cnr_jax.options import Options
+from cnr_jax.rows import hashing
+from cnr_jax.rows.gather import Where, touched_positions
+from cnr_jax.rows.hashing import Arrays
+from cnr_jax.rows.tiling import OwnTile, local_shard, own_tiles
+from cnr_jax.rows.touched import (
+    CLOCK_LIMIT,
+    Touched,
+    clock_of,
+    lineage_hex,
+    stamp_sharding,
+)
+from cnr_jax.rows.watch import Look, Rows, RowWatch, group_tiles
+from cnr_jax.table import Tables
+
+
+class Moment(NamedTuple):
+    """A lineage of stamps, and its clock at one time."""
+
+    lineage: str
+    clock: int
+
+
+_NEVER = Moment("", -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was found out about the rows of a state that is to be saved.
+
+    Attributes:
+        mode: how rows that changed are found.
+        tiles: what this process saves.
+        where: where rows are hashed and gathered.
+        stamps: those that choose rows; the lineage is empty if they are the first.
+        recorded: of `touched`; None in fingerprint mode.
+        look: at all rows; None where none was needed.
+        secs: that the look took.
+    """
+
+    mode: Tracking
+    tiles: tuple[OwnTile, ...]
+    where: Where
+    stamps: Moment
+    recorded: Moment | None
+    look: Look | None
+    secs: float
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the clock has stopped, and tells rows apart no more."""
+        return self.stamps is self.recorded and self.stamps.clock >= CLOCK_LIMIT
+
+
+class Tracker:
+    """Finds changed rows for one handler.
+
+    Args:
+        options: of the run.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._mode: Tracking | None = None
+        self._watch: RowWatch | None = None
+        # Of the stamps that fingerprints made.
+        self._prints = _NEVER
+        # Of the touched rows at the last save, and how many saves of them were audited.
+        self._last: Moment | None = None
+        self._audits = 0
+
+    def mode(self, touched: Touched | None) -> Tracking:
+        """How changed rows are found: as asked for, as before, or as `touched` suggests."""
+        asked = self._options.tracking or self._mode
+        return asked or ("fingerprint" if touched is None else "recorded")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that fingerprints take, on devices and the host of this process."""
+        return self._watch.nbytes if self._watch else 0
+
+    def find(
+        self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
+    ) -> Found:
+        """Looks for changed rows; nothing is changed here until `keep`.
+
+        Args:
+            state: that is to be saved.
+            touched: that goes with it; needed unless the mode is fingerprint.
+            tables: of the state.
+            arrays: their leaves.
+
+        Raises:
+            AuditError: if a row changed that was not recorded.
+            TableError: if no process holds both rows and their stamps.
+        """
+        mode = self.mode(touched)
+        recorded = None if mode == "fingerprint" else _moment(touched)
+        tiles = _tiles(tables, arrays, touched if recorded else None)
+        where = staging_where(arrays, self._options)
+        look, started = None, time.perf_counter()
+        if recorded is None or self._audit_due(mode, recorded):
+            look = self._watching(mode).look(tiles, arrays, where)
+        if look is not None and recorded is not None:
+            self._audit(look, state, touched, tables, recorded)
+        chosen_by = recorded
+        if recorded is None or self._by_fingerprints(mode):
+            chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
+        assert chosen_by is not None
+        return Found(
+            mode=mode,
+            tiles=tiles,
+            where=where,
+            stamps=chosen_by,
+            recorded=recorded,
+            look=look,
+            secs=time.perf_counter() - started if look else 0.0,
+        )
+
+    def _by_fingerprints(self, mode: Tracking) -> bool:
+        """Whether fingerprints choose the rows; else those that were recorded.
+
+        In an audited run both choose the same: rows that only fingerprints found stop it.
+        """
+        return mode == "fingerprint" or self._options.drop_unchanged
+
+    def _watching(self, mode: Tracking) -> RowWatch:
+        if self._watch is None:
+            self._watch = RowWatch(
+                stamped=self._by_fingerprints(mode), tagged=mode != "fingerprint"
+            )
+        return self._watch
+
+    def _audit_due(self, mode: Tracking, recorded: Moment) -> bool:
+        if mode == "audited":
+            return True
+        same = self._last is not None and self._last.lineage == recorded.lineage
+        audits = self._audits if same else 0
+        return audits < self._options.audit_saves
+
+    def _audit(
+        self, look: Look, state: Any, touched: Any, tables: Tables, recorded: Moment
+    ) -> None:
+        """Compares a look with the recorded rows, if that is possible.
+
+        It is not where touched rows are of another lineage than at the last look, or have
+        gone back: then this save is full, and the next one is audited again.
+        """
+        last = self._last
+        if last is None or last.lineage != recorded.lineage or self._watch is None:
+            return
+        if last.clock <= recorded.clock and last.clock < CLOCK_LIMIT:
+            stamps = functools.partial(_host_stamps, touched)
+            audit.check_recorded(tables, self._watch, look, stamps, last.clock, state)
+
+    def keep(self, found: Found, stamps: Moment) -> None:
+        """Takes what was found as known from now on: its save was decided.
+
+        Args:
+            found: by `find`, with nothing kept since.
+            stamps: `found.stamps`, as all processes agreed on it.
+        """
+        self._mode = found.mode
+        if self._by_fingerprints(found.mode):
+            self._prints = stamps
+        if found.look is not None and self._watch is not None:
+            self._watch.keep(found.look, stamps.clock)
+        if found.recorded is not None:
+            self._count_audit(found.mode, found.recorded)
+
+    def _count_audit(self, mode: Tracking, recorded: Moment) -> None:
+        same = self._last is not None and self._last.lineage == recorded.lineage
+        self._last, self._audits = recorded, self._audits + 1 if same else 0
+        if mode == "recorded" and self._audits >= self._options.audit_saves:
+            self._watch = None  # frees the hashes
+
+    def chooser(
+        self, found: Found, touched: Touched | None, parent_clock: int | None
+    ) -> Choose:
+        """What chooses the rows of a save on a parent.
+
+        Args:
+            found: for this save, and kept.
+            touched: that it was found with.
+            parent_clock: of the stamps at the parent; None chooses all rows.
+        """
+        known: dict[Rows, np.ndarray | None] = {}
+
+        def positions(rows: Rows, clock: int) -> np.ndarray:
+            if self._watch is not None and self._by_fingerprints(found.mode):
+                return self._watch.positions(rows, clock)
+            assert touched is not None
+            stamps = touched.stamps[rows.table]
+            return touched_positions(stamps, rows.rows, clock, found.where)
+
+        def choose(tile: OwnTile) -> np.ndarray | None:
+            if parent_clock is None:
+                return None
+            rows = Rows(tile.table.name, tile.rows)
+            if rows not in known:
+                chosen = positions(rows, parent_clock)
+                everything = len(chosen) == tile.rows[1] - tile.rows[0]
+                known[rows] = None if everything else chosen
+            return known[rows]
+
+        return choose
+
+    def forget(self, touched: Touched | None = None) -> None:
+        """Forgets all rows, because the state was replaced by what no chain here holds.
+
+        Args:
+            touched: of the state; fingerprints go on in its lineage.
+        """
+        self._watch, self._last, self._audits = None, None, 0
+        self._prints = _NEVER
+        if touched is not None:
+            self._prints = Moment(lineage_hex(touched), -1)
+
+    def restored(
+        self,
+        mode: Tracking,
+        tables: Tables,
+        arrays: Arrays,
+        touched: Touched,
+        stamps: Callable[[Rows], np.ndarray],
+    ) -> None:
+        """Goes on from a restored state, which is exactly what its chain holds.
+
+        Args:
+            mode: of the checkpoint; ones asked for or used before in this run go before it.
+            tables: all tables, restored whole.
+            arrays: their leaves.
+            touched: the fresh touched rows of the state; fingerprints go on in its lineage.
+            stamps: of restored rows, int32.
+        """
+        self.forget(touched)
+        self._mode = self._mode or mode
+        self._last = _moment(touched)
+        mode = self.mode(touched)
+        if mode == "recorded" and self._options.audit_saves == 0:
+            return
+        watch = self._watching(mode)
+        tiles = _tiles(tables, arrays, touched)
+        look = watch.look(tiles, arrays, staging_where(arrays, self._options))
+        watch.start(look, stamps)
+        self._prints = self._last
+
+
+def warm_up(tables: Tables, options: Options) -> None:
+    """Compiles what saves of these tables need, for every number of changed rows.
+
+    Nothing is done for leaves whose sharding is not known.
+    """
+    stamps = {
+        name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
+        for name, table in tables.items()
+        if table.leaf.sharding is not None
+    }
+    shardings = {
+        name: {x.name: x.sharding for x in tables[name].leaves if x.sharding}
+        for name in stamps
+    }
+    tiles = own_tiles(tables, shardings, stamps)
+    capture.warm_up(tiles, options)
+    groups = group_tiles(tiles)
+    modes = [options.tracking] if options.tracking else ["fingerprint", "recorded"]
+    if options.audit_saves == 0:
+        modes = [mode for mode in modes if mode != "recorded"]
+    for tagged in {mode != "fingerprint" for mode in modes}:
+        where = staging_on([group.device for group in groups], options)
+        hashing.warm_up(groups.values(), where, tagged)
+
+
+def _moment(touched: Touched | None) -> Moment:
+    assert touched is not None
+    return Moment(lineage_hex(touched), clock_of(touched))
+
+
+def _tiles(
+    tables: Tables, arrays: Arrays, touched: Touched | None
+) -> tuple[OwnTile, ...]:
+    """What this process saves; rows lie as the stamps of `touched`, or as they would."""
+    shardings = {t: {n: x.sharding for n, x in arrays[t].items()} for t in arrays}
+    if touched is not None:
+        stamps = {name: x.sharding for name, x in touched.stamps.items()}
+    else:
+        whole = {name: arrays[name][table.leaf.name] for name, table in tables.items()}
+        stamps = {n: stamp_sharding(x.sharding, x.shape) for n, x in whole.items()}
+    return own_tiles(tables, shardings, stamps)
+
+
+def _host_stamps(touched: Touched, rows: Rows) -> np.ndarray:
+    """The recorded stamps of some rows."""
+    data, first = local_shard(touched.stamps[rows.table], rows.rows)
+    return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
