@@ -14,12 +14,17 @@ equal to `--devices`, it ends with the very same bits.
     python examples/train_dlrm.py
     python examples/train_dlrm.py --codec raw --resume-devices 8
     python examples/train_dlrm.py --bits 2 --policy consecutive --root runs/dlrm
+    python examples/train_dlrm.py --tracking fingerprint
 
-The model is Flax NNX. Its eight embedding tables are sharded by rows and trained with a
-row-sparse, row-wise Adagrad that is written out below: only rows that a batch looks up
-are read, differentiated and changed. Such training is what makes deltas small. The data
-are the 2013 departures of New York's airports; a flight is positive if it arrives more
-than 15 minutes late. It is not a click log: compare its metrics only with themselves.
+The model is Flax NNX. Its eight embedding tables are sharded by rows and trained with
+`cnr.optim.rowwise_adagrad`: only rows that a batch looks up are read, differentiated and
+changed. Such training is what makes deltas small. Which rows changed is recorded in the
+train step; with `--tracking fingerprint` it records nothing, and each save finds them by
+hashing all rows; with `audited` it records, and each save checks that by hashing.
+
+The data are the 2013 departures of New York's airports; a flight is positive if it
+arrives more than 15 minutes late. It is not a click log: compare its metrics only with
+themselves.
 """
 
 from __future__ import annotations
@@ -72,7 +77,11 @@ BATCH = 2048
 SAVE_EVERY = 10
 SPARSE_RATE = 0.05
 DENSE_RATE = 0.02
-EPSILON = 1e-8
+# Gradients of a mean over a batch are small: they would be lost in the default of 0.1.
+SPARSE_OPTIMIZER = cnr.optim.rowwise_adagrad(
+    SPARSE_RATE, initial_accumulator_value=0, eps=1e-16
+)
+DENSE_OPTIMIZER = optax.adagrad(DENSE_RATE)
 
 # Bounds on the difference of the final metrics of the whole and the resumed run. They
 # differ because another number of devices adds in another order, and, unless the codec
@@ -87,6 +96,8 @@ POLICIES = {
     "consecutive": cnr.Consecutive,
     "intermittent": cnr.Intermittent,
 }
+
+TRACKING = ("recorded", "fingerprint", "audited")
 
 State = dict[str, Any]
 Batch = dict[str, Any]
@@ -225,10 +236,6 @@ def is_table(path: tuple[Any, ...], _: Any) -> bool:
 # --------------------------------------------------------------------------------------
 
 
-def dense_optimizer() -> optax.GradientTransformation:
-    return optax.adagrad(DENSE_RATE)
-
-
 def init_state(features: int, seed: int) -> State:
     """The whole train state: everything that a resumed run needs but the reader."""
     key, sub = jax.random.split(jax.random.key(seed))
@@ -236,66 +243,48 @@ def init_state(features: int, seed: int) -> State:
     tables, dense = nnx.split_state(params, is_table, ...)
     return {
         "params": params,
-        # One accumulator per row, under the path of its table: it is found by that.
-        "accumulators": jax.tree.map(lambda table: jnp.zeros(len(table)), tables),
-        "optimizer": dense_optimizer().init(dense),
+        # Slots have the path of their table behind their own: they are found by that.
+        "sparse_optimizer": SPARSE_OPTIMIZER.init(nnx.to_pure_dict(tables)),
+        "dense_optimizer": DENSE_OPTIMIZER.init(dense),
         "step": jnp.zeros((), jnp.int32),
         "key": key,
     }
 
 
 def state_shardings(abstract: State, mesh: Mesh) -> State:
-    """Tables and their accumulators are cut by rows; all else is on every device."""
+    """Tables and their slots are cut by rows; all else is on every device."""
 
-    def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
-        by_rows = "tables" in jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, P("shard") if by_rows else P())
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        of_table = "tables" in jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, P("shard") if of_table and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
-def row_wise_adagrad(
-    table: jax.Array, accumulator: jax.Array, ids: jax.Array, gradients: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One step of Adagrad with one accumulator per row, on the rows looked up only.
-
-    Args:
-        table: float32[rows, dim].
-        accumulator: float32[rows], the sum of mean squared gradients of each row.
-        ids: int[batch], the rows looked up; they repeat.
-        gradients: float32[batch, dim], of the loss by each vector looked up.
-
-    Returns:
-        Table and accumulator. Rows that are not in `ids` keep their bits.
-    """
-    rows = len(table)
-    # A row looked up twice has one gradient, the sum. `unique` is padded with `rows`,
-    # which is out of range: such reads give the fill value, such writes are dropped.
-    unique, position = jnp.unique(
-        ids, size=ids.size, fill_value=rows, return_inverse=True
-    )
-    summed = jax.ops.segment_sum(gradients, position, num_segments=ids.size)
-    sums = accumulator.at[unique].get(mode="fill", fill_value=0)
-    sums += jnp.mean(summed**2, axis=1)
-    change = -SPARSE_RATE * summed / (jnp.sqrt(sums) + EPSILON)[:, None]
-    table = table.at[unique].add(change, mode="drop")
-    return table, accumulator.at[unique].set(sums, mode="drop")
+def by_table(values: dict[str, Any]) -> dict[str, Any]:
+    """One value for each table, in the structure that the tables have in the model."""
+    return {"tables": {name: {"embedding": values[name]} for name in TABLES}}
 
 
 def make_train_step(features: int, shardings: State) -> Callable[..., Any]:
-    """The jitted step: (state, touched, batch) -> (state, touched, (loss, logits))."""
+    """The jitted step: (state, touched, batch) -> (state, touched, (loss, logits)).
+
+    It records nothing if `touched` is None.
+    """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: DLRM(features, rngs=nnx.Rngs(0))))
-    optimizer = dense_optimizer()
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(shardings, None, None))
-    def train_step(state: State, touched: cnr.Touched, batch: Batch) -> Any:
+    def train_step(state: State, touched: cnr.Touched | None, batch: Batch) -> Any:
         ids = dict(zip(TABLES, batch["ids"].T, strict=True))
-        touched = cnr.record(touched, ids)
+        if touched is not None:
+            touched = cnr.record(touched, ids)
 
         key, dropout_key = jax.random.split(state["key"])
         tables, dense = nnx.split_state(state["params"], is_table, ...)
-        accumulators = state["accumulators"]
-        vectors = {n: tables["tables"][n]["embedding"][ids[n]] for n in TABLES}
+        rows = nnx.to_pure_dict(tables)
+        vectors = {
+            name: rows["tables"][name]["embedding"][ids[name]] for name in TABLES
+        }
 
         def loss_fn(dense: nnx.State, vectors: dict[str, jax.Array]) -> Any:
             model = nnx.merge(graphdef, dense, tables)
@@ -303,24 +292,22 @@ def make_train_step(features: int, shardings: State) -> Callable[..., Any]:
             losses = optax.sigmoid_binary_cross_entropy(logits, batch["label"])
             return losses.mean(), logits
 
-        (loss, logits), (dense_gradients, vector_gradients) = jax.value_and_grad(
+        (loss, logits), (dense_grads, row_grads) = jax.value_and_grad(
             loss_fn, argnums=(0, 1), has_aux=True
         )(dense, vectors)
 
-        updates, optimizer_state = optimizer.update(
-            dense_gradients, state["optimizer"], dense
+        updates, dense_optimizer = DENSE_OPTIMIZER.update(
+            dense_grads, state["dense_optimizer"], dense
         )
         dense = optax.apply_updates(dense, updates)
-        for name in TABLES:
-            table = tables["tables"][name]["embedding"]
-            accumulator = accumulators["tables"][name]["embedding"]
-            table[...], accumulator[...] = row_wise_adagrad(
-                table[...], accumulator[...], ids[name], vector_gradients[name]
-            )
+        rows, sparse_optimizer = SPARSE_OPTIMIZER.update(
+            by_table(row_grads), by_table(ids), rows, state["sparse_optimizer"]
+        )
+        nnx.replace_by_pure_dict(tables, rows)
         state = {
             "params": nnx.merge_state(dense, tables),
-            "accumulators": accumulators,
-            "optimizer": optimizer_state,
+            "sparse_optimizer": sparse_optimizer,
+            "dense_optimizer": dense_optimizer,
             "step": state["step"] + 1,
             "key": key,
         }
@@ -366,6 +353,7 @@ def train(options: argparse.Namespace) -> None:
         {name: cnr.TableSpec(rows=rows) for name, (_, rows) in TABLES.items()},
     )
     train_step = make_train_step(features, shardings)
+    recording = options.tracking != "fingerprint"
     report: dict[str, Any] = {
         "devices": len(devices),
         "restored": None,
@@ -381,6 +369,7 @@ def train(options: argparse.Namespace) -> None:
         policy=POLICIES[options.policy](),
         codec=options.codec,
         bits=options.bits,
+        tracking=options.tracking,
         on_save=on_save,
     )
 
@@ -390,7 +379,7 @@ def train(options: argparse.Namespace) -> None:
         if manager.latest_step() is None:
             init = jax.jit(partial(init_state, features), out_shardings=shardings)
             state = init(options.seed)
-            touched = cnr.init_touched(state, tables)
+            touched = cnr.init_touched(state, tables) if recording else None
         else:
             restored = manager.restore(
                 None,
@@ -400,6 +389,7 @@ def train(options: argparse.Namespace) -> None:
                 ),
             )
             state, touched = restored["state"]
+            touched = touched if recording else None
             report["restored"] = {"step": int(state["step"]), **digests(state)}
             say(f"restored step {report['restored']['step']}")
 
@@ -492,6 +482,7 @@ def start(options: argparse.Namespace, root: Path, devices: int) -> subprocess.P
         "codec": options.codec,
         "bits": options.bits,
         "policy": options.policy,
+        "tracking": options.tracking,
         "steps": options.steps,
         "seed": options.seed,
     }
@@ -615,6 +606,7 @@ def main() -> None:
     parser.add_argument("--codec", default="adaptive", help="raw, asymmetric, adaptive")
     parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8))
     parser.add_argument("--policy", default="intermittent", choices=sorted(POLICIES))
+    parser.add_argument("--tracking", default="recorded", choices=TRACKING)
     parser.add_argument("--steps", type=int, default=159, help="159 are one pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--role", default="driver", help=argparse.SUPPRESS)

@@ -3,10 +3,16 @@
     python examples/train_linen.py
 
 Two tables, user and item, in a `TrainState`; the items that users see follow Zipf's law.
-Nothing here is row-sparse: optax computes whole gradients and updates every row. But
-with Adagrad the update of a row without a gradient is zero, and so are the changes of
-its accumulators: rows that no batch looks up keep their bits. That is what recording
-look-ups requires of an optimizer. SGD and Adagrad have it; Adam and momentum do not.
+The model and its optimizer are as they would be without this library: `nn.Embed`, one
+optax optimizer for all parameters, `apply_gradients`; `record` is one line of the train
+step. optax computes whole gradients and updates every row. But with Adagrad the update
+of a row without a gradient is zero, and so are the changes of its accumulators: rows
+that no batch looks up keep their bits. That is what recording look-ups requires of an
+optimizer. SGD and Adagrad have it. Adam and momentum do not: with them save without
+`touched`, as in drop_in.py, or train the tables with `cnr.optim.lazy_adam`.
+
+Each step costs a pass over all rows, which two small tables can afford. Where it is too
+much, take gradients of the looked-up rows and `cnr.optim`, as train_dlrm.py does.
 
 The tables are stored exactly (`codec="raw"`), so that the checks at the end are checks
 of bits: of the restored state, and of the training that continues from it.

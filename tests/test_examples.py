@@ -15,7 +15,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "train_linen.py"])
+@pytest.mark.parametrize("name", ["quickstart.py", "train_linen.py", "drop_in.py"])
 def test_example_runs_to_its_end(name):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
