@@ -113,14 +113,14 @@ def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str
 
 _HINT = """\
   hint: Options(tracking="fingerprint") saves exactly whatever the optimizer;
-    or give tables a row-sparse one (cnr_jax.optim, by optax.multi_transform), and call `record`
-    in the step that applies an update, with all ids whose rows it changes;
+    or give tables a row-sparse one (one of cnr_jax.optim, or sgd or adagrad of optax), and call
+    `record` in the step that applies an update, with all ids whose rows it changes;
     after putting back an older state by hand, call reset_touched"""
 
 
 def _leaves_text(rows: Unrecorded) -> str:
     named = [
-        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (at least {count:,} rows)"
+        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (about {count:,} rows)"
         for leaf, count in rows.leaves.items()
     ]
     return ", ".join(named) or "the table or a slot"

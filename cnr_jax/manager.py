@@ -289,6 +289,11 @@ class CheckpointManager(ocp.CheckpointManager):
         items = {DEFAULT_ITEM: args}
         if isinstance(args, ocp.args.Composite):
             items = dict(args.items())
+        elif isinstance(args, ocp.args.StandardSave | ocp.args.PyTreeSave):
+            raise errors.OptionError(
+                f"this manager does not take {type(args).__name__} for the state\n"
+                "  hint: cnr.args.Save(state); other items go beside it in a Composite"
+            )
         found = {key: item for key, item in items.items() if isinstance(item, Save)}
         if not found:
             return None

@@ -14,6 +14,9 @@ from cnr_jax.policy import Intermittent, Policy
 from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
+# Elements of a row up to which codecs state their error; expert weights may have millions.
+_WIDEST = 1 << 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableOptions:
@@ -132,11 +135,14 @@ class Options:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
         Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
-        encode (integers, double precision).
+        encode (integers, double precision), and rows so wide that one range for all their
+        elements would be a poor one.
         """
         codec = self._codec(table, leaf)
         dtype = np.dtype(dtype)
         if dtype.name not in ("float32", "bfloat16", "float16"):
+            return Raw()
+        if width > _WIDEST:
             return Raw()
         if codec.row_bytes(width, dtype) >= width * dtype.itemsize:
             return Raw()

@@ -25,6 +25,7 @@ from cnr_jax.optim import (
     lazy_adam,
     rowwise_adagrad,
 )
+from cnr_jax.optimizers import moving_parts
 
 OPTIMIZERS = {"adagrad": rowwise_adagrad(0.1), "adam": lazy_adam(0.1)}
 both = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -264,7 +265,7 @@ def containers(name: str) -> dict[str, Any]:
 
 @both
 @pytest.mark.parametrize("container", ["classes", "no classes", "chained", "nnx"])
-def test_slots_are_found_and_accepted_for_recorded_rows(
+def test_slots_are_found_and_not_taken_for_those_of_dense_optimizers(
     name: str, container: str
 ) -> None:
     state = containers(name)[container]
@@ -272,7 +273,7 @@ def test_slots_are_found_and_accepted_for_recorded_rows(
     fields = {"adagrad": RowwiseAdagradState, "adam": LazyAdamState}[name]._fields[1:]
     for table in tables.values():
         assert [slot.name.split("/")[-1] for slot in table.slots] == sorted(fields)
-        assert not table.row_sparse
+        assert not moving_parts(state, table)
     counts = [path for path in tables.dense if "count" in path]
     assert len(counts) == len(tables.dense) == 2
     cnr.init_touched(state, tables)

@@ -403,11 +403,11 @@ def test_path_may_be_given_in_any_form(path):
 def test_spec_fields_reach_the_table():
     state = {"params": params(), "opt": ADAGRAD.init(params())}
     layout = ModSharded(shards=4, rows_per_shard=USERS // 4)
-    spec = TableSpec("user/embedding", rows=13, layout=layout, row_sparse=True)
+    spec = TableSpec("user/embedding", rows=13, layout=layout)
     tables = find_tables(state, {"u": spec, "item": TableSpec()})
     table = tables["u"]
     assert (table.rows, table.padded_rows, table.dim) == (13, USERS, DIM)
-    assert (table.layout, table.row_sparse) == (layout, True)
+    assert table.layout == layout
     assert table.dtype == np.float32 and table.leaves[0] is table.leaf
     assert tables["item"].rows == ITEMS and tables["item"].layout == Identity()
 
@@ -440,12 +440,124 @@ def test_listed_slot_may_have_any_path():
 def test_square_table_needs_listed_slots():
     square = {"user": jnp.zeros((8, 8))}
     state = {"params": square, "opt": {"v_row": {"user": jnp.zeros(8)}}}
-    with pytest.raises(TableError, match=r"square.*\n.*slots="):
+    with pytest.raises(TableError, match=r"as many columns as rows.*\n.*slots="):
         find_tables(state, ["user"])
     spec = TableSpec(slots=["opt/v_row/user"])
     assert find_tables(state, {"user": spec})["user"].slots[0].shape == (8,)
     full = {"params": square, "opt": {"nu": square}}
     assert len(find_tables(full, ["user"])["user"].slots) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "slot", "is_slot"),
+    [
+        ((4, 3, 2), (4,), True),
+        ((4, 3, 2), (4, 3), True),
+        ((4, 3, 2), (4, 2), True),
+        ((4, 4, 2), (4,), None),
+        ((4, 2, 4), (4,), None),
+        ((4, 4, 2), (4, 2), None),
+        ((4, 3, 4), (4, 3), True),  # a column's slot would be [3, 4]
+        ((4, 4, 2), (4, 4, 2), True),
+        ((4, 4, 2), (4, 1, 2), True),
+        ((4, 3, 2), (3, 2), False),
+        ((4,), (4,), True),
+        ((4,), (4, 4), True),
+        ((4,), (1,), False),
+        ((4,), (), False),
+    ],
+)
+def test_slots_of_tables_of_any_shape(table, slot, is_slot):
+    state = {
+        "params": {"user": jnp.zeros(table)},
+        "opt": {"v": {"user": jnp.zeros(slot)}},
+    }
+    if is_slot is None:
+        with pytest.raises(TableError, match="as many columns as rows"):
+            find_tables(state, ["user"])
+        state["opt"] = {"listed": state["opt"]}
+        spec = {"user": TableSpec(slots=["opt/listed/v/user"])}
+        assert find_tables(state, spec)["user"].slots[0].shape == slot
+    else:
+        found = find_tables(state, ["user"])["user"]
+        assert [s.shape for s in found.slots] == [slot] * is_slot
+        assert (("opt", "v", "user") in find_tables(state, ["user"]).dense) != is_slot
+
+
+class Experts(nnx.Module):
+    def __init__(self) -> None:
+        self.up = nnx.Param(jnp.ones((8, DIM, 6)))
+        self.bias = nnx.Param(jnp.ones((8, 6)))
+        self.scale = nnx.Param(jnp.ones(8))
+
+
+def layers() -> dict:
+    return {
+        "dense": {"kernel": jnp.ones((USERS, DIM)), "bias": jnp.ones(USERS)},
+        "norm": {"scale": jnp.ones(USERS), "count": jnp.zeros((), jnp.int32)},
+        "experts": {"kernel": jnp.ones((8, DIM, 6)), "scale": jnp.ones(8)},
+        "both": {"kernel": jnp.ones((8, DIM, 6)), "bias": jnp.ones((8, 6))},
+    }
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [
+        ("dense", "dense/kernel"),
+        ("norm", "norm/scale"),
+        ("experts", "experts/kernel"),
+        ("dense/kernel", "dense/kernel"),
+        ("dense/bias", "dense/bias"),
+        ("norm/scale", "norm/scale"),
+        ("experts/scale", "experts/scale"),
+        ("both/bias", "both/bias"),
+        ("both/kernel", "both/kernel"),
+    ],
+)
+def test_module_means_its_matrix_and_a_path_its_leaf(name, leaf, nested):
+    state = {"params": layers(), "opt": optax.adam(0.1).init(layers())}
+    prefix = ("params",)
+    if nested:  # the path is then the end of several
+        state, prefix = {"run": {"model": state}}, ("run", "model", "params")
+    table = find_tables(state, {"t": name})["t"]
+    assert table.path == (*prefix, *leaf.split("/"))
+    assert [slot.shape for slot in table.slots] == [table.leaf.shape] * 2
+    full = find_tables(state, {"t": "/".join(table.path)})["t"]
+    assert full == table
+
+
+def test_module_of_several_matrices_is_ambiguous():
+    state = {"params": layers(), "opt": optax.adam(0.1).init(layers())}
+    message = r"matches 2 leaves\n  params/both/bias\n  params/both/kernel\n.*full path"
+    with pytest.raises(TableError, match=message):
+        find_tables(state, ["both"])
+
+
+def test_path_of_a_vector_is_not_that_of_its_wider_slot():
+    rows, wide = (
+        {"user": {"w": jnp.zeros(USERS)}},
+        {"user": {"w": jnp.zeros((USERS, 2))}},
+    )
+    state = {"run": {"params": rows, "opt": {"moments": wide}}}
+    for path in ("user", "user/w", "run/params/user/w"):
+        table = find_tables(state, {"t": path})["t"]
+        assert table.path == ("run", "params", "user", "w")
+        assert [slot.shape for slot in table.slots] == [(USERS, 2)]
+
+
+def test_parameters_of_nnx_modules_are_tables_of_any_shape():
+    model = Experts()
+    state = nnx.state((model, nnx.Optimizer(model, ADAGRAD, wrt=nnx.Param)))
+    tables = find_tables(state, {"e": "0/up", "b": "0/bias", "s": "scale"})
+    shapes = {name: table.leaf.shape for name, table in tables.items()}
+    assert shapes == {"e": (8, DIM, 6), "b": (8, 6), "s": (8,)}
+    assert [t.dim for t in tables.values()] == [DIM * 6, 6, 1]
+    for table in tables.values():
+        (slot,) = table.slots
+        assert slot.name == "1/opt_state/0/sum_of_squares"
+        assert slot.shape == table.leaf.shape
+    assert_round_trip(state, tables)
 
 
 def test_factored_slots_of_columns_are_dense():
@@ -474,14 +586,21 @@ ERRORS = {
         ["user"],
         r"2 leaves\n  a/user\n  b/user",
     ),
-    "one-dimensional": ({"params": zeros(4)}, ["user"], r"float32\[4\], expected"),
-    "three-dimensional": ({"params": zeros(4, 2, 2)}, ["user"], r"float32\[4, 2, 2\]"),
+    "a scalar": ({"params": zeros()}, ["user"], r"float32\[\], expected \[rows, ...\]"),
     "no rows": (
         {"params": zeros(0, 2)},
         ["user"],
         r"float32\[0, 2\]",
     ),
-    "integers": ({"params": zeros(4, 2, dtype=jnp.int32)}, ["user"], r"int32\[4, 2\]"),
+    "no rows of a vector": ({"params": zeros(0)}, ["user"], r"float32\[0\]"),
+    "no elements": ({"params": zeros(4, 2, 0)}, ["user"], r"float32\[4, 2, 0\]"),
+    "truth values": ({"params": zeros(4, 2, dtype=bool)}, ["user"], r"bool\[4, 2\]"),
+    "four bits": ({"params": zeros(4, 2, dtype=jnp.int4)}, ["user"], r"int4\[4, 2\]"),
+    "complex": (
+        {"params": zeros(4, 2, dtype=jnp.complex64)},
+        ["user"],
+        r"complex64\[4, 2\]",
+    ),
     "eight bits": (
         {"params": zeros(4, 2, dtype=jnp.float8_e5m2)},
         ["user"],
@@ -559,17 +678,24 @@ def test_find_tables_refuses(case):
         find_tables(state, spec)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_float_tables_are_accepted(dtype):
-    assert find_tables(zeros(4, 2, dtype=dtype), ["user"])["user"].dtype == dtype
+@pytest.mark.parametrize(
+    "dtype",
+    """
+    float16 bfloat16 float32 float64
+    int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    """.split(),
+)
+def test_tables_of_floats_and_integers_are_accepted(dtype):
+    with jax.enable_x64(True):
+        assert find_tables(zeros(4, 2, dtype=dtype), ["user"])["user"].dtype == dtype
 
 
 def test_printed_table_shows_every_match():
     state = {"params": params(), "opt": ADAGRAD.init(params())}
-    spec = {"user": TableSpec("params/user/embedding", rows=10, row_sparse=True)}
+    spec = {"user": TableSpec("params/user/embedding", rows=10)}
     text = str(find_tables(state, spec))
     assert "1 tables, 1 slots" in text
-    assert "table 'user': 10 rows and 6 of padding, declared row-sparse" in text
+    assert "table 'user': 10 rows and 6 of padding\n" in text
     assert "  table  params/user/embedding  float32[16, 4] 0.00 MiB" in text
     assert "  slot   opt/0/sum_of_squares/user/embedding  float32[16, 4]" in text
     assert "dense    params/item/embedding  float32[24, 4]" in text

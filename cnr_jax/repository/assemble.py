@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import SMALL_ROWS, chunk_rows, host_device
+from cnr_jax.rows.gather import chunk_rows, host_device, program_rows
 
 
 class Rows(Protocol):
@@ -71,7 +71,7 @@ def _program_rows(block: Block) -> int:
     large = chunk_rows(
         int(np.prod(block.trailing, dtype=np.int64)), block.dtype.itemsize
     )
-    return SMALL_ROWS if block.count <= SMALL_ROWS else large
+    return program_rows(block.count, large)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

@@ -94,14 +94,25 @@ class Chunk:
 
 
 def chunk_rows(width: int, itemsize: int) -> int:
-    """Rows of a large chunk: a power of two, at least `SMALL_ROWS`.
+    """Rows of a large chunk: a power of two, one where rows are very wide.
 
     Example:
         >>> chunk_rows(64, 4)
         8192
     """
     rows = max(1, CHUNK_BYTES // max(1, width * itemsize))
-    return max(SMALL_ROWS, 1 << (rows.bit_length() - 1))
+    return 1 << (rows.bit_length() - 1)
+
+
+def program_rows(count: int, large: int) -> int:
+    """Rows of the chunk, large or small, that holds `count` rows, at most `large`.
+
+    Example:
+        >>> program_rows(300, 8192), program_rows(600, 8192), program_rows(2, 4)
+        (512, 8192, 4)
+    """
+    small = min(SMALL_ROWS, large)
+    return small if count <= small else large
 
 
 def touched_positions(
@@ -175,7 +186,7 @@ def _host_chunks(runs: Sequence[Run]) -> Iterator[Chunk]:
 
 def _buffer(large: int, left: int, width: int, dtype: np.dtype) -> np.ndarray:
     """Room for the next chunk; a small one where that is enough for all that is left."""
-    rows = large if left > SMALL_ROWS else SMALL_ROWS
+    rows = program_rows(min(left, large), large)
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
     make = np.empty if left >= rows else np.zeros
     return make((rows, width), dtype)
@@ -211,7 +222,7 @@ def _device_chunks(run: Run) -> Iterator[Chunk]:
 def _device_chunk(run: Run, start: int, count: int) -> tuple[Chunk, jax.Array]:
     """Starts to encode `count` rows from `start` on; also returns their rows in the shard."""
     large = chunk_rows(run.width, run.data.dtype.itemsize)
-    index = np.full(large if count > SMALL_ROWS else SMALL_ROWS, run.first, np.int32)
+    index = np.full(program_rows(count, large), run.first, np.int32)
     if run.positions is None:
         index[:count] = np.arange(start, start + count) + run.first
     else:
@@ -304,12 +315,17 @@ def host_device() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
 
 
+def _sizes(width: int, dtype: np.dtype) -> set[int]:
+    large = chunk_rows(width, dtype.itemsize)
+    return {program_rows(1, large), large}
+
+
 def warm_up_host(codec: Codec, dtype: np.dtype, width: int) -> None:
     """Compiles what encoding chunks of this group on the host needs."""
     device = host_device()
     if isinstance(codec, Raw):
         return
-    for rows in (SMALL_ROWS, chunk_rows(width, dtype.itemsize)):
+    for rows in _sizes(width, dtype):
         chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
         encode_chunk(chunk, device)
 
@@ -319,7 +335,7 @@ def warm_up_device(
 ) -> None:
     """Compiles what gathering and encoding from a shard of this shape on a device needs."""
     width = int(np.prod(shape[1:], dtype=np.int64))
-    for rows in (SMALL_ROWS, chunk_rows(width, dtype.itemsize)):
+    for rows in _sizes(width, dtype):
         _gather_program(codec, shape, dtype, device, rows)
         _gather_program(Raw(), shape, dtype, device, rows)
 

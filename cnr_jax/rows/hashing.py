@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.rows.fingerprint import changed_rows, hash_rows, hash_with_tags
-from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device
+from cnr_jax.rows.gather import Where, host_device, program_rows
 from cnr_jax.rows.tiling import OwnTile, shard_on
 
 # Bytes of rows that are hashed at once on the host.
@@ -113,12 +113,12 @@ def _hash_on_host(
 
 
 def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Rows of a large chunk: a power of two, at least `SMALL_ROWS`."""
+    """Rows of a large chunk: a power of two."""
     width = sum(
         int(np.prod(x.shape[1:], dtype=np.int64)) * np.dtype(x.dtype).itemsize
         for x in data
     )
-    return max(SMALL_ROWS, 1 << (max(1, CHUNK_BYTES // max(1, width)).bit_length() - 1))
+    return 1 << (max(1, CHUNK_BYTES // max(1, width)).bit_length() - 1)
 
 
 def _host_chunks(
@@ -127,7 +127,7 @@ def _host_chunks(
     device = host_device()
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        size = step if count > SMALL_ROWS else SMALL_ROWS
+        size = program_rows(count, step)
         # Views live for one chunk only: see `_copy_rows` in rows/gather.py.
         chunk = tuple(
             _padded(np.asarray(x)[first + start : first + start + count], size)
@@ -205,7 +205,7 @@ def _warm_up_host(
     kinds: Sequence[tuple[tuple[int, ...], np.dtype]], seed: np.ndarray, tagged: bool
 ) -> None:
     large = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
-    for rows in {SMALL_ROWS, large}:
+    for rows in {program_rows(1, large), large}:
         chunk = tuple(np.zeros((rows, *shape), dtype) for shape, dtype in kinds)
         _hash_chunk(jax.device_put(chunk, host_device()), seed, tagged)
 

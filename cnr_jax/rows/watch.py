@@ -106,9 +106,7 @@ class RowWatch:
     def __init__(self, *, stamped: bool, tagged: bool = False) -> None:
         self._stamped = stamped
         self._tagged = tagged
-        # Of this process alone, as hashes are compared here alone; not known beforehand, so
-        # that no data can be made to collide.
-        self._seed = np.frombuffer(secrets.token_bytes(8), np.uint32)
+        self._seed = _draw_seed()
         self._seen: Mapping[Group, Seen] = {}
         # Columns of a row may lie on several devices; its stamp is one.
         self._stamps: dict[Rows, np.ndarray] = {}
@@ -199,6 +197,14 @@ class RowWatch:
         differ = (np.asarray(before)[rows] != np.asarray(now)[rows]).sum(0)
         names = [tile.leaf.name for tile in look.seen[group].tiles]
         return {n: int(d) for n, d in zip(names, differ, strict=True) if d}
+
+
+def _draw_seed() -> np.ndarray:
+    """A seed of this process alone, as hashes are compared here alone.
+
+    Not known beforehand, so that no data can be made to collide.
+    """
+    return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 
 def by_rows(look: Look) -> dict[Rows, list[Group]]:
