@@ -18,8 +18,9 @@ from cnr_jax.orbax_compat import Channel, digest_of_local, is_host_local
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.planner import Plan
 
-# Beside the digests of leaves, of which it cannot be the path.
+# Beside the digests of leaves, of which they cannot be the paths.
 _TRACKING = "/tracking"
+_DOUBT = "/doubt"
 
 
 def agree(
@@ -27,7 +28,8 @@ def agree(
     obstacle: errors.CnrError | None,
     dense: Mapping[str, Any],
     tracking: str,
-    decide: Callable[[], Plan],
+    doubt: str,
+    decide: Callable[[str], Plan],
 ) -> Plan:
     """The plan that process 0 decides on, or on all processes the same error.
 
@@ -36,21 +38,22 @@ def agree(
         obstacle: why this process cannot save, if it cannot.
         dense: of the state; leaves that are not global must be the same everywhere.
         tracking: how this process finds changed rows; all must do it alike.
-        decide: makes the plan; called on process 0 alone.
+        doubt: why this process doubts its stamps; empty if it does not.
+        decide: makes the plan, told of the first doubt; called on process 0 alone.
 
     Raises:
         CnrError: the obstacle of a process, or what `decide` raised.
         StateMismatchError: if leaves that are not global differ between processes.
         OptionError: if processes find changed rows in different ways.
     """
-    told = _tell(channel, obstacle, dense, tracking)
+    told = _tell(channel, obstacle, dense, {_TRACKING: tracking, _DOUBT: doubt})
     if jax.process_index() != 0:
         return _plan_of(json.loads(channel.broadcast(None)))
     try:
         if obstacle is not None:
             raise obstacle
         _check_told(told)
-        plan = decide()
+        plan = decide(next((t[_DOUBT] for t in told if t[_DOUBT]), doubt))
     except errors.CnrError as error:
         channel.broadcast(json.dumps(_failure(error)))
         raise
@@ -62,7 +65,7 @@ def _tell(
     channel: Channel,
     obstacle: errors.CnrError | None,
     dense: Mapping[str, Any],
-    tracking: str,
+    said: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Sends process 0 what all must agree on; returns what all sent, on process 0."""
     if jax.process_count() == 1:
@@ -75,7 +78,7 @@ def _tell(
             for path, leaf in flatten_paths(dense)
             if is_host_local(leaf)
         }
-        mine[_TRACKING] = tracking
+        mine.update(said)
     return [json.loads(text) for text in channel.gather(json.dumps(mine))]
 
 
@@ -98,7 +101,7 @@ def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
                 f" {first.get(_TRACKING)!r} on process 0\n"
                 "  hint: pass the same options, and touched everywhere or nowhere"
             )
-        paths = first.keys() | digests.keys()
+        paths = (first.keys() | digests.keys()) - {_DOUBT}
         different = sorted(p for p in paths if digests.get(p) != first.get(p))
         if different:
             raise errors.StateMismatchError(

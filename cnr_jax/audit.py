@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from cnr_jax.errors import AuditError
@@ -31,16 +32,20 @@ class Unrecorded:
     """Rows of one table that changed without being recorded, as this process sees them.
 
     Attributes:
-        rows: stored rows, those of each device sorted.
+        rows: sorted stored rows.
         leaves: how many of them differ in each leaf, by leaf name.
         recorded: rows of the table that were recorded meanwhile.
-        before: how many of `rows` were recorded at an earlier time.
+        before: which of `rows` were recorded at an earlier time.
     """
 
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     leaves: Counter[str] = dataclasses.field(default_factory=Counter)
-    recorded: int = 0
-    before: int = 0
+    recorded: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
+    before: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
 
 
 def check_recorded(
@@ -67,7 +72,6 @@ def check_recorded(
     found = {name: Unrecorded() for name in tables}
     for rows, groups in by_rows(look).items():
         written = stamps(rows)
-        found[rows.table].recorded += int((written > clock).sum())
         _add(found[rows.table], rows, groups, watch, look, written, clock)
     guilty = {name: rows for name, rows in found.items() if len(rows.rows)}
     if guilty:
@@ -84,16 +88,21 @@ def _add(
     clock: int,
 ) -> None:
     """Adds what is found in some rows, of which `groups` hold columns or leaves."""
-    missed = np.zeros(len(written), bool)
+    missed: list[np.ndarray] = []
     leaves: Counter[str] = Counter()
     for group in groups:
         if group in look.changed:
-            mask = look.changed[group] & (written <= clock)
-            missed |= mask
-            leaves |= Counter(watch.differing(look, group, np.flatnonzero(mask)))
-    positions = np.flatnonzero(missed)
-    here.rows = np.concatenate([here.rows, positions + rows.rows[0]])
-    here.before += int((written[positions] > 0).sum())
+            changed = look.changed[group]
+            missed.append(changed[written[changed] <= clock])
+            leaves |= Counter(watch.differing(look, group, missed[-1]))
+    positions = np.concatenate(missed or [np.empty(0, np.int64)])
+    before = positions[written[positions] > 0]
+    recorded = np.flatnonzero(written > clock)
+    # Columns and leaves of a row may be in several groups, and cut in several ways.
+    start = rows.rows[0]
+    here.rows = np.union1d(here.rows, positions + start)
+    here.before = np.union1d(here.before, before + start)
+    here.recorded = np.union1d(here.recorded, recorded + start)
     here.leaves += leaves
 
 
@@ -101,26 +110,32 @@ def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str
     lines: list[str] = []
     for name, rows in found.items():
         lines += [
-            f"table {name!r}: {len(rows.rows):,} rows changed that were not recorded;"
+            f"table {name!r}: {_rows(len(rows.rows))} changed without being recorded;"
             " a delta would miss them",
             f"  got changes in {_leaves_text(rows)}; first rows: {_rows_text(tables[name], rows)}",
-            f"  expected changes only in the {rows.recorded:,} rows recorded since the"
+            f"  expected changes only in the {_rows(len(rows.recorded))} recorded since the"
             " save before",
             f"  likely cause: {_cause(tables[name], rows, state)}",
         ]
+    if jax.process_count() > 1:
+        lines.append(f"  as process {jax.process_index()} sees its part of the rows")
     return "\n".join([*lines, _HINT])
 
 
 _HINT = """\
-  hint: Options(tracking="fingerprint") saves exactly whatever the optimizer;
+  hint: a manager made with Options(tracking="fingerprint") saves exactly whatever the optimizer;
     or give tables a row-sparse one (one of cnr_jax.optim, or sgd or adagrad of optax), and call
     `record` in the step that applies an update, with all ids whose rows it changes;
     after putting back an older state by hand, call reset_touched"""
 
 
+def _rows(count: int) -> str:
+    return f"{count:,} row" + "s" * (count != 1)
+
+
 def _leaves_text(rows: Unrecorded) -> str:
     named = [
-        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (about {count:,} rows)"
+        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (about {_rows(count)})"
         for leaf, count in rows.leaves.items()
     ]
     return ", ".join(named) or "the table or a slot"
@@ -141,7 +156,7 @@ def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
             "the optimizer moves rows that no batch looked up, as"
             f" {', '.join(parts)} shows"
         )
-    if not rows.recorded and not rows.before:
+    if not len(rows.recorded) and not len(rows.before):
         return "`record` was told of no row of this table: a feature is missing"
     if len(rows.rows) > _MOST * table.padded_rows:
         return (
@@ -150,7 +165,7 @@ def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
         )
     if rows.leaves and "table" not in rows.leaves:
         return "the optimizer changes slots of rows that no batch looked up"
-    if rows.before == len(rows.rows):
+    if len(rows.before) == len(rows.rows):
         return (
             "rows move after the step that looked them up: momentum, gradient"
             " accumulation, or an update that is applied later"

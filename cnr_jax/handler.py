@@ -22,7 +22,7 @@ import cnr_jax.options
 from cnr_jax import capture, errors, restoring, telemetry
 from cnr_jax.agreement import agree
 from cnr_jax.finalizing import Facts, write_manifest
-from cnr_jax.format.manifest import to_json
+from cnr_jax.format.manifest import Tracking, to_json
 from cnr_jax.orbax_compat import (
     Channel,
     DenseStore,
@@ -43,6 +43,7 @@ from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
     STOP_SECS,
+    Checked,
     InFlight,
     Prepared,
     check,
@@ -52,7 +53,7 @@ from cnr_jax.saving import (
 )
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
-from cnr_jax.tracking import Moment, Tracker
+from cnr_jax.tracking import Found, Moment, Tracker
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.ledger: Ledger | None = None
         self.last_report: SaveReport | None = None
         self.guarded = False
+        # Of the manager, which may hold nothing yet; else that of the first save or restore.
+        self.root: epath.Path | None = None
         self._place: Place | None = None
         self._planner = Planner(self.options.policy)
         self._channel = Channel()
@@ -153,13 +156,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         ledger = self.open(place.root, place.item)
         tables = self._writable_tables()
         tracking = self._tracker.mode(args.touched)
-        try:
-            checked = check(args.state, args.touched, tables, tracking)
-            found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
-        except errors.CnrError as error:
-            # The others must not wait for this process.
-            self._agree(error, {}, tracking, None)
-            raise
+        checked, found = self._look(args, tables, tracking)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -169,7 +166,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tables=capture.table_entries(tables),
             guarded=self.guarded,
         )
-        plan = self._agree(None, checked.dense, tracking, request)
+        plan = self._agree(None, checked.dense, tracking, found.doubt, request)
         self._tracker.keep(found, Moment(plan.lineage, plan.clock))
         self._move_aside(ledger, plan)
         self._prepared = Prepared(
@@ -181,6 +178,24 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             started_secs=started,
         )
         return plan
+
+    def _look(
+        self, args: Save, tables: Tables, tracking: Tracking
+    ) -> tuple[Checked, Found]:
+        """Checks a state and finds its changed rows; tells all processes if it cannot."""
+        try:
+            checked = check(args.state, args.touched, tables, tracking)
+            found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
+            return checked, found
+        except errors.CnrError as error:
+            self._agree(error, {}, tracking, "", None)
+            raise
+        except Exception as error:
+            # Such as memory that ran out: the others must not wait for this process.
+            told = errors.CnrError(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(errors.CnrError):
+                self._agree(told, {}, tracking, "", None)
+            raise
 
     def _writable_tables(self) -> Tables:
         if self.tables is None:
@@ -195,16 +210,18 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         obstacle: errors.CnrError | None,
         dense: Mapping[str, Any],
         tracking: str,
+        doubt: str,
         request: Request | None,
     ) -> Plan:
         """The plan of process 0, which first finds out what became of the last save."""
 
-        def decide() -> Plan:
+        def decide(doubt: str) -> Plan:
             assert self.ledger is not None and request is not None
             committed = self.settle()
-            return self._planner.plan(self.ledger, request, committed)
+            asked = dataclasses.replace(request, doubt=doubt)
+            return self._planner.plan(self.ledger, asked, committed)
 
-        plan = agree(self._channel, obstacle, dense, tracking, decide)
+        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide)
         if jax.process_index() != 0:
             self._settle_as(plan.committed)
         return plan
@@ -253,9 +270,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 plan=plan,
                 tracking=found.mode,
                 recorded_clock=found.recorded.clock if found.recorded else None,
-                fingerprint_clock=None
-                if found.stamps is found.recorded
-                else plan.clock,
+                fingerprint_clock=plan.clock if found.by_fingerprints else None,
                 tables=capture.table_entries(self._writable_tables()),
                 dense_leaves=prepared.checked.dense_leaves,
                 started_secs=prepared.started_secs,
@@ -402,29 +417,40 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         arrays: dict[str, dict[str, jax.Array]],
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
-        if self._place is None:
+        if self._place is None and self.root in (None, place.root):
             self.open(place.root, place.item)
-        assert self._place is not None
         self.settle()  # Orbax has waited for the save in flight
-        if str(self._place.root) != str(place.root) or self._place.item != place.item:
-            self._planner.end_lineages()  # restored from elsewhere: no parent here
-            self._tracker.forget()
-            return
+        # Nothing is a legal parent until all that makes it one is known.
+        self._planner.end_lineages()
+        self._tracker.forget(touched)
+        self._tracker.adopt(chain[-1].manifest.tracking)
+        own = self._place
+        if own is None or (str(own.root), own.item) != (str(place.root), place.item):
+            return  # restored from elsewhere: no parent here
+        exact = wanted.exact and self._has(tables)
+        if exact:
+            self._tracker.restored(
+                tables,
+                arrays,
+                touched,
+                lambda rows: restored_stamps(
+                    chain, rows.table, wanted.targets[rows.table], rows.rows
+                ),
+            )
         entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-        self._planner.restored(lineage_hex(touched), entries, exact=wanted.exact)
-        own = self.tables and capture.table_entries(self.tables)
-        if own != capture.table_entries(tables) or not wanted.exact:
-            self._tracker.forget(touched)
-            return
-        self._tracker.restored(
-            chain[-1].manifest.tracking,
-            tables,
-            arrays,
-            touched,
-            lambda rows: restored_stamps(
-                chain, rows.table, wanted.targets[rows.table], rows.rows
-            ),
+        self._planner.restored(lineage_hex(touched), entries, exact=exact)
+
+    def _has(self, tables: Tables) -> bool:
+        """Whether these are the tables that this handler saves, in whatever order."""
+        own, others = (
+            {entry.name: entry for entry in capture.table_entries(each or Tables({}))}
+            for each in (self.tables, tables)
         )
+        return own == others
+
+    def uses(self, touched: Touched | None) -> bool:
+        """Whether saves go by `touched`: not if rows are found by fingerprints alone."""
+        return touched is not None and self._tracker.mode(touched) != "fingerprint"
 
     def metadata(self, directory: epath.Path) -> dict[str, Any] | None:
         """What the manifest says, without reading data; None where there is none."""

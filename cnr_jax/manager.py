@@ -68,6 +68,7 @@ class CheckpointManager(ocp.CheckpointManager):
         options = options or Options()
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
+        self._handler.root = epath.Path(root).absolute()
         self._channel = Channel()
         self._tip: _Tip | None = None
         # Where the tip goes back to when the last save failed: its step is due again.
@@ -139,6 +140,12 @@ class CheckpointManager(ocp.CheckpointManager):
         state = self._state_args(args)
         if not force and not self.should_save(step):
             if not self._goes_elsewhere(step, state) or not self.should_save(step):
+                if self._tip is not None and step < self._tip.step:
+                    _log.warning(
+                        "step %d is not saved: the run has gone on to step %d",
+                        step,
+                        self._tip.step,
+                    )
                 return False
         self.wait_until_finished()
         if state is not None:
@@ -158,7 +165,7 @@ class CheckpointManager(ocp.CheckpointManager):
         )
         if saved:
             self._tip_before = self._tip
-            self._tip = _tip(step, state.touched if state else None)
+            self._tip = self._tip_at(step, state.touched if state else None)
         return saved
 
     def restore(
@@ -207,7 +214,11 @@ class CheckpointManager(ocp.CheckpointManager):
         if isinstance(restored, ocp.args.Composite):
             state = restored.get(str(self._item))
         if directory is None and isinstance(state, Restored) and step is not None:
-            self._tip = _tip(step, state.touched)
+            tip = self._tip_at(step, state.touched)
+            # Without touched rows it is not known whether the restored state goes on: if it
+            # does, its next steps are due either way.
+            if tip.lineage or self._tip is None or step < self._tip.step:
+                self._tip = tip
         return state.state if plain and isinstance(state, Restored) else restored
 
     def delete(self, step: int) -> None:
@@ -275,14 +286,21 @@ class CheckpointManager(ocp.CheckpointManager):
         rollback in memory. If so, it starts anew: there is no tip.
         """
         tip = self._tip
-        if tip is None or step > tip.step or state is None or state.touched is None:
+        if tip is None or step > tip.step or state is None:
+            return False
+        if not self._handler.uses(state.touched):
             return False
         # Waits for the train step, but only here: steps after the tip are due or not due.
-        new = _tip(step, state.touched)
+        new = self._tip_at(step, state.touched)
         if new.lineage == tip.lineage and new.clock >= tip.clock:
             return False
         self._tip = None
         return True
+
+    def _tip_at(self, step: int, touched: Touched | None) -> _Tip:
+        if touched is None or not self._handler.uses(touched):
+            return _Tip(step, "", 0)
+        return _Tip(step, lineage_hex(touched), clock_of(touched))
 
     def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
         """The arguments of the state among those of a save."""
@@ -341,12 +359,6 @@ class _Tip:
     step: int
     lineage: str
     clock: int
-
-
-def _tip(step: int, touched: Touched | None) -> _Tip:
-    if touched is None:
-        return _Tip(step, "", 0)
-    return _Tip(step, lineage_hex(touched), clock_of(touched))
 
 
 class _Continuing:

@@ -106,14 +106,15 @@ class Options:
                 f"tracking {self.tracking!r} is not known, expected one of"
                 f" {', '.join(map(repr, known))}"
             )
-        if self.audit_saves < 0:
+        if not isinstance(self.audit_saves, int) or self.audit_saves < 0:
             raise errors.OptionError(
-                f"audit_saves must not be negative, got {self.audit_saves}"
+                f"audit_saves is {self.audit_saves!r}, expected 0 or a positive integer"
             )
         if self.drop_unchanged and self.tracking != "audited":
             raise errors.OptionError(
                 "drop_unchanged needs to know which recorded rows have changed\n"
-                f"  got tracking={self.tracking!r}, expected tracking='audited'"
+                f"  got tracking={self.tracking!r}, expected tracking='audited'\n"
+                "  hint: with tracking='fingerprint' such rows are left out anyway"
             )
 
     def _codec(self, table: str, leaf: str) -> Codec:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from cnr_jax import audit, capture
@@ -54,7 +55,10 @@ class Found:
         where: where rows are hashed and gathered.
         stamps: those that choose rows; the lineage is empty if they are the first.
         recorded: of `touched`; None in fingerprint mode.
+        by_fingerprints: whether stamps made from fingerprints choose rows.
         look: at all rows; None where none was needed.
+        doubt: why an audit that was due could not be made, so that a delta might miss rows;
+            empty otherwise.
         secs: that the look took.
     """
 
@@ -63,13 +67,15 @@ class Found:
     where: Where
     stamps: Moment
     recorded: Moment | None
+    by_fingerprints: bool
     look: Look | None
+    doubt: str
     secs: float
 
     @property
     def at_limit(self) -> bool:
         """Whether the clock has stopped, and tells rows apart no more."""
-        return self.stamps is self.recorded and self.stamps.clock >= CLOCK_LIMIT
+        return not self.by_fingerprints and self.stamps.clock >= CLOCK_LIMIT
 
 
 class Tracker:
@@ -118,29 +124,34 @@ class Tracker:
         recorded = None if mode == "fingerprint" else _moment(touched)
         tiles = _tiles(tables, arrays, touched if recorded else None)
         where = staging_where(arrays, self._options)
-        look, started = None, time.perf_counter()
+        look, doubt, secs = None, "", 0.0
         if recorded is None or self._audit_due(mode, recorded):
+            jax.block_until_ready(arrays)  # the train step is not to be counted
+            started = time.perf_counter()
             look = self._watching(mode).look(tiles, arrays, where)
-        if look is not None and recorded is not None:
-            self._audit(look, state, touched, tables, recorded)
-        chosen_by = recorded
-        if recorded is None or self._by_fingerprints(mode):
-            chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
-        assert chosen_by is not None
+            if recorded is not None:
+                doubt = self._audit(look, state, touched, tables, recorded)
+            secs = time.perf_counter() - started
+        by_fingerprints = self._by_fingerprints(mode)
+        chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
+        if recorded is not None and not by_fingerprints:
+            chosen_by = recorded
         return Found(
             mode=mode,
             tiles=tiles,
             where=where,
             stamps=chosen_by,
             recorded=recorded,
+            by_fingerprints=by_fingerprints,
             look=look,
-            secs=time.perf_counter() - started if look else 0.0,
+            doubt="" if by_fingerprints else doubt,
+            secs=secs,
         )
 
     def _by_fingerprints(self, mode: Tracking) -> bool:
         """Whether fingerprints choose the rows; else those that were recorded.
 
-        In an audited run both choose the same: rows that only fingerprints found stop it.
+        In an audited run these are the rows that both found: others stop it.
         """
         return mode == "fingerprint" or self._options.drop_unchanged
 
@@ -160,18 +171,24 @@ class Tracker:
 
     def _audit(
         self, look: Look, state: Any, touched: Any, tables: Tables, recorded: Moment
-    ) -> None:
-        """Compares a look with the recorded rows, if that is possible.
+    ) -> str:
+        """Compares a look with the recorded rows; says why not, where that is impossible.
 
-        It is not where touched rows are of another lineage than at the last look, or have
-        gone back: then this save is full, and the next one is audited again.
+        Such a save must be full: what was recorded since the save before is not known to be
+        all that changed. The next one is audited again.
         """
         last = self._last
-        if last is None or last.lineage != recorded.lineage or self._watch is None:
-            return
-        if last.clock <= recorded.clock and last.clock < CLOCK_LIMIT:
-            stamps = functools.partial(_host_stamps, touched)
-            audit.check_recorded(tables, self._watch, look, stamps, last.clock, state)
+        if last is None or last.lineage != recorded.lineage:
+            return "the save before was of other touched rows, so no audit was possible"
+        if last.clock > recorded.clock:
+            return "the touched rows went back, so no audit was possible"
+        if last.clock >= CLOCK_LIMIT:
+            return "the clock of the touched rows has stopped, so no audit was possible"
+        if look.changed.keys() != look.seen.keys() or self._watch is None:
+            return "tables were sharded in another way before, so no audit was possible"
+        stamps = functools.partial(_host_stamps, touched)
+        audit.check_recorded(tables, self._watch, look, stamps, last.clock, state)
+        return ""
 
     def keep(self, found: Found, stamps: Moment) -> None:
         """Takes what was found as known from now on: its save was decided.
@@ -186,12 +203,15 @@ class Tracker:
         if found.look is not None and self._watch is not None:
             self._watch.keep(found.look, stamps.clock)
         if found.recorded is not None:
-            self._count_audit(found.mode, found.recorded)
+            self._count_audit(found, found.recorded)
 
-    def _count_audit(self, mode: Tracking, recorded: Moment) -> None:
-        same = self._last is not None and self._last.lineage == recorded.lineage
-        self._last, self._audits = recorded, self._audits + 1 if same else 0
-        if mode == "recorded" and self._audits >= self._options.audit_saves:
+    def _count_audit(self, found: Found, recorded: Moment) -> None:
+        if self._last is None or self._last.lineage != recorded.lineage:
+            self._audits = 0
+        elif found.look is not None and not found.doubt:
+            self._audits += 1
+        self._last = recorded
+        if found.mode == "recorded" and self._audits >= self._options.audit_saves:
             self._watch = None  # frees the hashes
 
     def chooser(
@@ -207,7 +227,9 @@ class Tracker:
         known: dict[Rows, np.ndarray | None] = {}
 
         def positions(rows: Rows, clock: int) -> np.ndarray:
-            if self._watch is not None and self._by_fingerprints(found.mode):
+            if found.by_fingerprints:
+                # At equal clocks nothing would be chosen, whatever has changed.
+                assert self._watch is not None and found.stamps.clock > clock
                 return self._watch.positions(rows, clock)
             assert touched is not None
             stamps = touched.stamps[rows.table]
@@ -232,13 +254,16 @@ class Tracker:
             touched: of the state; fingerprints go on in its lineage.
         """
         self._watch, self._last, self._audits = None, None, 0
-        self._prints = _NEVER
-        if touched is not None:
-            self._prints = Moment(lineage_hex(touched), -1)
+        # Past the clocks of all that `touched` may be compared with, so that a save that
+        # knows no rows chooses all.
+        self._prints = _NEVER if touched is None else _moment(touched)
+
+    def adopt(self, mode: Tracking) -> None:
+        """Goes on in the mode of a run that was restored, unless this one has its own."""
+        self._mode = self._mode or mode
 
     def restored(
         self,
-        mode: Tracking,
         tables: Tables,
         arrays: Arrays,
         touched: Touched,
@@ -247,14 +272,12 @@ class Tracker:
         """Goes on from a restored state, which is exactly what its chain holds.
 
         Args:
-            mode: of the checkpoint; ones asked for or used before in this run go before it.
             tables: all tables, restored whole.
             arrays: their leaves.
             touched: the fresh touched rows of the state; fingerprints go on in its lineage.
             stamps: of restored rows, int32.
         """
         self.forget(touched)
-        self._mode = self._mode or mode
         self._last = _moment(touched)
         mode = self.mode(touched)
         if mode == "recorded" and self._options.audit_saves == 0:

@@ -20,7 +20,7 @@ import cnr_jax as cnr
 from cnr_jax.repository.write import RowsWriter
 from cnr_jax.rows.touched import CLOCK_LIMIT
 
-NOT_COUNTED = "the touched rows are not counted from any checkpoint here"
+NOT_COUNTED = "the stamps are not counted from any checkpoint here"
 POLICIES = [cnr.Consecutive(), cnr.OneShot()]
 by_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 
@@ -399,7 +399,7 @@ def test_a_clock_that_went_back_makes_the_next_save_full(
     run.state, run.touched = kept
     run.salt = 1
     run.run(manager, steps)
-    expect(manager, run, steps[0], "full", "the clock of the touched rows went back", 2)
+    expect(manager, run, steps[0], "full", "the clock of the stamps went back", 2)
     expect(manager, run, steps[1], "delta", "rows since", gen=2)
     assert manager.latest_step() == steps[1]
     for step in (0, 1, *steps):
@@ -426,7 +426,7 @@ def test_a_clock_that_went_back_counts_even_if_the_full_save_fails(
     for step in (5, 6, 7):
         run.train(step)
     run.run(manager, [8, 9])
-    expect(manager, run, 8, "full", "the clock of the touched rows went back", gen=2)
+    expect(manager, run, 8, "full", "the clock of the stamps went back", gen=2)
     expect(manager, run, 9, "delta", "step 8", gen=2)
     for step in (0, 1, 2, 3, 8, 9):
         run.check(manager, step)
@@ -466,7 +466,7 @@ def test_saves_are_full_while_the_clock_is_at_its_limit(
     run.run(manager, range(4))
     expect(manager, run, 0, "full", "no baseline yet", gen=1)
     for step in (1, 2, 3):
-        expect(manager, run, step, "full", "the clock of the touched rows has", gen=1)
+        expect(manager, run, step, "full", "the clock of the stamps has", gen=1)
         assert run.manifest(manager, step).recorded_clock == CLOCK_LIMIT
     run.touched = cnr.reset_touched(run.touched)
     run.run(manager, [4, 5])

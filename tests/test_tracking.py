@@ -394,6 +394,7 @@ def test_processes_that_find_rows_in_different_ways_are_told() -> None:
     [
         ({"tracking": "bitmap"}, "'bitmap'.*'recorded', 'fingerprint', 'audited'"),
         ({"audit_saves": -1}, "-1"),
+        ({"audit_saves": "3"}, "'3'"),
         ({"drop_unchanged": True}, r"(?s)got tracking=None, expected .*'audited'"),
         ({"drop_unchanged": True, "tracking": "recorded"}, "'recorded'"),
     ],
@@ -437,10 +438,10 @@ def test_row_changed_unrecorded_stops_the_save(
     assert caught.value.kind == "audit"
     text = str(caught.value)
     for part in (
-        "table 'user': 3 rows changed",
+        "table 'user': 3 rows changed without being recorded",
         "the table (about 3 rows), slot acc (about 3 rows)",
         "first rows: 9, 11, 40\n",
-        "the 1 rows recorded",
+        "the 1 row recorded",
         "a feature left out",
         "fingerprint",
     ):
@@ -467,9 +468,9 @@ def test_leaf_and_cause_are_told_apart(world: Any) -> None:
     run.save(0, touched=True)
     kept = run.state, run.touched
     text = message([30], recorded=[31], by=0.0)
-    assert "in slot acc (about 1 rows);" in text and "changes slots of rows" in text
+    assert "in slot acc (about 1 row);" in text and "changes slots of rows" in text
     text = message([1], recorded=[31], slot=0.0)
-    assert "in the table (about 1 rows);" in text and "after the step that" in text
+    assert "in the table (about 1 row);" in text and "after the step that" in text
     assert "no row of this table" in message([30], recorded=[])
     text = message(range(ROWS), recorded=[3])
     assert "47 rows" in text and "weight decay" in text and "0, 1, 2, 4, 5, ..." in text
@@ -561,6 +562,148 @@ def test_rows_recorded_but_unchanged_can_be_left_out(
         assert run.save(4, touched=True).rows == (1 if drop else 20)
         run.check()
     assert sizes == {False: 20, True: 1}
+
+
+def everything(state: Any, touched: Any) -> tuple[Any, Any]:
+    """A step as of dense Adam: all rows move, one is recorded."""
+    return change(state, range(ROWS)), record(touched, [1])
+
+
+def placed(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
+
+
+def test_no_delta_rests_on_rows_of_another_sharding_unaudited(world: Any) -> None:
+    run = world(tracking="audited")
+    for step, devices in enumerate([4, 8, 4, 2, 1]):
+        like = make_state("rows", devices)
+        run.state = placed(run.state, like)
+        run.touched = placed(run.touched, cnr.init_touched(like, run.tables))
+        run.state, run.touched = everything(run.state, run.touched)
+        assert run.save(step, touched=True).kind == "full"
+    run.check()
+
+
+def test_no_delta_rests_on_a_restore_to_elsewhere_unaudited(world: Any) -> None:
+    run = world(tracking="audited")
+    run.save(0, touched=True)
+    restored = run.manager.restore(0)  # on one device
+    run.state = placed(restored.state, run.state)
+    run.touched = placed(restored.touched, run.touched)
+    run.state, run.touched = everything(run.state, run.touched)
+    assert run.save(1, touched=True).kind == "full"
+    run.check()
+
+
+def test_no_delta_of_runs_in_turns_is_unaudited(world: Any) -> None:
+    run = world(tracking="audited")
+    runs = [(make_state(), cnr.init_touched(run.state, run.tables)) for _ in range(2)]
+    for step in range(6):
+        runs[step % 2] = everything(*runs[step % 2])
+        run.state, run.touched = runs[step % 2]
+        assert run.save(step, touched=True).kind == "full"
+    run.check()
+
+
+def test_rollback_after_a_save_that_failed_is_not_a_delta_unaudited(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world(tracking="audited")
+    run.train([0])
+    run.save(0, touched=True)
+    before = run.state, run.touched
+    run.train([1])
+    run.train([2])
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", _no_space)
+        with pytest.raises(OSError, match="no space"):
+            run.save(1, touched=True)
+    run.state, run.touched = everything(*before)
+    assert run.save(1, touched=True).kind == "full"
+    run.check()
+
+
+@pytest.mark.parametrize("mode", ["fingerprint", "audited"])
+def test_state_restored_by_other_tables_is_saved_full_or_right(
+    world: Any, mode: Any
+) -> None:
+    run = world(tracking=mode)
+    run.save(0, touched=True)
+    state = {"copy": run.state["params"]["user"], "slot": run.state["acc"]["user"]}
+    spec = cnr.TableSpec("copy", slots=["slot"])
+    tables = cnr.find_tables(state, {"user": spec})
+    args = cnr.args.Restore(state, tables=tables, partial=True)
+    run.touched = run.manager.restore(0, args=args).touched
+    run.train([4])
+    assert run.save(1, touched=True).kind == "full"
+    run.check()
+
+
+def test_restore_that_fails_to_look_at_the_rows_makes_the_next_save_full(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world()
+    run.save(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch.RowWatch, "look", _no_space)
+        with pytest.raises(OSError, match="no space"):
+            run.restore(0)
+    run.state = change(run.state, [4])
+    assert run.save(1).kind == "full"
+    run.check()
+
+
+def test_run_goes_on_after_an_abandoned_step_was_evaluated(world: Any) -> None:
+    run = world(policy=cnr.OneShot())
+    for step in range(5):
+        run.state = change(run.state, [step])
+        run.save(step)
+    run.restore(1)
+    run.state = change(run.state, [20])
+    run.save(2)
+    going_on = run.state
+    run.restore(4)
+    run.state = change(going_on, [21])
+    run.save(3)
+    for step in (0, 1, 2, 3):  # 4 was given up, and lies beside
+        run.manager.close()
+        with cnr.CheckpointManager(run.root, tables=run.tables) as reader:
+            got = reader.restore(step, args=cnr.args.Restore(run.state))
+        same(got.state, run.truth[step])
+
+
+@pytest.mark.parametrize("mode", ["fingerprint", "audited"])
+def test_mode_is_kept_in_another_root(world: Any, tmp_path: Path, mode: Any) -> None:
+    run = world(tracking=mode)
+    run.save(0, touched=True)
+    run.manager.close()
+    other = World(tmp_path / "other")
+    args = cnr.args.Restore(other.state)
+    other.state, other.touched = other.manager.restore(0, directory=run.root, args=args)
+    for step in range(2):
+        report = other.save(step, touched=True)
+        assert (report.tracking, report.kind) == (mode, "delta" if step else "full")
+    other.check()
+
+
+def test_donated_touched_is_none_of_the_business_of_fingerprints(world: Any) -> None:
+    run = world()
+    run.save(0)
+    jax.tree.map(lambda x: x.delete(), run.touched)
+    run.state = change(run.state, [3])
+    assert run.save(1, touched=True).rows == 1
+    run.check()
+
+
+def test_rows_cut_in_several_ways_are_counted_once(world: Any) -> None:
+    state = make_state("replicated")
+    acc = jax.device_put(state["acc"]["user"], make_state()["params"]["user"].sharding)
+    run = world({**state, "acc": {"user": acc}}, tracking="audited")
+    run.save(0, touched=True)
+    run.train([3, 9, 30], recorded=[9, 10])
+    text = r"(?s)2 rows changed .*first rows: 3, 30\n.*the 2 rows recorded"
+    with pytest.raises(errors.AuditError, match=text):
+        run.save(1, touched=True)
 
 
 def test_audit_before_anything_says_nothing_of_what_it_cannot_compare(

@@ -81,6 +81,8 @@ class Request:
             before, and then one is drawn.
         clock: of the stamps that choose rows.
         at_limit: the clock has reached its limit and tells rows apart no more.
+        doubt: why a delta might miss rows, as far as the stamps themselves are in doubt;
+            empty if they are not.
         tables: as the manifest will list them.
         guarded: retention is known to keep parents.
     """
@@ -92,6 +94,7 @@ class Request:
     at_limit: bool
     tables: tuple[TableEntry, ...]
     guarded: bool
+    doubt: str = ""
 
 
 class Planner:
@@ -182,7 +185,7 @@ class Planner:
         branch = self.branches.setdefault(request.lineage, Branch())
         if request.clock < branch.last_clock:
             why = (
-                f"the clock of the touched rows went back, from {branch.last_clock}"
+                f"the clock of the stamps went back, from {branch.last_clock}"
                 f" to {request.clock}"
             )
             branch = Branch(restores=branch.restores, went_back=why)
@@ -250,11 +253,13 @@ class Planner:
                 return branch.went_back
             if ledger.head() is None:
                 return "no baseline yet"
-            return "the touched rows are not counted from any checkpoint here"
+            return "the stamps are not counted from any checkpoint here"
         if not request.guarded:
             return "retention might delete parents: no policy of cnr_jax was asked yet"
+        if request.doubt:
+            return request.doubt
         if request.at_limit:
-            return "the clock of the touched rows has reached its limit"
+            return "the clock of the stamps has reached its limit"
         tip = branch.tip
         if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
             return "the tables are not those of the checkpoint before"

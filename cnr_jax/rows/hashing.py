@@ -8,22 +8,47 @@ accelerators one program hashes a whole shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.fingerprint import changed_rows, hash_rows, hash_with_tags
+from cnr_jax.rows.fingerprint import (
+    changed_rows,
+    hash_on_host,
+    hash_rows,
+    hash_with_tags,
+)
 from cnr_jax.rows.gather import Where, host_device, program_rows
 from cnr_jax.rows.tiling import OwnTile, shard_on
 
 # Bytes of rows that are hashed at once on the host.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
 # A shard, the row of it at which a tile starts, and the rows of the tile.
 Part = tuple[jax.Array, int, int]
+
+
+# Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
+# uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
+Hashes = jax.Array | list[np.ndarray]
+
+
+class Hashed(NamedTuple):
+    """Rows of the tiles of one group, hashed.
+
+    Attributes:
+        hashes: of each row.
+        tags: of each row and tile, if asked for.
+        differ: what `changed_of` makes positions of; None if nothing was compared.
+    """
+
+    hashes: Hashes
+    tags: Hashes | None
+    differ: Hashes | None
 
 
 def hash_tiles(
@@ -32,17 +57,28 @@ def hash_tiles(
     where: Where,
     seed: np.ndarray,
     *,
+    before: Hashes | None,
     tagged: bool,
-) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray | None]:
-    """Hashes of the rows that tiles of one group make up.
+) -> Hashed:
+    """Hashes the rows that tiles of one group make up.
+
+    Args:
+        tiles: of one group.
+        arrays: the leaves, by table and leaf name.
+        where: on the device or in host memory.
+        seed: uint32[2].
+        before: hashes to compare with, made in the same way.
+        tagged: whether to make tags.
 
     Returns:
-        uint32[rows, 2], and uint8[rows, tiles] of tags if `tagged`; on the device, not
-        waited for, or on the host.
+        What is on a device is not waited for.
     """
     parts = [_part(arrays[tile.table.name][tile.leaf.name], tile) for tile in tiles]
-    run = _hash_on_host if where == "host" else _hash_on_device
-    return run(parts, seed, tagged)
+    if where == "host":
+        assert not isinstance(before, jax.Array)
+        return _hash_on_host(parts, seed, before, tagged)
+    assert not isinstance(before, list)
+    return _hash_on_device(parts, seed, before, tagged)
 
 
 def _part(array: jax.Array, tile: OwnTile) -> tuple[jax.Array, int, int]:
@@ -53,15 +89,18 @@ def _part(array: jax.Array, tile: OwnTile) -> tuple[jax.Array, int, int]:
 
 
 def _hash_on_device(
-    parts: Sequence[Part], seed: np.ndarray, tagged: bool
-) -> tuple[jax.Array, jax.Array | None]:
+    parts: Sequence[Part], seed: np.ndarray, before: jax.Array | None, tagged: bool
+) -> Hashed:
     data = tuple(part[0] for part in parts)
-    program = _device_program(
-        tuple((x.shape, x.dtype, first, rows) for x, first, rows in parts),
-        data[0].device,
-        tagged,
-    )
-    return program(data, jax.device_put(seed, data[0].device))
+    device = data[0].device
+    assert isinstance(device, jax.Device)
+    kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in parts)
+    program = _device_program(kinds, device, tagged)
+    hashes, tags = program(data, jax.device_put(seed, device))
+    differ = None
+    if before is not None:
+        differ = _bits_program(hashes.shape[0], device)(hashes, before)
+    return Hashed(hashes, tags, differ)
 
 
 # Compiled ahead of time and kept, as programs that gather are: see rows/gather.py.
@@ -96,20 +135,41 @@ def _hash(
 
 
 def _hash_on_host(
-    parts: Sequence[Part], seed: np.ndarray, tagged: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
+    parts: Sequence[Part],
+    seed: np.ndarray,
+    before: list[np.ndarray] | None,
+    tagged: bool,
+) -> Hashed:
     """Hashes chunk by chunk, so that one program serves tables of any number of rows."""
     rows = parts[0][2]
-    hashes = np.empty((rows, 2), np.uint32)
-    tags = np.empty((rows, len(parts)), np.uint8) if tagged else None
+    made = Hashed([], [] if tagged else None, None if before is None else [])
+    there = jax.device_put(seed, host_device())
     step = _host_rows([x for x, _, _ in parts])
-    for start, chunk in _host_chunks(parts, rows, step):
+    for number, start in enumerate(range(0, rows, step)):
         count = min(step, rows - start)
-        some, marks = _hash_chunk(chunk, seed, tagged)
-        hashes[start : start + count] = np.asarray(some)[:count]
+        chunk = _chunk(parts, start, count, program_rows(count, step))
+        hashes, tags = hash_on_host(chunk, there, tagged=tagged)
+        # Waits, so that a train step never queues behind more than one chunk.
+        found = {"hashes": np.asarray(hashes)[:count]}
         if tags is not None:
-            tags[start : start + count] = np.asarray(marks)[:count]
-    return hashes, tags
+            found["tags"] = np.asarray(tags)[:count]
+        if before is not None:
+            # Here, where the new ones are still in cache.
+            found["differ"] = found["hashes"] != before[number]
+        for name, values in found.items():
+            getattr(made, name).append(values)
+    return made
+
+
+def _chunk(
+    parts: Sequence[Part], start: int, count: int, size: int
+) -> list[np.ndarray]:
+    """Some rows of all parts, as views where nothing is to be padded."""
+    # Views live for one chunk only: see `_copy_rows` in rows/gather.py.
+    return [
+        _padded(np.asarray(x)[first + start : first + start + count], size)
+        for x, first, _ in parts
+    ]
 
 
 def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
@@ -121,21 +181,6 @@ def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
     return 1 << (max(1, CHUNK_BYTES // max(1, width)).bit_length() - 1)
 
 
-def _host_chunks(
-    parts: Sequence[Part], rows: int, step: int
-) -> Iterator[tuple[int, tuple[jax.Array, ...]]]:
-    device = host_device()
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        size = program_rows(count, step)
-        # Views live for one chunk only: see `_copy_rows` in rows/gather.py.
-        chunk = tuple(
-            _padded(np.asarray(x)[first + start : first + start + count], size)
-            for x, first, _ in parts
-        )
-        yield start, jax.device_put(chunk, device)
-
-
 def _padded(values: np.ndarray, rows: int) -> np.ndarray:
     if len(values) == rows:
         return values
@@ -144,22 +189,26 @@ def _padded(values: np.ndarray, rows: int) -> np.ndarray:
     return padded
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _hash_chunk(
-    leaves: tuple[jax.Array, ...], seed: jax.Array, tagged: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    return _hash(leaves, seed, tagged)
+def changed_of(differ: Hashes, rows: int) -> np.ndarray:
+    """Sorted positions of rows that changed; waits for the device."""
+    if isinstance(differ, list):
+        return np.flatnonzero(np.concatenate(differ))
+    bits = np.unpackbits(np.asarray(differ), count=rows, bitorder="little")
+    return np.flatnonzero(bits)
 
 
-def changed_bits(
-    now: jax.Array | np.ndarray, before: jax.Array | np.ndarray
-) -> jax.Array | np.ndarray:
-    """Which rows' hashes differ: bool[rows] on the host, on a device bits for `mask_of`."""
-    if isinstance(now, np.ndarray):
-        return now.view(np.uint64)[:, 0] != np.asarray(before).view(np.uint64)[:, 0]
-    device = now.device
-    assert isinstance(device, jax.Device)
-    return _bits_program(now.shape[0], device)(now, before)
+def tags_of(tags: Hashes, positions: np.ndarray) -> np.ndarray:
+    """Tags of some rows, uint8[positions, tiles]; waits for the device."""
+    whole = np.concatenate(tags) if isinstance(tags, list) else np.asarray(tags)
+    return whole[positions]
+
+
+def bytes_of(hashes: Hashes | None) -> int:
+    """Bytes held."""
+    if hashes is None:
+        return 0
+    parts = hashes if isinstance(hashes, list) else [hashes]
+    return sum(part.nbytes for part in parts)
 
 
 @functools.cache
@@ -172,18 +221,9 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
     return jax.jit(bits).lower(hashes, hashes).compile()
 
 
-def mask_of(bits: jax.Array | np.ndarray, rows: int) -> np.ndarray:
-    """bool[rows] on the host; waits for the device."""
-    if isinstance(bits, np.ndarray):
-        return bits
-    mask = np.unpackbits(np.asarray(bits), count=rows, bitorder="little")
-    return mask.view(bool)
-
-
 def warm_up(groups: Iterable[Sequence[OwnTile]], where: Where, tagged: bool) -> None:
     """Compiles what hashing tiles like these needs, of leaves whose sharding is known."""
-    seed = np.zeros(2, np.uint32)
-    done: set[tuple[tuple[tuple[int, ...], np.dtype], ...]] = set()
+    done: set[tuple[Any, int]] = set()
     for tiles in groups:
         shapes = [_shard_shape(tile) for tile in tiles]
         rows = tiles[0].rows[1] - tiles[0].rows[0]
@@ -196,18 +236,21 @@ def warm_up(groups: Iterable[Sequence[OwnTile]], where: Where, tagged: bool) -> 
             _bits_program(rows, tiles[0].piece.device)
             continue
         kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))
-        if kinds not in done:
-            done.add(kinds)
-            _warm_up_host(kinds, seed, tagged)
+        step = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
+        # The first chunk and the last.
+        for count in (min(step, rows), rows % step or step):
+            size = program_rows(count, step)
+            if (kinds, size) not in done:
+                done.add((kinds, size))
+                _warm_up_host(kinds, size, tagged)
 
 
 def _warm_up_host(
-    kinds: Sequence[tuple[tuple[int, ...], np.dtype]], seed: np.ndarray, tagged: bool
+    kinds: Sequence[tuple[tuple[int, ...], np.dtype]], rows: int, tagged: bool
 ) -> None:
-    large = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
-    for rows in {program_rows(1, large), large}:
-        chunk = tuple(np.zeros((rows, *shape), dtype) for shape, dtype in kinds)
-        _hash_chunk(jax.device_put(chunk, host_device()), seed, tagged)
+    chunk = [np.zeros((rows, *shape), dtype) for shape, dtype in kinds]
+    seed = jax.device_put(np.zeros(2, np.uint32), host_device())
+    hash_on_host(chunk, seed, tagged=tagged)
 
 
 def _shard_shape(tile: OwnTile) -> tuple[int, ...]:

@@ -19,7 +19,14 @@ import jax
 import numpy as np
 
 from cnr_jax.rows.gather import Where
-from cnr_jax.rows.hashing import Arrays, changed_bits, hash_tiles, mask_of
+from cnr_jax.rows.hashing import (
+    Arrays,
+    Hashed,
+    bytes_of,
+    changed_of,
+    hash_tiles,
+    tags_of,
+)
 from cnr_jax.rows.tiling import OwnTile
 
 
@@ -47,24 +54,12 @@ def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """The rows of one group as they were.
-
-    Attributes:
-        tiles: what was hashed; hashes of other tiles do not compare.
-        hashes: uint32[rows, 2], on the device or the host.
-        tags: uint8[rows, tiles], which tell the leaves of a changed row apart; or None.
-    """
+class Seen(NamedTuple):
+    """The rows of one group as they were; hashes of other tiles do not compare."""
 
     tiles: tuple[OwnTile, ...]
-    hashes: jax.Array | np.ndarray
-    tags: jax.Array | np.ndarray | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.hashes.nbytes + (self.tags.nbytes if self.tags is not None else 0)
+    where: Where
+    hashed: Hashed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +68,8 @@ class Look:
 
     Attributes:
         seen: by group.
-        changed: bool[rows] by group: which rows differ from what was kept. Groups of which
-            nothing was kept, or other tiles, are missing.
+        changed: by group, sorted positions of the rows that differ from what was kept.
+            Groups of which nothing was kept, or other tiles, are missing.
     """
 
     seen: Mapping[Group, Seen]
@@ -114,8 +109,9 @@ class RowWatch:
     @property
     def nbytes(self) -> int:
         """Bytes held, on devices and the host."""
-        stamps = sum(stamps.nbytes for stamps in self._stamps.values())
-        return stamps + sum(seen.nbytes for seen in self._seen.values())
+        hashed = [seen.hashed for seen in self._seen.values()]
+        held = sum(bytes_of(x.hashes) + bytes_of(x.tags) for x in hashed)
+        return held + sum(stamps.nbytes for stamps in self._stamps.values())
 
     def look(self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where) -> Look:
         """Hashes all rows and compares them with what was kept.
@@ -127,25 +123,36 @@ class RowWatch:
             arrays: the leaves, by table and leaf name.
             where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk.
         """
+        # All devices work before the first one is waited for.
         seen = {
-            group: self._hash(own, arrays, where)
+            group: self._hash(group, own, arrays, where)
             for group, own in group_tiles(tiles).items()
         }
-        # All devices work before the first one is waited for.
-        bits = {
-            group: changed_bits(now.hashes, self._seen[group].hashes)
-            for group, now in seen.items()
-            if group in self._seen and _leaves(self._seen[group]) == _leaves(now)
-        }
         changed = {
-            group: mask_of(found, group.rows[1] - group.rows[0])
-            for group, found in bits.items()
+            group: changed_of(now.hashed.differ, group.rows[1] - group.rows[0])
+            for group, now in seen.items()
+            if now.hashed.differ is not None
         }
         return Look(seen=seen, changed=changed)
 
-    def _hash(self, tiles: tuple[OwnTile, ...], arrays: Arrays, where: Where) -> Seen:
-        hashes, tags = hash_tiles(tiles, arrays, where, self._seed, tagged=self._tagged)
-        return Seen(tiles=tiles, hashes=hashes, tags=tags)
+    def _hash(
+        self, group: Group, tiles: tuple[OwnTile, ...], arrays: Arrays, where: Where
+    ) -> Seen:
+        known = self._seen.get(group)
+        comparable = (
+            known is not None
+            and known.where == where
+            and _boxes(known.tiles) == _boxes(tiles)
+        )
+        hashed = hash_tiles(
+            tiles,
+            arrays,
+            where,
+            self._seed,
+            before=known.hashed.hashes if known and comparable else None,
+            tagged=self._tagged,
+        )
+        return Seen(tiles, where, hashed)
 
     def keep(self, look: Look, clock: int) -> None:
         """Remembers what `look` saw, and stamps the rows that changed.
@@ -154,7 +161,7 @@ class RowWatch:
             look: of this watch, with nothing kept since.
             clock: greater than at any time before.
         """
-        self._seen = look.seen
+        self._seen = _without_differences(look.seen)
         if self._stamped:
             self._stamps = {
                 rows: self._stamp(look, rows, groups, clock)
@@ -178,7 +185,7 @@ class RowWatch:
             look: at a state that was restored.
             stamps: int32 of some rows; not called unless stamps are kept.
         """
-        self._seen = look.seen
+        self._seen = _without_differences(look.seen)
         if self._stamped:
             self._stamps = {rows: stamps(rows) for rows in by_rows(look)}
 
@@ -191,10 +198,10 @@ class RowWatch:
 
         Told from 8 bits a row and leaf: one row in 256 is missed for its leaf.
         """
-        before, now = self._seen[group].tags, look.seen[group].tags
+        before, now = self._seen[group].hashed.tags, look.seen[group].hashed.tags
         if before is None or now is None:
             return {}
-        differ = (np.asarray(before)[rows] != np.asarray(now)[rows]).sum(0)
+        differ = (tags_of(before, rows) != tags_of(now, rows)).sum(0)
         names = [tile.leaf.name for tile in look.seen[group].tiles]
         return {n: int(d) for n, d in zip(names, differ, strict=True) if d}
 
@@ -215,5 +222,14 @@ def by_rows(look: Look) -> dict[Rows, list[Group]]:
     return found
 
 
-def _leaves(seen: Seen) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    return [(tile.leaf.name, tile.piece.box) for tile in seen.tiles]
+def _without_differences(seen: Mapping[Group, Seen]) -> dict[Group, Seen]:
+    return {
+        group: now._replace(hashed=now.hashed._replace(differ=None))
+        for group, now in seen.items()
+    }
+
+
+def _boxes(
+    tiles: Iterable[OwnTile],
+) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+    return [(tile.leaf.name, tile.piece.box) for tile in tiles]

@@ -189,7 +189,7 @@ def test_clock_that_went_back_makes_the_save_full(run: Run) -> None:
     run.save(1, clock=8)
     plan = run.plan(2, clock=5)
     assert plan.kind == "full"
-    assert plan.reason == "the clock of the touched rows went back, from 8 to 5"
+    assert plan.reason == "the clock of the stamps went back, from 8 to 5"
 
 
 def test_checkpoints_before_a_clock_that_went_back_stay_illegal(run: Run) -> None:
