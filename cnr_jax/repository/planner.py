@@ -256,10 +256,10 @@ class Planner:
             return "the stamps are not counted from any checkpoint here"
         if not request.guarded:
             return "retention might delete parents: no policy of cnr_jax was asked yet"
-        if request.doubt:
-            return request.doubt
         if request.at_limit:
             return "the clock of the stamps has reached its limit"
+        if request.doubt:
+            return request.doubt
         tip = branch.tip
         if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
             return "the tables are not those of the checkpoint before"

@@ -21,7 +21,7 @@ from cnr_jax.rows.fingerprint import (
     hash_rows,
     hash_with_tags,
 )
-from cnr_jax.rows.gather import Where, host_device, program_rows
+from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device
 from cnr_jax.rows.tiling import OwnTile, shard_on
 
 # Bytes of rows that are hashed at once on the host.
@@ -145,20 +145,37 @@ def _hash_on_host(
     made = Hashed([], [] if tagged else None, None if before is None else [])
     there = jax.device_put(seed, host_device())
     step = _host_rows([x for x, _, _ in parts])
-    for number, start in enumerate(range(0, rows, step)):
+    ahead: Callable[[], None] | None = None
+    for start in range(0, rows, step):
         count = min(step, rows - start)
-        chunk = _chunk(parts, start, count, program_rows(count, step))
+        chunk = _chunk(parts, start, count, _size(count, step))
         hashes, tags = hash_on_host(chunk, there, tagged=tagged)
-        # Waits, so that a train step never queues behind more than one chunk.
-        found = {"hashes": np.asarray(hashes)[:count]}
-        if tags is not None:
-            found["tags"] = np.asarray(tags)[:count]
-        if before is not None:
-            # Here, where the new ones are still in cache.
-            found["differ"] = found["hashes"] != before[number]
-        for name, values in found.items():
-            getattr(made, name).append(values)
+        # A chunk is compared while the next one is hashed, and a train step never queues
+        # behind more than these two.
+        if ahead is not None:
+            ahead()
+        ahead = functools.partial(_append, made, before, count, hashes, tags)
+    if ahead is not None:
+        ahead()
     return made
+
+
+def _append(
+    made: Hashed,
+    before: list[np.ndarray] | None,
+    count: int,
+    hashes: jax.Array,
+    tags: jax.Array | None,
+) -> None:
+    """Waits for a chunk, and appends it to what was made of those before it."""
+    number = len(made.hashes)
+    found = {"hashes": _front(hashes, count)}
+    if tags is not None:
+        found["tags"] = _front(tags, count)
+    if before is not None:
+        found["differ"] = found["hashes"] != before[number]
+    for name, values in found.items():
+        getattr(made, name).append(values)
 
 
 def _chunk(
@@ -179,6 +196,20 @@ def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
         for x in data
     )
     return 1 << (max(1, CHUNK_BYTES // max(1, width)).bit_length() - 1)
+
+
+def _size(count: int, step: int) -> int:
+    """Rows of the program that hashes a chunk: few sizes, none far larger than the chunk."""
+    size = SMALL_ROWS
+    while size < count:
+        size *= 8
+    return min(size, step)
+
+
+def _front(found: jax.Array, count: int) -> np.ndarray:
+    """The first of the results, without keeping the others."""
+    whole = np.asarray(found)
+    return whole if len(whole) == count else whole[:count].copy()
 
 
 def _padded(values: np.ndarray, rows: int) -> np.ndarray:
@@ -239,7 +270,7 @@ def warm_up(groups: Iterable[Sequence[OwnTile]], where: Where, tagged: bool) -> 
         step = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
         # The first chunk and the last.
         for count in (min(step, rows), rows % step or step):
-            size = program_rows(count, step)
+            size = _size(count, step)
             if (kinds, size) not in done:
                 done.add((kinds, size))
                 _warm_up_host(kinds, size, tagged)

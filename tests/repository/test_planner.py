@@ -216,6 +216,12 @@ def test_clock_at_its_limit_makes_the_save_full(run: Run) -> None:
     assert plan.kind == "full" and "limit" in plan.reason
 
 
+def test_doubt_about_the_stamps_makes_the_save_full(run: Run) -> None:
+    run.save(0, clock=1)
+    plan = run.plan(1, clock=2, doubt="no audit was possible")
+    assert (plan.kind, plan.reason) == ("full", "no audit was possible")
+
+
 def test_unguarded_saves_are_full(run: Run) -> None:
     run.save(0, clock=3)
     plan = run.plan(1, clock=4, guarded=False)
