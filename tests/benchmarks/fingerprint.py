@@ -153,7 +153,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="64 MiB a case")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()

@@ -70,7 +70,7 @@ def join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 def words_on_device(leaf: np.ndarray) -> np.ndarray:
     """uint32[rows, ..., words]: an element, half of one or two in each."""
     if leaf.dtype.kind == "c":
-        leaf = np.stack([leaf.real, leaf.imag], -1)
+        leaf = np.stack([np.real(leaf), np.imag(leaf)], -1)
     leaf = leaf if leaf.ndim > 1 else leaf[:, None]
     if leaf.dtype.itemsize == 8:
         return leaf.view(U).reshape(*leaf.shape, 2)
