@@ -215,7 +215,9 @@ def test_finalize_runs_once_after_all_writing_and_before_the_rename(probe: Any) 
     handler, manager = probe
     manager.save(5, args=ProbeSave())
     manager.wait_until_finished()
-    assert [e.what for e in handler.events][-2:] == ["written", "finalize"]
+    whats = [e.what for e in handler.events]
+    assert whats[-1] == "finalize" and whats.count("finalize") == 1
+    assert "written" in whats[:-1]  # the policy may be asked before or after it
     (event,) = handler.find("finalize")
     directory, file_exists = event.detail
     assert file_exists and not event.main

@@ -24,7 +24,8 @@ from cnr_jax.rows.fingerprint import (
 from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device
 from cnr_jax.rows.tiling import OwnTile, shard_on
 
-# Bytes of rows that are hashed at once on the host.
+# Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
+# one; measured on 2 cores, bfloat16 of dim 16: 3.1 times a sum in chunks of 2 MiB, 2.4 in 16 MiB.
 CHUNK_BYTES = 16 << 20
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
