@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import chunk_rows, host_device, program_rows
+from cnr_jax.rows.gather import chunk_rows, host_device, padded, program_rows
 
 
 class Rows(Protocol):
@@ -58,14 +58,6 @@ def new_rows(box: Box, dtype: np.dtype, device: jax.Device) -> Rows:
     return _DeviceRows(shape, dtype, device)
 
 
-def _padded(values: np.ndarray, rows: int) -> np.ndarray:
-    if len(values) == rows:
-        return values
-    padded = np.zeros((rows, *values.shape[1:]), values.dtype)
-    padded[: len(values)] = values
-    return padded
-
-
 def _program_rows(block: Block) -> int:
     """Rows of the compiled program that decodes a block: one of two sizes."""
     large = chunk_rows(
@@ -98,7 +90,7 @@ class _HostRows:
         if isinstance(block.codec, Raw):
             return block.parts["rows"]
         size = _program_rows(block)
-        parts = {name: _padded(part, size) for name, part in block.parts.items()}
+        parts = {name: padded(part, size) for name, part in block.parts.items()}
         dim = int(np.prod(block.trailing, dtype=np.int64))
         # One device for all parts: a program is compiled once for each device it runs on.
         parts = jax.device_put(parts, host_device())
@@ -121,7 +113,7 @@ class _DeviceRows:
         if not block.count:
             return
         size = _program_rows(block)
-        parts = {name: _padded(part, size) for name, part in block.parts.items()}
+        parts = {name: padded(part, size) for name, part in block.parts.items()}
         is_run = isinstance(rows, slice)
         at = np.arange(rows.start, rows.stop) if is_run else rows
         # Padding goes to a row past the end, which the scatter drops.

@@ -320,6 +320,15 @@ def _sizes(width: int, dtype: np.dtype) -> set[int]:
     return {program_rows(1, large), large}
 
 
+def padded(values: np.ndarray, rows: int) -> np.ndarray:
+    """`values` with rows of zeros after them, `rows` in all; itself if it has as many."""
+    if len(values) == rows:
+        return values
+    longer = np.zeros((rows, *values.shape[1:]), values.dtype)
+    longer[: len(values)] = values
+    return longer
+
+
 def warm_up_host(codec: Codec, dtype: np.dtype, width: int) -> None:
     """Compiles what encoding chunks of this group on the host needs."""
     device = host_device()

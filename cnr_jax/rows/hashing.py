@@ -21,7 +21,7 @@ from cnr_jax.rows.fingerprint import (
     hash_rows,
     hash_with_tags,
 )
-from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device
+from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device, padded
 from cnr_jax.rows.tiling import OwnTile, shard_on
 
 # Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
@@ -185,7 +185,7 @@ def _chunk(
     """Some rows of all parts, as views where nothing is to be padded."""
     # Views live for one chunk only: see `_copy_rows` in rows/gather.py.
     return [
-        _padded(np.asarray(x)[first + start : first + start + count], size)
+        padded(np.asarray(x)[first + start : first + start + count], size)
         for x, first, _ in parts
     ]
 
@@ -211,14 +211,6 @@ def _front(found: jax.Array, count: int) -> np.ndarray:
     """The first of the results, without keeping the others."""
     whole = np.asarray(found)
     return whole if len(whole) == count else whole[:count].copy()
-
-
-def _padded(values: np.ndarray, rows: int) -> np.ndarray:
-    if len(values) == rows:
-        return values
-    padded = np.zeros((rows, *values.shape[1:]), values.dtype)
-    padded[: len(values)] = values
-    return padded
 
 
 def changed_of(differ: Hashes, rows: int) -> np.ndarray:
