@@ -13,17 +13,24 @@ from cnr_jax.policy.baseline import (
     Consecutive,
     Decision,
     Full,
-    Intermittent,
     Kind,
     OneShot,
     Policy,
     SaveRecord,
     since_baseline,
 )
-from cnr_jax.policy.predictor import CycleCosts, cycle_costs, should_take_full
+from cnr_jax.policy.intermittent import Cost, Intermittent, Predictor
+from cnr_jax.policy.predictor import (
+    CycleCosts,
+    cycle_costs,
+    forecast_next,
+    full_is_due,
+    should_take_full,
+)
 
 __all__ = [
     "Consecutive",
+    "Cost",
     "CycleCosts",
     "Decision",
     "Full",
@@ -31,8 +38,11 @@ __all__ = [
     "Kind",
     "OneShot",
     "Policy",
+    "Predictor",
     "SaveRecord",
     "cycle_costs",
+    "forecast_next",
+    "full_is_due",
     "should_take_full",
     "since_baseline",
 ]

@@ -1,9 +1,10 @@
 """Baseline policies: full or delta, and against which parent.
 
-Here are the record a policy sees, the decision it returns, and the four policies of
-Check-N-Run. Not here: whether the parent is legal (lineage, generation), which the
-caller checks, and which may turn a delta into a full save. The invariant to remember: a
-full save is always safe, so whenever a history says too little the decision is full.
+Here are the record a policy sees, the decision it returns, and the policies that need no
+forecast; `intermittent.py` has the default. Not here: whether the parent is legal
+(lineage, generation), which the caller checks, and which may turn a delta into a full
+save. The invariant to remember: a full save is always safe, so whenever a history says
+too little the decision is full.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, get_args
 
 from cnr_jax.errors import OptionError
-from cnr_jax.policy.predictor import cycle_costs, should_take_full
 
 Kind = Literal["full", "delta"]
 """What a checkpoint holds: everything, or the rows that its parent does not have."""
@@ -30,7 +30,8 @@ class SaveRecord:
         kind: `"full"` or `"delta"`.
         bytes: bytes written, over all processes.
         rows: rows written, over all tables and processes.
-        secs: seconds from the start of the save to its commit.
+        secs: seconds from the start of the save until all its files were written, on all
+            processes; without waiting for the save before.
 
     Example:
         >>> SaveRecord(step=100, kind="full", bytes=4096, rows=64, secs=0.5).kind
@@ -135,7 +136,7 @@ class Full:
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
         """Returns a full save, always."""
         del history
-        return _full("every save is full")
+        return full_because("every save is full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,8 @@ class OneShot:
         """Returns a delta against the latest full save, if there is one."""
         cycle = since_baseline(history)
         if not cycle:
-            return _full(NO_BASELINE)
-        return _delta(cycle[0], "rows since the baseline")
+            return full_because(NO_BASELINE)
+        return delta_on(cycle[0], "rows since the baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,86 +189,33 @@ class Consecutive:
     max_chain: int | None = None
 
     def __post_init__(self) -> None:
-        _check_limit("max_chain", self.max_chain)
+        check_limit("max_chain", self.max_chain)
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
         """Returns a delta against the last save, or a full one past `max_chain`."""
         cycle = since_baseline(history)
         if not cycle:
-            return _full(NO_BASELINE)
+            return full_because(NO_BASELINE)
         if self.max_chain is not None and len(cycle) > self.max_chain:
-            held = _count(len(cycle) - 1)
-            return _full(f"the chain has {held}, max_chain is {self.max_chain}")
-        return _delta(cycle[-1], "rows since the last save")
+            held = count_of(len(cycle) - 1)
+            return full_because(f"the chain has {held}, max_chain is {self.max_chain}")
+        return delta_on(cycle[-1], "rows since the last save")
 
 
-@dataclass(frozen=True, slots=True)
-class Intermittent:
-    """Writes rows changed since the baseline, and a new baseline when it pays.
-
-    A restore reads two checkpoints, as with `OneShot`, but deltas do not grow for ever:
-    once the latest delta costs as many bytes as the average save since the baseline,
-    the next save is full (`predictor.should_take_full`).
-
-    Attributes:
-        max_deltas: most deltas on one baseline, 1 or more; the save after that many is
-            full, whatever the predictor says. None: no limit.
-
-    Raises:
-        OptionError: if `max_deltas` is less than 1.
-
-    Example:
-        >>> saves = [
-        ...     SaveRecord(step=7, kind="full", bytes=100, rows=10, secs=0.1),
-        ...     SaveRecord(step=8, kind="delta", bytes=60, rows=6, secs=0.1),
-        ... ]
-        >>> Intermittent().decide(saves).parent
-        7
-        >>> saves.append(SaveRecord(step=9, kind="delta", bytes=90, rows=9, secs=0.1))
-        >>> Intermittent().decide(saves).reason
-        'a new baseline pays: the last delta was 90 bytes, the average save 83.3'
-
-    Source: Check-N-Run (NSDI'22), intermittent differential checkpoints (its default).
-    """
-
-    name: ClassVar[str] = "intermittent"
-    max_deltas: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_limit("max_deltas", self.max_deltas)
-
-    def decide(self, history: Sequence[SaveRecord]) -> Decision:
-        """Returns a delta against the latest full save, or a full one when it pays."""
-        cycle = since_baseline(history)
-        if not cycle:
-            return _full(NO_BASELINE)
-        baseline, deltas = cycle[0], cycle[1:]
-        if self.max_deltas is not None and len(deltas) >= self.max_deltas:
-            held = _count(len(deltas))
-            return _full(f"the baseline has {held}, max_deltas is {self.max_deltas}")
-        # Bytes are integers, so the comparison is exact: no division, no rounding.
-        sizes = [delta.bytes for delta in deltas]
-        if should_take_full(sizes, full_size=baseline.bytes):
-            costs = cycle_costs(sizes, full_size=baseline.bytes)
-            average = costs.full_now / len(cycle)
-            return _full(
-                f"a new baseline pays: the last delta was {sizes[-1]:,} bytes, "
-                f"the average save {average:,.1f}"
-            )
-        return _delta(baseline, "rows since the baseline")
-
-
-def _full(reason: str) -> Decision:
+def full_because(reason: str) -> Decision:
+    """Returns the decision for a full save."""
     return Decision(kind="full", parent=None, reason=reason)
 
 
-def _delta(parent: SaveRecord, what: str) -> Decision:
+def delta_on(parent: SaveRecord, what: str) -> Decision:
+    """Returns the decision for a delta of `what`, such as "rows since the baseline"."""
     return Decision(
         kind="delta", parent=parent.step, reason=f"{what} (step {parent.step})"
     )
 
 
-def _count(deltas: int) -> str:
+def count_of(deltas: int) -> str:
+    """Returns the number of deltas in words for a reason."""
     return "1 delta" if deltas == 1 else f"{deltas} deltas"
 
 
@@ -279,7 +227,12 @@ def _check_kind(kind: str) -> None:
         )
 
 
-def _check_limit(name: str, limit: int | None) -> None:
+def check_limit(name: str, limit: int | None) -> None:
+    """Checks a limit on the number of deltas.
+
+    Raises:
+        OptionError: if it is less than 1.
+    """
     if limit is not None and limit < 1:
         raise OptionError(
             f"{name} cannot be {limit!r}\n"

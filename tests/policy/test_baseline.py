@@ -87,41 +87,10 @@ def test_consecutive_writes_a_full_save_once_the_chain_is_full() -> None:
     assert "2 deltas" in decision.reason
 
 
-def test_intermittent_names_the_baseline_as_parent_until_a_full_pays() -> None:
-    assert Intermittent().decide(cycle(100)).parent == 10
-    assert Intermittent().decide(cycle(250, 500)).parent == 10
-    assert Intermittent().decide(cycle(250, 500, 750)).kind == "full"
-
-
-def test_intermittent_reason_gives_both_sides_of_the_comparison() -> None:
-    reason = Intermittent().decide(cycle(250, 500, 750)).reason
-    assert "750 bytes" in reason
-    assert "625.0" in reason
-
-
-def test_intermittent_obeys_max_deltas_where_the_predictor_would_go_on() -> None:
-    assert Intermittent(max_deltas=3).decide(cycle(1, 1)).kind == "delta"
-    assert Intermittent(max_deltas=2).decide(cycle(1, 1)).kind == "full"
-
-
-def test_intermittent_compares_bytes_exactly_past_float_precision() -> None:
-    # Both sides equal, then one byte apart, where a double holds no odd numbers.
-    big = 2**53 + 1
-    assert Intermittent().decide(cycle(big, full_bytes=big)).kind == "full"
-    assert Intermittent().decide(cycle(big, full_bytes=big + 1)).kind == "delta"
-
-
-def test_intermittent_takes_a_baseline_of_no_bytes() -> None:
-    assert Intermittent().decide(cycle(full_bytes=0)).kind == "delta"
-    assert Intermittent().decide(cycle(0, full_bytes=0)).kind == "full"
-
-
 @pytest.mark.parametrize("limit", [0, -1])
 def test_limits_below_one_are_refused(limit: int) -> None:
     with pytest.raises(OptionError, match="max_chain cannot be"):
         Consecutive(max_chain=limit)
-    with pytest.raises(OptionError, match="max_deltas cannot be"):
-        Intermittent(max_deltas=limit)
 
 
 def test_decision_needs_a_parent_for_a_delta_and_none_for_a_full() -> None:

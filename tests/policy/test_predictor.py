@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -18,6 +22,8 @@ from cnr_jax.policy import (
     Policy,
     SaveRecord,
     cycle_costs,
+    forecast_next,
+    full_is_due,
     should_take_full,
     since_baseline,
 )
@@ -26,6 +32,8 @@ from cnr_jax.policy import (
 FULL = 1000
 ONE_SHOT = (260, 320, 365, 400, 430, 455, 475, 490, 505, 515, 525, 533)
 INCREMENT = 260  # rows of one interval alone, flat
+PAPER = Intermittent(predictor="history")
+Rule = Callable[[Sequence[float]], bool]
 FRACTIONS = tuple(size / FULL for size in ONE_SHOT)
 
 
@@ -92,8 +100,15 @@ def test_predictor_in_bytes_agrees_with_fractions() -> None:
 
 
 def test_intermittent_takes_interval_eight_as_full() -> None:
-    run = simulate(Intermittent())
+    run = simulate(PAPER)
     assert [s.step for s in run.saves if s.kind == "full"] == [0, 8]
+
+
+def test_forecast_takes_interval_seven_as_full_which_is_the_best_cycle() -> None:
+    run = simulate(Intermittent())
+    assert [s.step for s in run.saves if s.kind == "full"] == [0, 7]
+    averages = [(FULL + sum(ONE_SHOT[: n - 1])) / n for n in range(1, 13)]
+    assert averages.index(min(averages)) == 7 - 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +117,8 @@ def test_intermittent_takes_interval_eight_as_full() -> None:
         (Full(), 1.000, 1.0),
         (OneShot(), 0.478, 1.53),
         (Consecutive(), 0.322, 3.86),
-        (Intermittent(), 0.471, 1.48),
+        (PAPER, 0.471, 1.48),
+        (Intermittent(), 0.4646, 1.455),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else str(value),
 )
@@ -116,7 +132,8 @@ def test_average_and_peak_match_the_reference_table(
 
 
 def test_replacing_a_baseline_needs_room_for_both() -> None:
-    assert max(simulate(Intermittent()).transient) == 1000 + 475 + 1000
+    assert max(simulate(PAPER).transient) == 1000 + 475 + 1000
+    assert max(simulate(Intermittent()).transient) == 1000 + 455 + 1000
 
 
 def test_consecutive_writes_a_third_less_than_one_shot() -> None:
@@ -146,8 +163,32 @@ def test_no_deltas_give_no_reason_for_a_full() -> None:
     assert not should_take_full([], full_size=0)
 
 
+def test_forecast_adds_most_of_the_growth_of_the_later_half() -> None:
+    assert forecast_next([]) == 0
+    assert forecast_next([100]) == 100
+    assert forecast_next([100, 180]) == 180 + 70
+    assert forecast_next([100, 160, 200]) == 200 + 35
+    assert forecast_next([100, 160, 200, 240]) == 240 + 35
+    assert forecast_next([0, 0, 300, 310, 332]) == 332 + 14
+    assert forecast_next([100, 90]) == 90  # deltas on one baseline do not shrink
+
+
+def test_forecast_is_exact_where_a_float_is_not() -> None:
+    # The next delta grows by 7/3 of a byte, so seven of it are 7 * large + 16 1/3.
+    large = 10**16
+    sizes = [0, 0, large - 8, large, large, large]
+    assert forecast_next(sizes) - large == Fraction(7, 3)
+    full = 7 * large + 16 - sum(sizes)
+    assert full_is_due(sizes, full_size=full)
+    assert not full_is_due(sizes, full_size=full + 1)
+
+
 @pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])
 def test_sizes_that_are_no_sizes_are_refused(size: float) -> None:
+    with pytest.raises(OptionError, match="finite"):
+        forecast_next([size])
+    with pytest.raises(OptionError, match="finite"):
+        full_is_due([0.5], full_size=size)
     with pytest.raises(OptionError, match="finite"):
         should_take_full([0.5, size])
     with pytest.raises(OptionError, match="finite"):
@@ -162,9 +203,35 @@ def test_bytes_that_every_save_writes_change_nothing(
     sizes: list[int], full: int, same: int
 ) -> None:
     more = [size + same for size in sizes]
-    assert should_take_full(sizes, full_size=full) == should_take_full(
-        more, full_size=full + same
+    for rule in (should_take_full, full_is_due):
+        assert rule(sizes, full_size=full) == rule(more, full_size=full + same)
+
+
+@given(sizes=sizes_bytes.filter(len), full=st.integers(1, 10**15))
+def test_forecast_is_never_later_than_the_paper(sizes: list[int], full: int) -> None:
+    if should_take_full(sizes, full_size=full):
+        assert full_is_due(sizes, full_size=full)
+
+
+def cycle_against_best(rule: Rule, scale: float, exponent: float) -> float:
+    """Average save of the cycle that a rule makes, over that of the best cycle."""
+    grown = (min(1.0, scale * i**exponent) for i in itertools.count(1))
+    sizes = list(itertools.islice(grown, math.ceil(scale ** (-1 / exponent)) + 3))
+    averages = [(1 + sum(sizes[:i])) / (i + 1) for i in range(len(sizes) + 1)]
+    due = next(i for i in range(len(sizes) + 1) if rule(sizes[:i]))
+    return averages[due] / min(averages)
+
+
+def test_forecast_ends_cycles_where_it_is_best_if_rows_come_by_heaps_law() -> None:
+    exponents, scales = (
+        (0.5, 0.55, 0.6, 0.65, 0.7, 0.75),
+        (0.01 * k for k in range(2, 41)),
     )
+    cases = list(itertools.product(scales, exponents))
+    ours = [cycle_against_best(full_is_due, *case) for case in cases]
+    paper = [cycle_against_best(should_take_full, *case) for case in cases]
+    assert max(ours) < 1.01 < 1.05 < max(paper)
+    assert statistics.mean(ours) < 1.0005 < 1.005 < statistics.mean(paper)
 
 
 @given(sizes=sizes_bytes.filter(len), full=st.integers(1, 10**15))
