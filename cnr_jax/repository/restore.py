@@ -1,48 +1,57 @@
-"""Rebuilding table leaves from a chain, for any sharding, without a whole table in memory.
+"""Rebuilding table leaves from a chain, for any sharding.
 
-For each part of a leaf that a local device holds, the chain is replayed from the full
-checkpoint on: of every stored tile the rows that fall into the part are read, decoded and put in
-place. Later checkpoints overwrite earlier ones. Nothing is communicated between processes.
+For each part of a leaf that a local device holds, the rows of the chain that fall into the part
+are read and merged while they are encoded, later checkpoints over earlier ones, and then decoded
+where they stay. Nothing is communicated between processes.
 
 Differs from Check-N-Run in: 1. the part, not the table, is the unit, so any mesh can read what
-any other wrote; 2. codes, not decoded rows, cross to an accelerator.
+any other wrote; 2. a row is decoded once, however long the chain; 3. codes, not decoded rows,
+cross to an accelerator.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from cnr_jax import errors
-from cnr_jax.format.manifest import TableEntry
-from cnr_jax.format.tiles import Box, PartRef, Segment, Tile
-from cnr_jax.layouts import RowLayout, layout_from
-from cnr_jax.repository.assemble import Block, Columns, Rows, new_rows
+from cnr_jax.format.tiles import Box
+from cnr_jax.repository import assemble
+from cnr_jax.repository.decode import host_rows
+from cnr_jax.repository.encoded import Kind, Merged, aligned_empty
+from cnr_jax.repository.overlap import (
+    Index,
+    Target,
+    entry_of,
+    overlap,
+    placement,
+    tiles_of,
+)
+from cnr_jax.repository.parts import (
+    Leaf,
+    Plan,
+    columns_in,
+    global_array,
+    local_boxes,
+    plan_part,
+    shape_of,
+)
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.codecs import Part, codec_from
-from cnr_jax.rows.gather import chunk_rows
-from cnr_jax.rows.tiling import boxes_of
+from cnr_jax.rows.codecs import Raw
 
+__all__ = ["Target", "restore_leaf", "restore_stamps", "restored_stamps"]
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A table as it is wanted: how many rows, and where logical rows lie.
-
-    Attributes:
-        rows: logical rows; equal to the checkpoint's.
-        layout: may differ from the checkpoint's.
-        padded_rows: stored rows; may differ too. New padding is zero.
-    """
-
-    rows: int
-    layout: RowLayout
-    padded_rows: int
+# Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
+# program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
+SMALL_BYTES = 64 << 20
+# Encoded bytes of an accelerator's part that are merged at once: bounds host memory.
+SLAB_BYTES = 64 << 20
+# Encoded bytes of parts on CPU that are merged before they are decoded: bounds host memory.
+HOST_BYTES = 4 << 30
 
 
 def restore_leaf(
@@ -52,7 +61,7 @@ def restore_leaf(
     target: Target,
     abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """One leaf of a table, sharded as `abstract` says.
+    """One leaf of a table, sharded as `abstract` says. May return before it is decoded.
 
     Args:
         chain: the checkpoints to replay, the full one first.
@@ -66,21 +75,130 @@ def restore_leaf(
     """
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
+    entry = entry_of(chain[0], table)
+    stored = next(numpy_dtype(x.dtype) for x in entry.leaves if x.name == leaf)
+    wanted = Leaf(chain, table, leaf, target, np.dtype(abstract.dtype), stored)
+    local = local_boxes(sharding, abstract.shape)
+    elements = sum(math.prod(shape_of(box)) for box in local)
+    small = elements * wanted.dtype.itemsize < SMALL_BYTES
     arrays: dict[jax.Device, jax.Array] = {}
-    for box, devices in boxes_of(sharding, abstract.shape).items():
-        local = [d for d in devices if d.process_index == jax.process_index()]
-        if not local:
-            continue
-        rows = new_rows(box, np.dtype(abstract.dtype), local[0])
-        for reader in chain:
-            _replay(reader, table, leaf, target, box, rows)
-        part = rows.result()
-        for device in local:
-            arrays[device] = jax.device_put(part, device)
-    order = [d for d in sharding.addressable_devices_indices_map(abstract.shape)]
-    return jax.make_array_from_single_device_arrays(
-        abstract.shape, sharding, [arrays[device] for device in order]
+    large: dict[tuple[object, ...], list[tuple[jax.Device, Plan]]] = {}
+    for box, devices in local.items():
+        plan = plan_part(wanted, box)
+        if small or _on_host(plan, devices[0]):
+            rows = _host_part(wanted, plan)
+            arrays |= {device: jax.device_put(rows, device) for device in devices}
+        else:
+            group = large.setdefault(plan.alike, [])
+            group.extend((device, plan) for device in devices)
+    for group in large.values():
+        for batch in _batches(group):
+            arrays |= _decoded(wanted, batch)
+    return global_array(abstract.shape, sharding, arrays)
+
+
+def _on_host(plan: Plan, device: jax.Device) -> bool:
+    """Whether a large part is decoded on the host: no program could return it at once."""
+    if not _is_host(device):
+        return False
+    return len(plan.pieces) > 1 or isinstance(plan.kinds[0].codec, Raw)
+
+
+def _host_part(leaf: Leaf, plan: Plan) -> np.ndarray:
+    rows = plan.rows
+    if len(plan.pieces) == 1:
+        found = host_rows(leaf.merged(plan.box), rows, None)
+        return found.astype(leaf.dtype, copy=False)
+    out = aligned_empty(shape_of(plan.box), leaf.dtype)
+    for piece in plan.pieces:
+        columns = columns_in(plan.box, piece)
+        host_rows(leaf.merged(piece), rows, out[:, *columns])
+    return out
+
+
+def _is_host(device: jax.Device) -> bool:
+    """Whether the device's memory is that of the host."""
+    return device.platform == "cpu"
+
+
+def _batches(
+    group: list[tuple[jax.Device, Plan]],
+) -> Iterator[list[tuple[jax.Device, Plan]]]:
+    """Devices whose parts are merged at a time."""
+    device, plan = group[0]
+    rows = plan.rows
+    nbytes = max(
+        _slab(plan, i, device) * _row_bytes(k) for i, k in enumerate(plan.kinds)
     )
+    count = max(1, HOST_BYTES // max(1, nbytes)) if rows else len(group)
+    for start in range(0, len(group), count):
+        yield group[start : start + count]
+
+
+def _row_bytes(kind: Kind) -> int:
+    return kind.codec.row_bytes(kind.width, kind.dtype)
+
+
+def _slab(plan: Plan, piece: int, device: jax.Device) -> int:
+    """Rows of a piece that are merged at a time."""
+    rows = plan.rows
+    if _is_host(device) and len(plan.pieces) == 1:
+        return rows
+    return min(rows, max(1, SLAB_BYTES // _row_bytes(plan.kinds[piece])))
+
+
+def _decoded(
+    leaf: Leaf, batch: list[tuple[jax.Device, Plan]]
+) -> dict[jax.Device, jax.Array]:
+    """Decodes a part on each device of a batch, slab by slab."""
+    devices = [device for device, _ in batch]
+    plan = batch[0][1]
+    shape = shape_of(plan.box)
+    steps = list(_steps(plan, devices[0]))
+    whole = len(steps) == 1
+    into = None if whole else shape
+    out = None if whole else assemble.zeros(devices, shape, leaf.dtype)
+    for piece, start, rows in steps:
+        guess = assemble.Program(
+            tuple(devices), plan.kinds[piece], rows, (), leaf.dtype, into
+        )
+        assemble.prepare(guess)
+        merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
+        program = assemble.program_for(devices, merged, rows, leaf.dtype, into)
+        if out is not None:
+            # One slab is decoded while the next is read; more would pile up.
+            out.block_until_ready()
+        columns = [s.start for s in columns_in(plan.box, plan.pieces[piece])]
+        at = None if whole else [start, *columns]
+        out = assemble.run(program, merged, out, at)
+    assert out is not None
+    return {shard.device: shard.data for shard in out.addressable_shards}
+
+
+def _steps(plan: Plan, device: jax.Device) -> Iterator[tuple[int, int, int]]:
+    """Slabs of a part: piece, first row and number of rows.
+
+    Those of a piece are of one size, so that one program decodes them; the last two may
+    overlap.
+    """
+    rows = plan.rows
+    for piece in range(len(plan.pieces)):
+        size = _slab(plan, piece, device)
+        for start in range(0, rows, size):
+            yield piece, min(start, rows - size), size
+
+
+def _merged(
+    leaf: Leaf, plans: list[Plan], piece: int, start: int, rows: int
+) -> list[Merged]:
+    """A slab of each part; of replicas once."""
+    found: dict[Box, Merged] = {}
+    for plan in plans:
+        if plan.box not in found:
+            first = plan.box[0][0] + start
+            box = ((first, first + rows), *plan.pieces[piece][1:])
+            found[plan.box] = leaf.merged(box)
+    return [found[plan.box] for plan in plans]
 
 
 def restore_stamps(
@@ -97,17 +215,10 @@ def restore_stamps(
     """
     shape = (target.padded_rows,)
     arrays: dict[jax.Device, jax.Array] = {}
-    for box, devices in boxes_of(sharding, shape).items():
-        local = [d for d in devices if d.process_index == jax.process_index()]
-        if not local:
-            continue
+    for box, devices in local_boxes(sharding, shape).items():
         stamps = restored_stamps(chain, table, target, box[0])
-        for device in local:
-            arrays[device] = jax.device_put(stamps, device)
-    order = [d for d in sharding.addressable_devices_indices_map(shape)]
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [arrays[device] for device in order]
-    )
+        arrays |= {device: jax.device_put(stamps, device) for device in devices}
+    return global_array(shape, sharding, arrays)
 
 
 def restored_stamps(
@@ -123,181 +234,16 @@ def restored_stamps(
 
 def _rows_in(
     reader: StepReader, table: str, target: Target, rows: tuple[int, int]
-) -> Iterator[np.ndarray | slice]:
+) -> Iterator[Index]:
     """Rows within `rows` of which a checkpoint holds any leaf, relative to the first.
 
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """
-    place = _placement(_entry(reader, table), target)
+    place = placement(entry_of(reader, table), target)
     done: set[tuple[int, tuple[int, int], int]] = set()
-    for process, tile in _tiles(reader, table):
+    for process, tile in tiles_of(reader, table):
         for segment in tile.segments:
             key = (process, tile.box[0], segment.row_ids)
             if key not in done:
                 done.add(key)
-                yield _overlap(reader, process, tile, segment, place, rows)[1]
-
-
-def _entry(reader: StepReader, table: str) -> TableEntry:
-    entry = reader.manifest.table(table)
-    assert entry is not None, table
-    return entry
-
-
-def _tiles(
-    reader: StepReader, table: str, leaf: str | None = None
-) -> Iterator[tuple[int, Tile]]:
-    """Tiles of a table, or of one leaf of it, each with the process that wrote it."""
-    for process in reader.processes:
-        for tile in process.tiles:
-            if tile.table == table and leaf in (None, tile.leaf):
-                yield process.process, tile
-
-
-def _placement(
-    entry: TableEntry, target: Target
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Maps stored rows to wanted ones, -1 for padding; None where they are the same."""
-    saved = layout_from(entry.layout.name, entry.layout.configuration)
-    if saved == target.layout and entry.padded_rows == target.padded_rows:
-        return None
-
-    def place(stored: np.ndarray) -> np.ndarray:
-        logical = saved.to_logical(stored)
-        known = logical < min(entry.rows, target.rows)
-        return np.where(
-            known, target.layout.to_physical(np.where(known, logical, 0)), -1
-        )
-
-    return place
-
-
-def _overlap(
-    reader: StepReader,
-    process: int,
-    tile: Tile,
-    segment: Segment,
-    place: Callable[[np.ndarray], np.ndarray] | None,
-    rows: tuple[int, int],
-) -> tuple[np.ndarray | slice, np.ndarray | slice]:
-    """Which rows of a segment fall into `rows`, and where they go.
-
-    Returns:
-        Indices into the segment, and rows relative to `rows[0]`; slices where both are runs.
-    """
-    start, stop = tile.box[0]
-    positions = reader.positions(process, segment.row_ids, stop - start)
-    if positions is None and place is None:
-        first, last = max(start, rows[0]), min(stop, rows[1])
-        if first >= last:
-            return slice(0, 0), slice(0, 0)
-        return slice(first - start, last - start), slice(
-            first - rows[0], last - rows[0]
-        )
-    stored = np.arange(start, stop) if positions is None else positions + start
-    if place is None:
-        # Positions are sorted, so those within a range are a run.
-        first, last = np.searchsorted(stored, rows).tolist()
-        return slice(first, last), stored[first:last] - rows[0]
-    wanted = place(stored)
-    index = np.flatnonzero((wanted >= rows[0]) & (wanted < rows[1]))
-    return index, wanted[index] - rows[0]
-
-
-def _replay(
-    reader: StepReader, table: str, leaf: str, target: Target, box: Box, rows: Rows
-) -> None:
-    """Puts the rows that one checkpoint holds of a part in place."""
-    entry = _entry(reader, table)
-    dtype = next(numpy_dtype(x.dtype) for x in entry.leaves if x.name == leaf)
-    place = _placement(entry, target)
-    for process, tile in _tiles(reader, table, leaf):
-        columns = _columns(tile.box[1:], box[1:])
-        if columns is None:
-            continue
-        for segment in tile.segments:
-            index, at = _overlap(reader, process, tile, segment, place, box[0])
-            for block, where in _blocks(
-                reader, process, tile, segment, dtype, index, at
-            ):
-                rows.put(where, columns, block)
-
-
-def _columns(tile: Box, part: Box) -> Columns | None:
-    """The columns that a tile and a part share; None where there are none."""
-    target: list[slice] = []
-    source: list[slice] = []
-    for (a, b), (c, d) in zip(tile, part, strict=True):
-        start, stop = max(a, c), min(b, d)
-        if start >= stop:
-            return None
-        target.append(slice(start - c, stop - c))
-        source.append(slice(start - a, stop - a))
-    return Columns(tuple(target), tuple(source))
-
-
-def _blocks(
-    reader: StepReader,
-    process: int,
-    tile: Tile,
-    segment: Segment,
-    dtype: np.dtype,
-    index: np.ndarray | slice,
-    at: np.ndarray | slice,
-) -> Iterator[tuple[Block, np.ndarray | slice]]:
-    """Reads the rows `index` of a segment, a bounded number at a time."""
-    named = reader.processes[process].codecs[segment.codec]
-    codec = codec_from(named.name, named.configuration)
-    trailing = tuple(b - a for a, b in tile.box[1:])
-    first, last = _bounds(index)
-    step = chunk_rows(tile.width, dtype.itemsize)
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        parts: dict[str, np.ndarray] = {}
-        for name, part in codec.parts(tile.width, dtype).items():
-            ref = _part_ref(reader, process, segment, name, part)
-            offset = ref.offset + start * part.width
-            values = reader.read(
-                process, ref.array, offset, offset + (stop - start) * part.width
-            )
-            parts[name] = values.reshape(stop - start, part.width)
-        where: np.ndarray | slice
-        if isinstance(index, slice):
-            where = _part_of(at, start - first, stop - first)
-        else:
-            mine = (index >= start) & (index < stop)
-            parts = {name: part[index[mine] - start] for name, part in parts.items()}
-            where = np.asarray(at)[mine]
-        count = len(next(iter(parts.values())))
-        yield Block(codec, parts, count, trailing, dtype), where
-
-
-def _part_ref(
-    reader: StepReader, process: int, segment: Segment, name: str, part: Part
-) -> PartRef:
-    """Where a part of a segment lies.
-
-    Raises:
-        FormatError: if the segment has no such part, or it is of another dtype.
-    """
-    ref = segment.parts.get(name)
-    arrays = reader.processes[process].arrays
-    if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
-        got = "nothing" if ref is None else f"array {ref.array}"
-        raise errors.FormatError(
-            f"{os.fspath(reader.directory)}: part {name!r} of a segment does not fit its"
-            f" codec\n  got {got}, expected {part.dtype}"
-        )
-    return ref
-
-
-def _bounds(index: np.ndarray | slice) -> tuple[int, int]:
-    if isinstance(index, slice):
-        return index.start, index.stop
-    return (int(index.min()), int(index.max()) + 1) if len(index) else (0, 0)
-
-
-def _part_of(at: np.ndarray | slice, start: int, stop: int) -> np.ndarray | slice:
-    if isinstance(at, slice):
-        return slice(at.start + start, at.start + stop)
-    return at[start:stop]
+                yield overlap(reader, process, tile, segment, place, rows)[1]

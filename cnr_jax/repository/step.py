@@ -15,7 +15,7 @@ from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest, load
 from cnr_jax.format.tiles import ProcessManifest, RowIds, check_cover, load_process
 from cnr_jax.repository.files import AnyPath, check_file, read_checked
-from cnr_jax.repository.store import ArrayReader
+from cnr_jax.repository.store import ArrayReader, Reading
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
@@ -83,12 +83,26 @@ class StepReader:
 
     def read(self, process: int, array: str, start: int, stop: int) -> np.ndarray:
         """Elements `start` to `stop` of an array of one process, checked."""
+        return self._array(process, array).read(start, stop)
+
+    def start(
+        self,
+        process: int,
+        array: str,
+        start: int,
+        stop: int,
+        out: np.ndarray | None = None,
+    ) -> Reading:
+        """Starts to read elements of an array of one process; see `ArrayReader.start`."""
+        return self._array(process, array).start(start, stop, out)
+
+    def _array(self, process: int, array: str) -> ArrayReader:
         key = (process, array)
         if key not in self._arrays:
             entry = self.processes[process].arrays[array]
             path = self.directory / names.rows_directory(process) / array
             self._arrays[key] = ArrayReader(path, entry, verify=self._verify)
-        return self._arrays[key].read(start, stop)
+        return self._arrays[key]
 
     def positions(self, process: int, index: int, rows: int) -> np.ndarray | None:
         """Sorted positions that row ids `index` stand for in a tile of `rows` rows.

@@ -222,6 +222,33 @@ def stored_crc32c(path: AnyPath, chunk: int) -> int:
         ) from error
 
 
+class Reading:
+    """Elements that are being read; their chunks are compared with their checksums."""
+
+    def __init__(
+        self,
+        future: ts.Future[Any] | ts.WriteFutures | None,
+        out: np.ndarray | None,
+        where: str,
+    ) -> None:
+        self._future, self._out, self._where = future, out, where
+
+    def result(self) -> np.ndarray:
+        """Waits for them.
+
+        Raises:
+            IntegrityError: if a chunk is missing or damaged.
+        """
+        try:
+            found = None if self._future is None else self._future.result()
+        except ValueError as error:
+            raise errors.IntegrityError(
+                f"{self._where}\n  {str(error).splitlines()[0][:300]}",
+                kind="data_damaged",
+            ) from error
+        return self._out if self._out is not None else np.asarray(found)
+
+
 class ArrayReader:
     """Reads slices of an array that a process manifest describes.
 
@@ -253,25 +280,39 @@ class ArrayReader:
             IntegrityError: if a chunk is missing, damaged or not the one of this array.
             FormatError: if the slice is not inside the array.
         """
+        return self.start(start, stop).result()
+
+    def start(self, start: int, stop: int, out: np.ndarray | None = None) -> Reading:
+        """Starts to read elements `start` to `stop`.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            out: where they go, `[stop - start]` of the array's dtype; None: an array of their
+                own.
+
+        Raises:
+            IntegrityError: if a chunk is missing or not the one of this array.
+            FormatError: if the slice is not inside the array.
+        """
         if not 0 <= start <= stop <= self._entry.length:
             raise errors.FormatError(
                 f"{os.fspath(self._path)}: elements {start} to {stop} are outside"
                 f" the array of {self._entry.length}"
             )
+        where = f"{os.fspath(self._path)} is damaged in elements {start} to {stop}"
         if start == stop:
-            return np.empty(0, numpy_dtype(self._entry.dtype))
+            empty = np.empty(0, numpy_dtype(self._entry.dtype)) if out is None else out
+            return Reading(None, empty, where)
         if self._verify:
             last = (stop - 1) // self._entry.chunk
             for chunk in range(start // self._entry.chunk, last + 1):
                 self._check(chunk)
-        try:
-            return self._store[start:stop].read().result()
-        except ValueError as error:
-            raise errors.IntegrityError(
-                f"{os.fspath(self._path)} is damaged in elements {start} to {stop}\n"
-                f"  {str(error).splitlines()[0][:300]}",
-                kind="data_damaged",
-            ) from error
+        source = self._store[start:stop]
+        if out is None:
+            return Reading(source.read(), None, where)
+        target = ts.array(out, copy=False, write=True, context=_context())
+        return Reading(target.write(source.translate_to[0]), out, where)
 
     def _check(self, chunk: int) -> None:
         if chunk in self._checked:

@@ -1,0 +1,289 @@
+"""However a leaf is put together, its bits are those of a plain replay, on every mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax.format.manifest import TableEntry
+from cnr_jax.layouts import layout_from
+from cnr_jax.repository import fetch, merge, parts, restore
+from cnr_jax.repository.chain import resolve_chain
+from cnr_jax.repository.step import StepReader
+from cnr_jax.rows.codecs import codec_from
+
+SHAPES = {"user": (64, 6), "item": (48, 8), "cube": (32, 4, 2)}
+DTYPES = {"user": np.float32, "item": jnp.bfloat16, "cube": np.float16}
+MESH = jax.make_mesh((4, 2), ("r", "c"), axis_types=(AxisType.Auto,) * 2)
+SPECS = {
+    "rows": P(("r", "c")),
+    "columns": P(None, "c"),
+    "both": P("r", "c"),
+    "whole": P(),
+}
+# Sharding, codec and bits of each step: fewer and more bits, exact rows, other tiles.
+STEPS = (
+    ("rows", "adaptive", 2),
+    ("rows", "adaptive", 4),
+    ("both", "adaptive", 4),
+    ("columns", "raw", 4),
+    ("rows", "asymmetric", 8),
+    ("rows", "adaptive", 2),
+)
+
+
+def sharding(spec: str, ndim: int) -> NamedSharding:
+    return NamedSharding(MESH, P(*SPECS[spec][:ndim]))
+
+
+def placed(state: Any, spec: str) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, sharding(spec, x.ndim)), state)
+
+
+def first_state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    tables = {
+        name: jnp.asarray(rng.normal(size=shape), DTYPES[name])
+        for name, shape in SHAPES.items()
+    }
+    slots = {
+        name: jnp.asarray(rng.random(SHAPES[name][0]), np.float32) for name in SHAPES
+    }
+    return {"tables": tables, "slots": slots}
+
+
+def changed(state: Any, step: int) -> tuple[Any, dict[str, np.ndarray]]:
+    """New values in a third of the rows; some of them no quantizer can hold."""
+    rng = np.random.default_rng(step)
+    ids: dict[str, np.ndarray] = {}
+    new: dict[str, dict[str, Any]] = {"tables": {}, "slots": {}}
+    for name, shape in SHAPES.items():
+        rows = np.sort(rng.choice(shape[0], shape[0] // 3, replace=False))
+        values = rng.normal(size=(len(rows), *shape[1:]))
+        values[::4] = np.nan
+        values[1::4] = step
+        table = np.array(state["tables"][name])
+        table[rows] = values.astype(table.dtype)
+        slot = np.array(state["slots"][name])
+        slot[rows] += 1
+        new["tables"][name], new["slots"][name] = jnp.asarray(table), jnp.asarray(slot)
+        ids[name] = rows.astype(np.int32)
+    return new, ids
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose codec and sharding change from step to step: one full, then deltas."""
+    root = tmp_path_factory.mktemp("ways")
+    state, touched = placed(first_state(), "rows"), None
+    for step, (spec, codec, bits) in enumerate(STEPS):
+        state = placed(state, spec)
+        tables = cnr.find_tables(state, list(SHAPES))
+        options = cnr.Options(
+            codec=codec, bits=bits, policy=cnr.Consecutive(), audit_saves=0
+        )
+        with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+            if touched is None:
+                touched = cnr.init_touched(state, tables)
+            else:
+                state, touched = manager.restore(None, args=cnr.args.Restore(state))
+                state, ids = changed(state, step)
+                state = placed(state, spec)
+                touched = cnr.record(touched, ids)
+            manager.save(step, args=cnr.args.Save(state, touched))
+            manager.wait_until_finished()
+            assert manager.last_report is not None
+            assert manager.last_report.kind == ("delta" if step else "full")
+    return root
+
+
+def replayed(chain: tuple[StepReader, ...], table: str, leaf: str) -> np.ndarray:
+    """The leaf, by the letter of SPEC.md, section 9.2."""
+    entry = chain[0].manifest.table(table)
+    assert entry is not None
+    found = next(x for x in entry.leaves if x.name == leaf)
+    out = np.zeros(found.shape, jnp.dtype(found.dtype))
+    for reader in chain:
+        for process in reader.processes:
+            for tile in (
+                t for t in process.tiles if (t.table, t.leaf) == (table, leaf)
+            ):
+                for segment in tile.segments:
+                    put(reader, process.process, tile, segment, out)
+    return out
+
+
+def put(reader: StepReader, process: int, tile: Any, segment: Any, out: Any) -> None:
+    start, stop = tile.box[0]
+    found = reader.positions(process, segment.row_ids, stop - start)
+    positions = np.arange(stop - start) if found is None else found
+    named = reader.processes[process].codecs[segment.codec]
+    codec = codec_from(named.name, named.configuration)
+    parts = {}
+    for name, part in codec.parts(tile.width, out.dtype).items():
+        ref = segment.parts[name]
+        last = ref.offset + len(positions) * part.width
+        values = reader.read(process, ref.array, ref.offset, last)
+        parts[name] = jnp.asarray(values.reshape(-1, part.width))
+    rows = np.asarray(codec.decode(parts, dim=tile.width, dtype=out.dtype))
+    columns = tuple(slice(a, b) for a, b in tile.box[1:])
+    shape = tuple(b - a for a, b in tile.box[1:])
+    out[(positions + start, *columns)] = rows.reshape(-1, *shape)
+
+
+def target_of(entry: TableEntry, padded_rows: int | None = None) -> restore.Target:
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    padded_rows = padded_rows or entry.padded_rows
+    return restore.Target(rows=entry.rows, layout=layout, padded_rows=padded_rows)
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "SMALL_BYTES", 1 << 30)
+
+
+def by_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+
+
+def device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+    monkeypatch.setattr(restore, "HOST_BYTES", 1)
+
+
+def slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, in slabs that do not divide the parts."""
+    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+    monkeypatch.setattr(restore, "_is_host", lambda device: False)
+    monkeypatch.setattr(restore, "SLAB_BYTES", 150)
+
+
+def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "BLOCK_BYTES", 30)
+    monkeypatch.setattr(fetch, "AHEAD_BYTES", 70)
+
+
+WAYS = (on_host, by_program, device_by_device, slab_by_slab, block_by_block)
+
+
+@pytest.mark.parametrize(
+    ("way", "spec"),
+    [
+        *((on_host, spec) for spec in (*SPECS, "one")),
+        *((by_program, spec) for spec in (*SPECS, "one")),
+        *((slab_by_slab, spec) for spec in ("both", "one")),
+        (device_by_device, "rows"),
+        (block_by_block, "both"),
+    ],
+)
+def test_every_way_gives_the_bits_of_a_plain_replay(
+    root: Path,
+    way: Callable[[pytest.MonkeyPatch], None],
+    spec: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way(monkeypatch)
+    chain = resolve_chain(epath.Path(root), str(len(STEPS) - 1), "default")
+    assert len(chain) == len(STEPS)
+    one = SingleDeviceSharding(jax.devices()[3])
+    for entry in chain[0].manifest.tables:
+        target = target_of(entry)
+        for leaf in entry.leaves:
+            where = one if spec == "one" else sharding(spec, len(leaf.shape))
+            dtype = jnp.dtype(leaf.dtype)
+            abstract = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where)
+            got = restore.restore_leaf(chain, entry.name, leaf.name, target, abstract)
+            expected = replayed(chain, entry.name, leaf.name)
+            assert got.sharding == where and got.dtype == dtype
+            assert np.asarray(got).tobytes() == expected.tobytes(), leaf
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_nothing_holds_are_positive_zeros(
+    root: Path,
+    way: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More stored rows are wanted than were saved: some devices hold padding alone."""
+    way(monkeypatch)
+    chain = resolve_chain(epath.Path(root), "2", "default")
+    entry = chain[0].manifest.table("user")
+    assert entry is not None
+    padded = 2 * entry.rows
+    target = target_of(entry, padded)
+    expected = np.zeros((padded, SHAPES["user"][1]), np.float32)
+    expected[: entry.rows] = replayed(chain, "user", "table")
+    abstract = jax.ShapeDtypeStruct(
+        expected.shape, expected.dtype, sharding=sharding("both", 2)
+    )
+    got = restore.restore_leaf(chain, "user", "table", target, abstract)
+    assert np.asarray(got).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_dtype_is_converted_as_numpy_does(
+    root: Path,
+    way: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way(monkeypatch)
+    chain = resolve_chain(epath.Path(root), "2", "default")
+    entry = chain[0].manifest.table("user")
+    assert entry is not None
+    target = target_of(entry)
+    expected = replayed(chain, "user", "table").astype(jnp.bfloat16)
+    abstract = jax.ShapeDtypeStruct(
+        expected.shape, expected.dtype, sharding=sharding("rows", 2)
+    )
+    got = restore.restore_leaf(chain, "user", "table", target, abstract)
+    assert np.array_equal(np.asarray(got), expected, equal_nan=True)
+
+
+def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU an array may share memory with numpy's: a donated step must not write there."""
+    chain = resolve_chain(epath.Path(root), "0", "default")
+    entry = chain[0].manifest.table("user")
+    assert entry is not None
+    target = target_of(entry)
+    abstract = jax.ShapeDtypeStruct(
+        SHAPES["user"], np.float32, sharding=sharding("whole", 2)
+    )
+    expected = replayed(chain, "user", "table")
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for way in (on_host, by_program):
+        way(monkeypatch)
+        got = restore.restore_leaf(chain, "user", "table", target, abstract)
+        shards = [np.array(shard.data) for shard in got.addressable_shards]
+        assert all(shard.tobytes() == expected.tobytes() for shard in shards)
+        after = add(got)
+        for shard in after.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected + 1)
+
+
+def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> None:
+    """Rows of another kind than most that were saved anew later are no patches."""
+    chain = resolve_chain(epath.Path(root), str(len(STEPS) - 1), "default")
+    entry = chain[0].manifest.table("user")
+    assert entry is not None
+    target = target_of(entry)
+    box = ((0, entry.rows), (0, 3))
+    leaf = parts.Leaf(
+        chain, "user", "table", target, np.dtype(np.float32), np.dtype(np.float32)
+    )
+    merged = merge.merge(leaf.held(box), entry.rows, leaf.empty(box))
+    rows = np.concatenate([patch.rows for patch in merged.patches])
+    assert len(set(rows.tolist())) == len(rows) < entry.rows
+    kinds = {dataclasses.astuple(patch.kind) for patch in merged.patches}
+    assert len(kinds) == len(merged.patches) > 2
