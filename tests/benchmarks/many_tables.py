@@ -1,0 +1,200 @@
+"""A thousand tables: seconds and files of a save, and seconds until a manager is ready.
+
+    python tests/benchmarks/many_tables.py [--quick] [--json PATH] [--repeats N]
+
+Tables of 800, 808, 816, ... rows of 16, 32 or 64 float32 in turn, each with one accumulator a
+row: 716 MB in 2,000 leaves, each split by rows over all devices. Each delta holds distinct rows
+of all tables that are 80 MB in memory. Beside it, Orbax saves the same state whole. A save is
+over when all of it is synced. Then, the seconds to make a manager in a fresh process, with what
+it compiles: for all tables, for all of them with the programs of an earlier process in jax's
+compilation cache, for one table; and for a few tables encoded on their devices, as on a GPU.
+What was saved last is restored and compared. A full run takes about 30 minutes, a quick one
+60 s.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import peers
+import workload
+from harness import (
+    Case,
+    Figures,
+    PeakMemory,
+    Results,
+    files_and_bytes,
+    print_mark,
+    print_table,
+)
+from table_states import BITS, CnrMany, change, check, find_tables, make_state
+
+TABLES, QUICK_TABLES = 1000, 40
+SYSTEMS = ("cnr", "orbax", "orbax-uncompressed")
+SAVES = 3
+
+
+def plan(quick: bool) -> list[Case]:
+    """Saves of every system on 1 and 8 devices, and ways to make a manager."""
+    count = QUICK_TABLES if quick else TABLES
+    cases = []
+    for devices in (8,) if quick else (1, 8):
+        for name in SYSTEMS[:: 2 if quick else 1]:
+            label = f"{name}, {devices} device{'s' * (devices > 1)}"
+            params = {"system": name, "tables": count, "devices": devices}
+            cases.append(Case(label, params, group="save"))
+    host = {"devices": 8, "staging": "host", "cached": False}
+    device = {**host, "staging": "device"}
+    cases += [
+        Case(f"{count} tables", {**host, "tables": count}, "ready"),
+        Case(
+            f"{count} tables, cached",
+            {**host, "tables": count, "cached": True},
+            group="ready",
+        ),
+        Case("1 table", {**host, "tables": 1}, "ready"),
+    ]
+    if not quick:
+        cases += [
+            Case("1 table, on the device", {**device, "tables": 1}, "ready", once=True),
+            Case(
+                "4 tables, on the device",
+                {**device, "tables": 4},
+                group="ready",
+                once=True,
+            ),
+            Case(
+                "4 tables, on the device, cached",
+                {**device, "tables": 4, "cached": True},
+                group="ready",
+                once=True,
+            ),
+        ]
+    return cases
+
+
+def child(params: dict[str, Any], root: Path) -> Figures:
+    """One system's saves, or one manager made."""
+    harness.devices(params["devices"])
+    if "system" in params:
+        return measure_saves(params, root)
+    return measure_ready(params, root)
+
+
+def measure_saves(params: dict[str, Any], root: Path) -> Figures:
+    """A first save, then `SAVES` more; medians of these."""
+    import jax
+
+    import cnr_jax as cnr
+
+    ours = params["system"] == CnrMany.name
+    state = make_state(params["tables"])
+    touched = cnr.init_touched(state, find_tables(state))
+    system = CnrMany(root, state) if ours else peers.make(params["system"], root, state)
+    runs: list[Figures] = []
+    for step in range(1 + SAVES):
+        if step:
+            state, touched, changed = change(state, touched, step)
+            jax.block_until_ready((state, touched))
+        with PeakMemory() as memory:
+            start = time.perf_counter()
+            system.save(step, state, touched)
+            called = time.perf_counter() - start
+            system.wait()
+        durable = time.perf_counter() - start
+        files, size = files_and_bytes(system.step_path(step))
+        found: Figures = {"call_secs": called, "durable_secs": durable, "files": files}
+        runs.append({**found, "bytes": size, "extra_bytes": memory.extra_bytes})
+    restored = system.restore(SAVES, workload.abstract_of(state))
+    check(restored, state, BITS if ours else None)
+    system.close()
+    medians = {
+        key: statistics.median(float(run[key]) for run in runs[1:]) for key in runs[0]
+    }
+    firsts = {f"first_{key}": value for key, value in runs[0].items()}
+    return {**medians, **firsts, "changed_bytes": changed}
+
+
+def measure_ready(params: dict[str, Any], root: Path) -> Figures:
+    """Seconds to make a manager; with a filled cache, filled by a process before."""
+    cache = Path(params.get("cache", root / "cache"))
+    if params["cached"]:
+        before = {**params, "cached": False, "cache": str(cache)}
+        given = json.dumps({"params": before, "root": str(root)})
+        command = [sys.executable, __file__, "--child", given]
+        subprocess.run(command, check=True, capture_output=True)
+    import jax
+
+    import cnr_jax as cnr
+
+    if params["cached"] or "cache" in params:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    programs: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    state = make_state(params["tables"])
+    tables = find_tables(state)
+    made_before = len(programs)
+    start = time.perf_counter()
+    options = cnr.Options(staging=params["staging"])
+    with cnr.CheckpointManager(root / "run", tables=tables, options=options):
+        secs = time.perf_counter() - start
+    made = programs[made_before:]
+    return {"ready_secs": secs, "programs": len(made), "compile_secs": sum(made)}
+
+
+def present(results: Results) -> None:
+    """Tables and marks."""
+    header = ("save", "s of the call", "s until synced", "files", "MB", "extra MB")
+    keys = (("call_secs", 1.0), ("durable_secs", 1.0), ("files", 1.0))
+    sizes = (("bytes", 1e-6), ("extra_bytes", 1e-6))
+    lines = []
+    for case in results.group("save"):
+        for first, what in (("first_", "first save"), ("", "later saves")):
+            cells = [case.text(first + key, "{:.3f}", s) for key, s in keys[:2]]
+            cells.append(case.text(first + "files", "{:.0f}"))
+            cells += [case.text(first + key, "{:.1f}", s) for key, s in sizes]
+            lines.append([f"{case.label}, {what}", *cells])
+    print_table("Saves of all tables: medians (ranges)", header, lines)
+    for case in results.group("save"):
+        if case.params["system"] == CnrMany.name:
+            seconds, files = case.median("durable_secs"), case.median("files")
+            print_mark(f"{case.label}: s until synced", seconds, 1.0)
+            print_mark(f"{case.label}: files", files, 40)
+            for peer in ("orbax", "orbax-uncompressed"):
+                other = case.label.replace(CnrMany.name, peer)
+                ratios = results.ratios(case.label, other, "durable_secs")
+                print(f"  {case.label} against {peer}: {harness.spread(ratios)}")
+    header = ("manager of", "s until ready", "programs", "s in XLA")
+    lines = [
+        [
+            case.label,
+            case.text("ready_secs"),
+            case.text("programs", "{:.0f}"),
+            case.text("compile_secs"),
+        ]
+        for case in results.group("ready")
+    ]
+    print_table("Making a manager, 8 devices: medians (ranges)", header, lines)
+    for case in results.group("ready"):
+        most = (
+            2.0 if case.params["tables"] == 1 else 5.0 if "cached" in case.label else 30
+        )
+        print_mark(f"{case.label}: s until ready", case.median("ready_secs"), most)
+
+
+if __name__ == "__main__":
+    harness.main(__doc__, plan, child, present)
