@@ -23,7 +23,7 @@ from cnr_jax.rows.fingerprint import (
     hash_with_tags,
 )
 from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device, padded
-from cnr_jax.rows.tiling import OwnTile, shard_on
+from cnr_jax.rows.tiling import LocalShards, OwnTile
 
 # Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
 # one; CPU seconds of a pass against a sum, measured on 2 cores, bfloat16 of dim 16: 3.3 in chunks
@@ -89,7 +89,7 @@ def hash_tiles(
 
 def _part(array: jax.Array, tile: OwnTile) -> tuple[jax.Array, int, int]:
     """The shard that holds a tile, where the tile starts in it, and how many rows it has."""
-    data, first = shard_on(array, tile.piece.device)
+    data, first = LocalShards(array).on(tile.piece.device)
     start, stop = tile.rows
     return data, start - first, stop - start
 
