@@ -7,6 +7,8 @@ chunks before the next train step can donate the buffers. Nothing is communicate
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather import Chunk, Run, Where
-from cnr_jax.rows.tiling import OwnTile, shard_on
+from cnr_jax.rows.tiling import LocalShards, OwnTile
 from cnr_jax.rows.touched import Touched
 from cnr_jax.table import Leaf, Tables
 
@@ -102,8 +104,10 @@ def capture(
         choose: which rows; the same object for all tiles of the same rows of a table.
         options: codecs and staging.
     """
+    shards = functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
+    codecs = _Codecs(options)
     plans = [
-        _plan(tile, arrays[tile.table.name][tile.leaf.name], choose(tile), options)
+        _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs)
         for tile in tiles
     ]
     # Rows of one group follow each other, so that they share chunks and programs.
@@ -115,13 +119,25 @@ def capture(
     )
 
 
+class _Codecs:
+    """The codec of each tile; tiles are thousands, codecs a few."""
+
+    def __init__(self, options: Options) -> None:
+        self._codec_for = functools.cache(options.codec_for)
+
+    def of(self, tile: OwnTile) -> Codec:
+        width = math.prod(stop - start for start, stop in tile.piece.box[1:])
+        leaf = tile.leaf
+        return self._codec_for(tile.table.name, leaf.name, width, leaf.dtype)
+
+
 def _plan(
-    tile: OwnTile, array: jax.Array, positions: np.ndarray | None, options: Options
+    tile: OwnTile, shards: LocalShards, positions: np.ndarray | None, codecs: _Codecs
 ) -> tuple[RunPlan, Run]:
     leaf, piece = tile.leaf, tile.piece
-    data, first = shard_on(array, piece.device)
+    data, first = shards.on(piece.device)
     start, stop = tile.rows
-    codec = _codec(tile, options)
+    codec = codecs.of(tile)
     plan = RunPlan(
         table=tile.table.name,
         leaf=leaf.name,
@@ -144,8 +160,7 @@ def _plan(
 def _order(plan: RunPlan) -> tuple[Any, ...]:
     return (
         plan.count == 0,
-        repr(plan.codec),
-        plan.dtype.name,
+        _rank(plan.codec, plan.dtype),
         plan.width,
         plan.table,
         plan.is_slot,
@@ -154,10 +169,9 @@ def _order(plan: RunPlan) -> tuple[Any, ...]:
     )
 
 
-def _codec(tile: OwnTile, options: Options) -> Codec:
-    leaf, box = tile.leaf, tile.piece.box
-    width = int(np.prod([b - a for a, b in box[1:]], dtype=np.int64))
-    return options.codec_for(tile.table.name, leaf.name, width, leaf.dtype)
+@functools.cache
+def _rank(codec: Codec, dtype: np.dtype) -> tuple[str, str]:
+    return repr(codec), dtype.name
 
 
 def warm_up(tiles: Iterable[OwnTile], options: Options) -> None:
@@ -168,12 +182,13 @@ def warm_up(tiles: Iterable[OwnTile], options: Options) -> None:
         options: codecs and staging.
     """
     done: set[Any] = set()
+    codecs = _Codecs(options)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
-        codec = _codec(tile, options)
+        codec = codecs.of(tile)
         assert leaf.sharding is not None and tile.table.leaf.sharding is not None
         shape = leaf.sharding.shard_shape(leaf.shape)
-        width = int(np.prod(shape[1:], dtype=np.int64))
+        width = math.prod(shape[1:])
         if staging_on([device], options) == "host":
             key: Any = (codec, leaf.dtype, width)
             if key not in done:

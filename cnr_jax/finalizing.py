@@ -32,6 +32,7 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.repository.write import Written
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,13 @@ class Facts:
     started_secs: float
 
 
-def write_manifest(directory: AnyPath, facts: Facts) -> Manifest:
+def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
     """Checks that all processes have written their part, and commits it.
+
+    Args:
+        directory: of the item.
+        facts: of the save.
+        own: what this process has written.
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
@@ -63,7 +69,7 @@ def write_manifest(directory: AnyPath, facts: Facts) -> Manifest:
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save.
     """
-    digests, processes = _read_processes(directory, facts.plan.uuid)
+    digests, processes = _read_processes(directory, facts.plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(facts.tables, tiles, os.fspath(directory))
     dense = directory / names.DENSE
@@ -79,11 +85,15 @@ def write_manifest(directory: AnyPath, facts: Facts) -> Manifest:
 
 
 def _read_processes(
-    directory: AnyPath, uuid: str
+    directory: AnyPath, uuid: str, own: Written
 ) -> tuple[tuple[FileDigest, ...], list[ProcessManifest]]:
     digests: list[FileDigest] = []
     processes: list[ProcessManifest] = []
     for i in range(jax.process_count()):
+        if i == own.manifest.process:
+            digests.append(own.digest)
+            processes.append(own.manifest)
+            continue
         path = directory / names.process_manifest(i)
         if not path.exists():
             raise errors.IntegrityError(

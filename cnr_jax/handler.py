@@ -296,10 +296,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         stage: Stage[Chunk] = Stage(self.options.max_staging_bytes)
         # The writer starts first: a state larger than the staging budget streams through it.
-        rows = in_background(
-            write_rows(directory, plan.uuid, captured.plans, stage), "cnr_write_rows"
-        )
         assert self._in_flight is not None
+        rows = in_background(
+            write_rows(directory, self._in_flight, captured.plans, stage),
+            "cnr_write_rows",
+        )
         self._in_flight.stage, self._in_flight.writing = stage, [rows]
         try:
             for chunk in captured.chunks():
@@ -324,9 +325,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
-        assert self._in_flight is not None
+        flight = self._in_flight
+        assert flight is not None and flight.written is not None
         self._dense.finalize(directory)
-        write_manifest(directory, self._in_flight.facts)
+        write_manifest(directory, flight.facts, flight.written)
 
     @property
     def is_saving(self) -> bool:

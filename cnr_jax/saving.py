@@ -16,7 +16,7 @@ from cnr_jax.orbax_compat import Place, step_number
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.write import RowsWriter, RunPlan
+from cnr_jax.repository.write import RowsWriter, RunPlan, Written
 from cnr_jax.rows.gather import Chunk, host_device
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import Touched
@@ -56,7 +56,11 @@ class Prepared:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class InFlight:
-    """A save that is being written, or was until the next one settles it."""
+    """A save that is being written, or was until the next one settles it.
+
+    Attributes:
+        written: what this process has written, once it has.
+    """
 
     place: Place
     plan: Plan
@@ -65,6 +69,7 @@ class InFlight:
     blocking_secs: float = 0.0
     stage: Stage[Chunk] | None = None
     writing: list[Any] = dataclasses.field(default_factory=list)
+    written: Written | None = None
 
     def stop(self) -> None:
         """Waits until nothing of a failed save is being written.
@@ -114,15 +119,18 @@ def _check_alive(tree: Any, what: str) -> None:
 
 
 async def write_rows(
-    directory: AnyPath, uuid: str, plans: tuple[RunPlan, ...], stage: Stage[Chunk]
+    directory: AnyPath,
+    flight: InFlight,
+    plans: tuple[RunPlan, ...],
+    stage: Stage[Chunk],
 ) -> None:
     """Writes what comes through the stage; runs in the background.
 
     A failure frees the training thread, should it wait for room in the stage.
     """
     try:
-        writer = RowsWriter(directory, uuid, jax.process_index(), plans)
-        writer.write(stage, host_device())
+        writer = RowsWriter(directory, flight.plan.uuid, jax.process_index(), plans)
+        flight.written = writer.write(stage, host_device())
     except BaseException:
         stage.fail()
         raise

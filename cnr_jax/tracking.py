@@ -23,7 +23,7 @@ from cnr_jax.options import Options
 from cnr_jax.rows import hashing
 from cnr_jax.rows.gather import Where, touched_positions
 from cnr_jax.rows.hashing import Arrays
-from cnr_jax.rows.tiling import OwnTile, local_shard, own_tiles
+from cnr_jax.rows.tiling import LocalShards, OwnTile, own_tiles
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Touched,
@@ -225,6 +225,7 @@ class Tracker:
             parent_clock: of the stamps at the parent; None chooses all rows.
         """
         known: dict[Rows, np.ndarray | None] = {}
+        stamps: dict[str, LocalShards] = {}
 
         def positions(rows: Rows, clock: int) -> np.ndarray:
             if found.by_fingerprints:
@@ -232,8 +233,9 @@ class Tracker:
                 assert self._watch is not None and found.stamps.clock > clock
                 return self._watch.positions(rows, clock)
             assert touched is not None
-            stamps = touched.stamps[rows.table]
-            return touched_positions(stamps, rows.rows, clock, found.where)
+            if rows.table not in stamps:
+                stamps[rows.table] = LocalShards(touched.stamps[rows.table])
+            return touched_positions(stamps[rows.table], rows.rows, clock, found.where)
 
         def choose(tile: OwnTile) -> np.ndarray | None:
             if parent_clock is None:
@@ -334,5 +336,5 @@ def _tiles(
 
 def _host_stamps(touched: Touched, rows: Rows) -> np.ndarray:
     """The recorded stamps of some rows."""
-    data, first = local_shard(touched.stamps[rows.table], rows.rows)
+    data, first = LocalShards(touched.stamps[rows.table]).holding(rows.rows)
     return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]

@@ -17,7 +17,7 @@ from cnr_jax.format.fields import Fields
 from cnr_jax.format.manifest import (
     NamedConfiguration,
     TableEntry,
-    dump,
+    dump_document,
     open_document,
     read_named,
     to_json,
@@ -103,10 +103,29 @@ class ProcessManifest:
 
 def dump_process(manifest: ProcessManifest) -> bytes:
     """Canonical bytes of a process manifest; boxes become flat lists."""
-    document = to_json(manifest)
-    for tile, entry in zip(manifest.tiles, document["tiles"], strict=True):
-        entry["box"] = box_json(tile.box)
-    return dump(document, PROCESS_FORMAT)
+    rest = dataclasses.replace(manifest, tiles=())
+    tiles = [_tile_json(tile) for tile in manifest.tiles]
+    return dump_document({"format": PROCESS_FORMAT, **to_json(rest), "tiles": tiles})
+
+
+def _tile_json(tile: Tile) -> dict[str, object]:
+    # Spelled out: nearly all of a manifest of many tables is tiles.
+    return {
+        "table": tile.table,
+        "leaf": tile.leaf,
+        "box": box_json(tile.box),
+        "segments": [
+            {
+                "codec": segment.codec,
+                "row_ids": segment.row_ids,
+                "parts": {
+                    name: {"array": part.array, "offset": part.offset}
+                    for name, part in segment.parts.items()
+                },
+            }
+            for segment in tile.segments
+        ],
+    }
 
 
 def load_process(data: bytes, where: str) -> ProcessManifest:

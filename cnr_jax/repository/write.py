@@ -7,7 +7,10 @@ Crash order: a process manifest is written when every array it names is on stora
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -58,12 +61,50 @@ class RunPlan:
     @property
     def width(self) -> int:
         """Elements in a row of the tile."""
-        return int(np.prod([b - a for a, b in self.box[1:]], dtype=np.int64))
+        return math.prod(stop - start for start, stop in self.box[1:])
 
     @property
     def is_slot(self) -> bool:
         """Whether this is an optimizer slot rather than the table itself."""
         return self.leaf != "table"
+
+
+class Written(NamedTuple):
+    """A process manifest and the digest of its file."""
+
+    digest: FileDigest
+    manifest: ProcessManifest
+
+
+class _PartArray(NamedTuple):
+    """The array that holds a part of a codec, and its elements in a row."""
+
+    part: str
+    array: str
+    dtype: str
+    width: int
+
+
+@functools.cache
+def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray, ...]:
+    """Asked for each tile, of which there may be thousands for each of few answers."""
+    found: list[_PartArray] = []
+    for name, part in codec.parts(width, dtype).items():
+        stored = part.dtype.name
+        array = names.array_name(codec.name, name, stored)
+        found.append(_PartArray(name, array, stored, part.width))
+    return tuple(found)
+
+
+@functools.cache
+def _escape_array(dtype: np.dtype) -> tuple[str, str]:
+    """The array of rows that a codec of such rows cannot hold, and its dtype."""
+    return names.array_name("escaped", "rows", dtype.name), dtype.name
+
+
+@functools.cache
+def _row_bytes(codec: Codec, width: int, dtype: np.dtype) -> int:
+    return codec.row_bytes(width, dtype)
 
 
 class RowsWriter:
@@ -92,30 +133,37 @@ class RowsWriter:
         self._known_ids: dict[tuple[int, int], int] = {}
         self._escaped: dict[int, list[tuple[np.ndarray, PartRef]]] = {}
         self._slot_bytes = 0
+        self._offsets: list[dict[str, PartRef]] = []
         self._writers = self._open_writers()
 
-    def _open_writers(self) -> dict[str, ArrayWriter]:
+    def _lay_out(self) -> dict[tuple[str, str], int]:
+        """Sets where the parts of each run start; returns elements by array and dtype."""
         lengths: dict[tuple[str, str], int] = {}
-        escapes: dict[tuple[str, str], int] = {}
         for plan in self._with_rows:
-            for name, part in plan.codec.parts(plan.width, plan.dtype).items():
-                dtype = part.dtype.name
-                array = names.array_name(plan.codec.name, name, dtype)
-                key = (array, dtype)
-                lengths[key] = lengths.get(key, 0) + plan.count * part.width
-            if not isinstance(plan.codec, Raw):
-                array = names.array_name("escaped", "rows", plan.dtype.name)
-                key = (array, plan.dtype.name)
-                escapes[key] = escapes.get(key, 0) + plan.count * plan.width
+            refs: dict[str, PartRef] = {}
+            for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+                key = (part.array, part.dtype)
+                start = lengths.get(key, 0)
+                refs[part.part] = PartRef(array=part.array, offset=start)
+                lengths[key] = start + plan.count * part.width
+            self._offsets.append(refs)
+        return lengths
+
+    def _open_writers(self) -> dict[str, ArrayWriter]:
         writers = {
             array: ArrayWriter(self._rows / array, dtype, length)
-            for (array, dtype), length in lengths.items()
+            for (array, dtype), length in self._lay_out().items()
         }
+        escapes: dict[tuple[str, str], int] = {}
+        for plan in self._with_rows:
+            if not isinstance(plan.codec, Raw):
+                key = _escape_array(plan.dtype)
+                escapes[key] = escapes.get(key, 0) + plan.count * plan.width
         for (array, dtype), length in escapes.items():
             writers[array] = ArrayWriter(self._rows / array, dtype, length, exact=False)
         return writers
 
-    def write(self, chunks: Iterable[Chunk], device: jax.Device) -> FileDigest:
+    def write(self, chunks: Iterable[Chunk], device: jax.Device) -> Written:
         """Encodes and writes all chunks, then the process manifest.
 
         Args:
@@ -123,15 +171,14 @@ class RowsWriter:
             device: encodes chunks that are not encoded yet.
 
         Returns:
-            Digest of the process manifest, which is durable.
+            The process manifest, which is durable.
         """
-        offsets = self._segment_offsets()
         done = 0
         for chunk in chunks:
             done = self._write_chunk(chunk, done, device)
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
-        tiles = tuple(self._tile(plan, offsets) for plan in self._plans)
+        tiles = tuple(self._tile(plan) for plan in self._plans)
         arrays = self._finish_arrays()
         manifest = ProcessManifest(
             uuid=self._uuid,
@@ -150,20 +197,7 @@ class RowsWriter:
         path = self._directory / names.process_manifest(self._process)
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
-        return digest
-
-    def _segment_offsets(self) -> dict[int, dict[str, PartRef]]:
-        """Where the parts of each run start, by index of the run."""
-        totals: dict[str, int] = {}
-        offsets: dict[int, dict[str, PartRef]] = {}
-        for i, plan in enumerate(self._with_rows):
-            offsets[i] = {}
-            for name, part in plan.codec.parts(plan.width, plan.dtype).items():
-                array = names.array_name(plan.codec.name, name, part.dtype.name)
-                start = totals.get(array, 0)
-                offsets[i][name] = PartRef(array=array, offset=start)
-                totals[array] = start + plan.count * part.width
-        return offsets
+        return Written(digest, manifest)
 
     def _write_chunk(self, chunk: Chunk, done: int, device: jax.Device) -> int:
         parts, escaped, rows = encode_chunk(chunk, device)
@@ -177,7 +211,7 @@ class RowsWriter:
     def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
         """Stores escaped rows raw, remembering for each run which rows and where."""
         runs = np.searchsorted(self._starts, at, side="right") - 1
-        array = names.array_name("escaped", "rows", rows.dtype.name)
+        array, _ = _escape_array(rows.dtype)
         writer = self._writers[array]
         for run in np.unique(runs).tolist():
             mine = runs == run
@@ -188,13 +222,15 @@ class RowsWriter:
             plan = self._with_rows[run]
             self._slot_bytes += rows[mine].nbytes if plan.is_slot else 0
 
-    def _tile(self, plan: RunPlan, offsets: dict[int, dict[str, PartRef]]) -> Tile:
+    def _tile(self, plan: RunPlan) -> Tile:
         segments: list[Segment] = []
         if plan.count:
             run = self._run_of[id(plan)]
             ids = self._shared_ids(plan)
             segments.append(
-                Segment(codec=self._codec(plan.codec), row_ids=ids, parts=offsets[run])
+                Segment(
+                    codec=self._codec(plan.codec), row_ids=ids, parts=self._offsets[run]
+                )
             )
             for at, where in self._escaped.get(run, ()):
                 positions = at if plan.positions is None else plan.positions[at]
@@ -206,7 +242,7 @@ class RowsWriter:
                     )
                 )
             if plan.is_slot:
-                row_bytes = plan.codec.row_bytes(plan.width, plan.dtype)
+                row_bytes = _row_bytes(plan.codec, plan.width, plan.dtype)
                 self._slot_bytes += plan.count * row_bytes
         return Tile(
             table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
-from cnr_jax.rows.tiling import local_shard
+from cnr_jax.rows.tiling import LocalShards
 
 Where = Literal["host", "device"]
 # Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
@@ -58,7 +60,7 @@ class Run:
     @property
     def width(self) -> int:
         """Elements of one row."""
-        return int(np.prod(self.data.shape[1:], dtype=np.int64))
+        return math.prod(self.data.shape[1:])
 
     @property
     def group(self) -> tuple[Codec, np.dtype, int]:
@@ -116,13 +118,13 @@ def program_rows(count: int, large: int) -> int:
 
 
 def touched_positions(
-    stamps: jax.Array, rows: tuple[int, int], clock: int, where: Where
+    stamps: LocalShards, rows: tuple[int, int], clock: int, where: Where
 ) -> np.ndarray:
     """Positions within `rows` whose stamp is greater than `clock`, sorted, int64.
 
     Waits for the computation that produced `stamps`.
     """
-    data, first = local_shard(stamps, rows)
+    data, first = stamps.holding(rows)
     part = slice(rows[0] - first, rows[1] - first)
     if where == "host":
         mask = np.asarray(data)[part] > clock
@@ -148,13 +150,8 @@ def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
         for run in runs:
             yield from _device_chunks(run)
         return
-    start = 0
-    while start < len(runs):
-        stop = start
-        while stop < len(runs) and runs[stop].group == runs[start].group:
-            stop += 1
-        yield from _host_chunks(runs[start:stop])
-        start = stop
+    for _, group in itertools.groupby(runs, lambda run: run.group):
+        yield from _host_chunks(list(group))
 
 
 def _bit_view(array: np.ndarray) -> np.ndarray:
@@ -343,7 +340,7 @@ def warm_up_device(
     codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
 ) -> None:
     """Compiles what gathering and encoding from a shard of this shape on a device needs."""
-    width = int(np.prod(shape[1:], dtype=np.int64))
+    width = math.prod(shape[1:])
     for rows in _sizes(width, dtype):
         _gather_program(codec, shape, dtype, device, rows)
         _gather_program(Raw(), shape, dtype, device, rows)

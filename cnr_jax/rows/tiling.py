@@ -154,22 +154,40 @@ def _choose(
     return next((d for d in devices if d.process_index in processes), None)
 
 
-def local_shard(array: jax.Array, rows: tuple[int, int]) -> tuple[jax.Array, int]:
-    """A local shard that holds `rows` of a one-dimensional array, and its first row.
+class LocalShards:
+    """The shards of an array on this process, looked up once: jax makes them anew each time.
 
-    Raises:
-        TableError: if no local shard holds them.
+    Example:
+        >>> shards = LocalShards(jax.numpy.zeros((4, 2)))
+        >>> data, first = shards.holding((1, 3))
+        >>> data.shape, first
+        ((4, 2), 0)
     """
-    for shard in array.addressable_shards:
-        start, stop, _ = shard.index[0].indices(array.shape[0])
-        if start <= rows[0] and rows[1] <= stop:
-            return shard.data, start
-    raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
 
+    def __init__(self, array: jax.Array) -> None:
+        self._shards: dict[jax.Device, tuple[jax.Array, int, int]] = {}
+        for shard in array.addressable_shards:
+            start, stop, _ = shard.index[0].indices(array.shape[0])
+            self._shards[shard.device] = (shard.data, start, stop)
 
-def shard_on(array: jax.Array, device: jax.Device) -> tuple[jax.Array, int]:
-    """The shard of `array` on `device`, and its first row."""
-    for shard in array.addressable_shards:
-        if shard.device == device:
-            return shard.data, shard.index[0].indices(array.shape[0])[0]
-    raise errors.TableError(f"the array has no shard on {device}")
+    def holding(self, rows: tuple[int, int]) -> tuple[jax.Array, int]:
+        """A shard that holds `rows`, and its first row.
+
+        Raises:
+            TableError: if none does.
+        """
+        for data, start, stop in self._shards.values():
+            if start <= rows[0] and rows[1] <= stop:
+                return data, start
+        raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
+
+    def on(self, device: jax.Device) -> tuple[jax.Array, int]:
+        """The shard on `device`, and its first row.
+
+        Raises:
+            TableError: if there is none.
+        """
+        if device not in self._shards:
+            raise errors.TableError(f"the array has no shard on {device}")
+        data, start, _ = self._shards[device]
+        return data, start

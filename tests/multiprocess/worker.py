@@ -135,10 +135,10 @@ def hold_at(step: int, where: str) -> None:
     else:
         finish = cnr_jax.handler.write_manifest
 
-        def slow_finish(directory: Any, facts: Any) -> Any:
+        def slow_finish(directory: Any, facts: Any, own: Any) -> Any:
             if facts.plan.step == step:
                 time.sleep(FOREVER_SECS)
-            return finish(directory, facts)
+            return finish(directory, facts, own)
 
         cnr_jax.handler.write_manifest = slow_finish  # type: ignore[assignment]
 

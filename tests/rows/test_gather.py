@@ -23,6 +23,7 @@ from cnr_jax.rows.gather import (
     host_device,
     touched_positions,
 )
+from cnr_jax.rows.tiling import LocalShards
 
 WAYS: tuple[Where, ...] = ("host", "device")
 SMALL, LARGE = 8, 32
@@ -230,7 +231,7 @@ def test_touched_positions_are_rows_with_a_later_stamp(
     array = jax.device_put(stamps, NamedSharding(mesh, P("rows")))
     if rows == (9, 14):
         array = jax.device_put(stamps, jax.devices()[2])
-    got = touched_positions(array, rows, clock, where)
+    got = touched_positions(LocalShards(array), rows, clock, where)
     assert got.dtype == np.int64
     assert got.tolist() == np.flatnonzero(stamps[slice(*rows)] > clock).tolist()
 
