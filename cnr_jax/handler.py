@@ -294,7 +294,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             choose,
             _with_codec(self.options, plan.codec),
         )
-        stage: Stage[Chunk] = Stage(self.options.max_staging_bytes)
+        # Gathering on the host takes all cores already; on devices it waits for these.
+        stage: Stage[Chunk] = Stage(
+            self.options.max_staging_bytes, patient=captured.where == "host"
+        )
         # The writer starts first: a state larger than the staging budget streams through it.
         assert self._in_flight is not None
         rows = in_background(
@@ -306,6 +309,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             for chunk in captured.chunks():
                 if not stage.put(chunk):
                     break  # the writer has failed; its future says why
+            stage.start()
             dense = await self._dense.save(
                 directory, capture.without_texts(checked.dense)
             )

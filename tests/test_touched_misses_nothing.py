@@ -211,7 +211,7 @@ IN_BACKGROUND: dict[str, tuple[Any, str, Any]] = {
     "first array": (store.ArrayWriter, "append", _raise),
     "later array": (store.ArrayWriter, "append", _append_once_then_fault),
     "end of array": (store.ArrayWriter, "finish", _raise),
-    "encoding": (write, "encode_chunk", _raise),
+    "encoding": (write, "encode_chunks", _raise),
     "process manifest": (write, "write_durably", _raise),
     "manifest": (handler, "write_manifest", _raise),
 }

@@ -165,7 +165,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 def to_json(value: Any) -> Any:
     """JSON form of the dataclasses of this package: tuples as lists, nothing left out."""
-    kind = type(value)
+    kind = cast("type[Any]", type(value))
     # Told by type where it can be: a thousand tables on eight devices are 700,000 values.
     if kind in _PLAIN:
         return value

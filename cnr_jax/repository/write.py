@@ -30,7 +30,7 @@ from cnr_jax.format.tiles import (
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.repository.store import ArrayWriter
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import Chunk, encode_chunk
+from cnr_jax.rows.gather import Chunk, EncodedChunk, encode_chunks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +174,8 @@ class RowsWriter:
             The process manifest, which is durable.
         """
         done = 0
-        for chunk in chunks:
-            done = self._write_chunk(chunk, done, device)
+        for chunk, encoded in encode_chunks(chunks, device):
+            done = self._write_chunk(chunk, encoded, done)
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
         tiles = tuple(self._tile(plan) for plan in self._plans)
@@ -199,13 +199,12 @@ class RowsWriter:
         sync_directory(self._directory)
         return Written(digest, manifest)
 
-    def _write_chunk(self, chunk: Chunk, done: int, device: jax.Device) -> int:
-        parts, escaped, rows = encode_chunk(chunk, device)
-        for name, values in parts.items():
+    def _write_chunk(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> int:
+        for name, values in encoded.parts.items():
             array = names.array_name(chunk.codec.name, name, values.dtype.name)
             self._writers[array].append(values)
-        if rows is not None:
-            self._write_escaped(escaped + done, rows)
+        if encoded.rows is not None:
+            self._write_escaped(encoded.escaped + done, encoded.rows)
         return done + chunk.count
 
     def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:

@@ -11,12 +11,15 @@ gathered and encoded at once on their device and only encoded bytes cross to the
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,8 @@ Where = Literal["host", "device"]
 CHUNK_BYTES = 2 << 20
 # Rows of the small chunk that holds the rest of a group, so that few touched rows cost little.
 SMALL_ROWS = 512
+# That gather on the host.
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,33 +165,65 @@ def _bit_view(array: np.ndarray) -> np.ndarray:
     return flat.view(f"u{array.dtype.itemsize}")
 
 
+class _Piece(NamedTuple):
+    """Consecutive rows of a run, from `done` on, and where in a chunk they go."""
+
+    run: Run
+    done: int
+    count: int
+    at: int
+
+
 def _host_chunks(runs: Sequence[Run]) -> Iterator[Chunk]:
+    """Fills chunks with the rows of runs of one group, several at a time."""
     codec, dtype, width = runs[0].group
     large = chunk_rows(width, dtype.itemsize)
     left = sum(run.count for run in runs)
-    buffer, filled = _buffer(large, left, width, dtype), 0
+    filling: collections.deque[Future[Chunk]] = collections.deque()
+    # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
+    # time of one. The pool is left only when no thread looks into a table any more.
+    with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
+        for pieces in _pieces(runs, large):
+            count = sum(piece.count for piece in pieces)
+            shape = (program_rows(min(left, large), large), width)
+            left -= count
+            filling.append(pool.submit(_fill, codec, dtype, shape, count, pieces))
+            if len(filling) > 2 * _THREADS:
+                yield filling.popleft().result()
+        while filling:
+            yield filling.popleft().result()
+
+
+def _pieces(runs: Sequence[Run], large: int) -> Iterator[list[_Piece]]:
+    """What each chunk of `large` rows consists of."""
+    pieces: list[_Piece] = []
+    filled = 0
     for run in runs:
         done = 0
         while done < run.count:
-            count = min(run.count - done, len(buffer) - filled)
-            if count == 0:
-                yield Chunk(codec=codec, count=filled, rows=buffer)
-                buffer, filled = _buffer(large, left, width, dtype), 0
-                continue
-            _copy_rows(run, done, _bit_view(buffer)[filled : filled + count])
-            done += count
-            filled += count
-            left -= count
-    if filled:
-        yield Chunk(codec=codec, count=filled, rows=buffer)
+            count = min(run.count - done, large - filled)
+            pieces.append(_Piece(run, done, count, filled))
+            done, filled = done + count, filled + count
+            if filled == large:
+                yield pieces
+                pieces, filled = [], 0
+    if pieces:
+        yield pieces
 
 
-def _buffer(large: int, left: int, width: int, dtype: np.dtype) -> np.ndarray:
-    """Room for the next chunk; a small one where that is enough for all that is left."""
-    rows = program_rows(min(left, large), large)
+def _fill(
+    codec: Codec,
+    dtype: np.dtype,
+    shape: tuple[int, int],
+    count: int,
+    pieces: Sequence[_Piece],
+) -> Chunk:
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
-    make = np.empty if left >= rows else np.zeros
-    return make((rows, width), dtype)
+    rows = (np.empty if count == shape[0] else np.zeros)(shape, dtype)
+    bits = _bit_view(rows)
+    for run, done, number, at in pieces:
+        _copy_rows(run, done, bits[at : at + number])
+    return Chunk(codec=codec, count=count, rows=rows)
 
 
 def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
@@ -279,32 +316,58 @@ def _encode(codec: Codec, rows: jax.Array) -> Encoded:
     return codec.encode(rows)
 
 
-def encode_chunk(
-    chunk: Chunk, device: jax.Device
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray | None]:
-    """The encoded parts of a chunk on the host, without its padding.
+class EncodedChunk(NamedTuple):
+    """A chunk on the host, without its padding.
 
-    Waits for the result: on CPU a train step queued behind several chunks would wait for all
-    of them, behind one it waits for that one.
-
-    Returns:
-        The parts, each `[count, width of the part]`; the positions of escaped rows; these
-        rows themselves, or None when there are none.
+    Attributes:
+        parts: each `[count, width of the part]`.
+        escaped: positions of escaped rows.
+        rows: these rows themselves; None when there are none.
     """
+
+    parts: dict[str, np.ndarray]
+    escaped: np.ndarray
+    rows: np.ndarray | None
+
+
+def encode_chunks(
+    chunks: Iterable[Chunk], device: jax.Device
+) -> Iterator[tuple[Chunk, EncodedChunk]]:
+    """Encodes chunks that are not yet, each while the one before is used.
+
+    No more than two are in the works: on CPU a train step waits for all that is queued before
+    it, which are these.
+    """
+    waiting: tuple[Chunk, Encoded | None] | None = None
+    for chunk in chunks:
+        encoded = _start_encoding(chunk, device)
+        if waiting is not None:
+            yield waiting[0], _to_host(*waiting)
+        waiting = chunk, encoded
+    if waiting is not None:
+        yield waiting[0], _to_host(*waiting)
+
+
+def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
+    """What a chunk is encoded to, not waited for; None if it is stored as it is."""
+    if chunk.encoded is not None:
+        return chunk.encoded
+    if isinstance(chunk.codec, Raw):
+        return None
+    return _encode(chunk.codec, jax.device_put(chunk.rows, device))
+
+
+def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
     count = chunk.count
-    if chunk.encoded is None:
+    if encoded is None:
         assert chunk.rows is not None
-        if isinstance(chunk.codec, Raw):
-            return {"rows": chunk.rows[:count]}, np.empty(0, np.int64), None
-        encoded = _encode(chunk.codec, jax.device_put(chunk.rows, device))
-    else:
-        encoded = chunk.encoded
+        return EncodedChunk({"rows": chunk.rows[:count]}, np.empty(0, np.int64), None)
     parts = {name: np.asarray(part)[:count] for name, part in encoded.parts.items()}
     escaped = np.flatnonzero(np.asarray(encoded.escaped)[:count])
     if not len(escaped):
-        return parts, escaped, None
+        return EncodedChunk(parts, escaped, None)
     rows = chunk.rows if chunk.rows is not None else np.asarray(chunk.escaped_rows)
-    return parts, escaped, rows[escaped]
+    return EncodedChunk(parts, escaped, rows[escaped])
 
 
 def host_device() -> jax.Device:
@@ -333,7 +396,7 @@ def warm_up_host(codec: Codec, dtype: np.dtype, width: int) -> None:
         return
     for rows in _sizes(width, dtype):
         chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
-        encode_chunk(chunk, device)
+        list(encode_chunks([chunk], device))
 
 
 def warm_up_device(

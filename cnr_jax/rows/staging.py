@@ -31,6 +31,8 @@ class Stage(Generic[T]):
     Args:
         limit_bytes: bytes that may wait. One item larger than the limit still passes, alone.
         timeout_secs: how long `put` waits for room before it gives up.
+        patient: whether the reader gets nothing until all is in, or there is no room for
+            more. Where both threads want the same cores, training so waits for one alone.
 
     Example:
         >>> import numpy as np
@@ -42,7 +44,9 @@ class Stage(Generic[T]):
         [3]
     """
 
-    def __init__(self, limit_bytes: int, timeout_secs: float = 1200.0) -> None:
+    def __init__(
+        self, limit_bytes: int, timeout_secs: float = 1200.0, *, patient: bool = False
+    ) -> None:
         self._limit = limit_bytes
         self._timeout = timeout_secs
         self._items: collections.deque[T] = collections.deque()
@@ -50,6 +54,7 @@ class Stage(Generic[T]):
         self._held = 0
         self._closed = False
         self._failed = False
+        self._started = not patient
         self.peak_bytes = 0
 
     def put(self, item: T) -> bool:
@@ -59,14 +64,9 @@ class Stage(Generic[T]):
             TimeoutError: if nothing was taken out for `timeout_secs`.
         """
         with self._changed:
-            room = self._changed.wait_for(
-                lambda: (
-                    self._failed
-                    or self._held == 0
-                    or self._held + item.nbytes <= self._limit
-                ),
-                self._timeout,
-            )
+            if not self._has_room(item):
+                self._start()
+            room = self._changed.wait_for(lambda: self._has_room(item), self._timeout)
             if not room:
                 raise TimeoutError(
                     f"staged rows were not written for {self._timeout:g} s"
@@ -79,11 +79,24 @@ class Stage(Generic[T]):
             self._changed.notify_all()
             return True
 
+    def _has_room(self, item: T) -> bool:
+        fits = self._held == 0 or self._held + item.nbytes <= self._limit
+        return self._failed or fits
+
+    def _start(self) -> None:
+        self._started = True
+        self._changed.notify_all()
+
+    def start(self) -> None:
+        """Lets a patient reader begin."""
+        with self._changed:
+            self._start()
+
     def close(self) -> None:
         """Says that nothing more will be put."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._start()
 
     def fail(self) -> None:
         """Says that nothing more will be taken: drops what waits and frees `put`."""
@@ -105,7 +118,9 @@ class Stage(Generic[T]):
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._closed)
+                self._changed.wait_for(
+                    lambda: (self._started and self._items) or self._closed
+                )
                 if self._failed:
                     raise RuntimeError("staging was given up before all rows were in")
                 if not self._items:

@@ -112,14 +112,21 @@ def measure_saves(params: dict[str, Any], root: Path) -> Figures:
         files, size = files_and_bytes(system.step_path(step))
         found: Figures = {"call_secs": called, "durable_secs": durable, "files": files}
         runs.append({**found, "bytes": size, "extra_bytes": memory.extra_bytes})
+    start = time.perf_counter()
     restored = system.restore(SAVES, workload.abstract_of(state))
+    restore_secs = time.perf_counter() - start
     check(restored, state, BITS if ours else None)
     system.close()
     medians = {
         key: statistics.median(float(run[key]) for run in runs[1:]) for key in runs[0]
     }
     firsts = {f"first_{key}": value for key, value in runs[0].items()}
-    return {**medians, **firsts, "changed_bytes": changed}
+    return {
+        **medians,
+        **firsts,
+        "changed_bytes": changed,
+        "restore_secs": restore_secs,
+    }
 
 
 def measure_ready(params: dict[str, Any], root: Path) -> Figures:
@@ -170,6 +177,7 @@ def present(results: Results) -> None:
             lines.append([f"{case.label}, {what}", *cells])
     print_table("Saves of all tables: medians (ranges)", header, lines)
     for case in results.group("save"):
+        print(f"  {case.label}: restored in {case.text('restore_secs')} s")
         if case.params["system"] == CnrMany.name:
             seconds, files = case.median("durable_secs"), case.median("files")
             print_mark(f"{case.label}: s until synced", seconds, 1.0)

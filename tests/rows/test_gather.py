@@ -16,9 +16,10 @@ from cnr_jax.rows import gather
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
 from cnr_jax.rows.gather import (
     Chunk,
+    EncodedChunk,
     Run,
     Where,
-    encode_chunk,
+    encode_chunks,
     gather_chunks,
     host_device,
     touched_positions,
@@ -27,6 +28,11 @@ from cnr_jax.rows.tiling import LocalShards
 
 WAYS: tuple[Where, ...] = ("host", "device")
 SMALL, LARGE = 8, 32
+
+
+def encode(chunk: Chunk) -> EncodedChunk:
+    ((_, encoded),) = encode_chunks([chunk], host_device())
+    return encoded
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +82,7 @@ def encoded(
     escapes: dict[int, bytes] = {}
     done = 0
     for chunk in gather_chunks(runs, where):
-        found, at, rows = encode_chunk(chunk, host_device())
+        found, at, rows = encode(chunk)
         for name, part in found.items():
             assert len(part) == chunk.count
             parts.setdefault(name, []).append(part)
@@ -175,7 +181,7 @@ def test_escaped_rows_do_not_depend_on_what_happens_to_the_state_later() -> None
         run = Run(data=data, first=0, rows=20, positions=None, codec=Asymmetric(bits=4))
         chunks = list(gather_chunks([run], where))
         data.delete()
-        found = [encode_chunk(chunk, host_device()) for chunk in chunks]
+        found = [encode(chunk) for chunk in chunks]
         rows = [rows for _, _, rows in found if rows is not None]
         assert np.concatenate(rows).tobytes() == values[[3]].tobytes()
 
@@ -204,7 +210,7 @@ def test_padding_of_a_chunk_is_never_handed_out() -> None:
     rows = np.full((SMALL, 6), np.nan, np.float32)
     rows[:3] = values_of(3, 6)
     chunk = Chunk(codec=Asymmetric(bits=4), count=3, rows=rows)
-    parts, escaped, found = encode_chunk(chunk, host_device())
+    parts, escaped, found = encode(chunk)
     assert {len(part) for part in parts.values()} == {3}
     assert len(escaped) == 0 and found is None
 
@@ -241,3 +247,21 @@ def test_no_runs_and_runs_without_rows_give_no_chunks(where: Where) -> None:
     assert list(gather_chunks([], where)) == []
     empty = run_of(values_of(9, 6), np.empty(0, np.int64), Raw())
     assert list(gather_chunks([empty], where)) == []
+
+
+def test_chunks_are_gathered_as_they_are_asked_for() -> None:
+    """However many there are: a save that does not fit into memory streams."""
+    filled: list[int] = []
+    fill = gather._fill
+
+    def noted(*args: Any) -> Chunk:
+        filled.append(1)
+        return fill(*args)
+
+    chunks = gather_chunks([run_of(values_of(40 * LARGE, 6), None, Raw())], "host")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "_fill", noted)
+        next(chunks)
+        assert 1 <= len(filled) <= 2 * gather._THREADS + 2
+        assert len(list(chunks)) == 39
+    assert len(filled) == 40

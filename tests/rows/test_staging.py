@@ -146,3 +146,36 @@ def test_closed_stage_without_items_is_empty() -> None:
     stage: Stage[Item] = Stage(10, timeout_secs=20)
     stage.close()
     assert list(stage) == []
+
+
+def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None:
+    for let in ("start", "close", "no room"):
+        stage: Stage[Item] = Stage(10, timeout_secs=20, patient=True)
+        got: list[int] = []
+        reader = in_thread(lambda: got.extend(item.number for item in stage))  # noqa: B023
+        assert stage.put(Item(6, 1))
+        assert waits(reader) and got == []
+        if let == "start":
+            stage.start()
+        elif let == "no room":
+            assert stage.put(Item(6, 2))
+        stage.close()
+        assert ends(reader)
+        assert got == ([1, 2] if let == "no room" else [1])
+
+
+def test_giving_up_frees_a_patient_reader() -> None:
+    stage: Stage[Item] = Stage(10, timeout_secs=20, patient=True)
+    assert stage.put(Item(6))
+    failed: list[Exception] = []
+
+    def read() -> None:
+        try:
+            list(stage)
+        except RuntimeError as error:
+            failed.append(error)
+
+    reader = in_thread(read)
+    assert waits(reader)
+    stage.abort()
+    assert ends(reader) and len(failed) == 1
