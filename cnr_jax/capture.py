@@ -26,8 +26,10 @@ from cnr_jax.options import Options
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
+from cnr_jax.rows.chunk import Chunk, Run, Way, Where
 from cnr_jax.rows.codecs import Codec
-from cnr_jax.rows.gather import Chunk, Run, Where
+from cnr_jax.rows.encoding import warm_up_host
+from cnr_jax.rows.on_device import warm_up_device
 from cnr_jax.rows.tiling import LocalShards, OwnTile
 from cnr_jax.rows.touched import Touched
 from cnr_jax.table import Leaf, Tables
@@ -57,17 +59,24 @@ def _leaf_entry(leaf: Leaf) -> LeafEntry:
     )
 
 
-def staging_where(arrays: Arrays, options: Options) -> Where:
-    """Where rows are hashed and encoded: see `staging_on`."""
-    leaves = [leaf for table in arrays.values() for leaf in table.values()]
-    return staging_on({d for x in leaves for d in x.sharding.device_set}, options)
+# Shards up to this size are copied to the host whole: each shape and device would need programs
+# of its own, a tenth of a second each, which makes minutes of a thousand tables.
+SMALL_SHARD_BYTES = 1 << 20
 
 
-def staging_on(devices: Iterable[jax.Device], options: Options) -> Where:
-    """Where rows are encoded: behind training on CPU, at once on the device elsewhere."""
-    if options.staging != "auto":
-        return options.staging
-    return "host" if {device.platform for device in devices} <= {"cpu"} else "device"
+def staging(options: Options) -> Way:
+    """Where rows of a shard are hashed, gathered and encoded.
+
+    Behind training on CPU, at once on the device elsewhere unless the shard is small.
+    """
+
+    def way(device: jax.Device, size: int) -> Where:
+        if options.staging != "auto":
+            return options.staging
+        small = size <= SMALL_SHARD_BYTES
+        return "host" if small or device.platform == "cpu" else "device"
+
+    return way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,16 +86,19 @@ class Capture:
     Attributes:
         plans: one for each tile of this process; those with rows in the order of chunks.
         runs: the rows themselves; they refer to the state's buffers.
-        where: where rows are encoded.
     """
 
     plans: tuple[RunPlan, ...]
     runs: tuple[Run, ...]
-    where: Where
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all rows are encoded on the host."""
+        return all(run.where == "host" for run in self.runs)
 
     def chunks(self) -> Iterator[Chunk]:
         """Gathers the rows; to be used up before the state can be donated."""
-        return gather.gather_chunks(self.runs, self.where)
+        return gather.gather_chunks(self.runs)
 
 
 # Sorted positions within a tile that are to be saved, None for all; asked for each tile.
@@ -105,17 +117,16 @@ def capture(
         options: codecs and staging.
     """
     shards = functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
-    codecs = _Codecs(options)
+    codecs, way = _Codecs(options), staging(options)
     plans = [
-        _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs)
+        _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
         for tile in tiles
     ]
     # Rows of one group follow each other, so that they share chunks and programs.
-    plans.sort(key=lambda pair: _order(pair[0]))
+    plans.sort(key=lambda pair: _order(*pair))
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
-        where=staging_where(arrays, options),
     )
 
 
@@ -132,7 +143,11 @@ class _Codecs:
 
 
 def _plan(
-    tile: OwnTile, shards: LocalShards, positions: np.ndarray | None, codecs: _Codecs
+    tile: OwnTile,
+    shards: LocalShards,
+    positions: np.ndarray | None,
+    codecs: _Codecs,
+    way: Way,
 ) -> tuple[RunPlan, Run]:
     leaf, piece = tile.leaf, tile.piece
     data, first = shards.on(piece.device)
@@ -153,13 +168,15 @@ def _plan(
         rows=stop - start,
         positions=positions,
         codec=codec,
+        where=way(piece.device, data.nbytes),
     )
     return plan, run
 
 
-def _order(plan: RunPlan) -> tuple[Any, ...]:
+def _order(plan: RunPlan, run: Run) -> tuple[Any, ...]:
     return (
         plan.count == 0,
+        run.where,
         _rank(plan.codec, plan.dtype),
         plan.width,
         plan.table,
@@ -182,24 +199,26 @@ def warm_up(tiles: Iterable[OwnTile], options: Options) -> None:
         options: codecs and staging.
     """
     done: set[Any] = set()
-    codecs = _Codecs(options)
+    codecs, way = _Codecs(options), staging(options)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)
         assert leaf.sharding is not None and tile.table.leaf.sharding is not None
         shape = leaf.sharding.shard_shape(leaf.shape)
         width = math.prod(shape[1:])
-        if staging_on([device], options) == "host":
+        if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
             key: Any = (codec, leaf.dtype, width)
             if key not in done:
-                gather.warm_up_host(codec, leaf.dtype, width)
+                warm_up_host(codec, leaf.dtype, width)
         else:
-            rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
-            key = (codec, leaf.dtype, shape, rows, device)
+            key = (codec, leaf.dtype, shape, device)
             if key not in done:
-                gather.warm_up_device(codec, shape, leaf.dtype, device)
-                gather.warm_up_stamps(rows, device)
+                warm_up_device(codec, shape, leaf.dtype, device)
         done.add(key)
+        rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
+        if (rows, device) not in done and way(device, 4 * rows) == "device":
+            gather.warm_up_stamps(rows, device)
+        done.add((rows, device))
 
 
 def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:

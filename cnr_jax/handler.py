@@ -38,7 +38,7 @@ from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import StepReader, read_manifest
-from cnr_jax.rows.gather import Chunk
+from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
@@ -296,7 +296,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         # Gathering on the host takes all cores already; on devices it waits for these.
         stage: Stage[Chunk] = Stage(
-            self.options.max_staging_bytes, patient=captured.where == "host"
+            self.options.max_staging_bytes, patient=captured.on_host
         )
         # The writer starts first: a state larger than the staging budget streams through it.
         assert self._in_flight is not None

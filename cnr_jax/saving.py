@@ -17,7 +17,7 @@ from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.write import RowsWriter, RunPlan, Written
-from cnr_jax.rows.gather import Chunk, host_device
+from cnr_jax.rows.chunk import Chunk, host_device
 from cnr_jax.rows.staging import Stage
 from cnr_jax.rows.touched import Touched
 from cnr_jax.splitting import split

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from cnr_jax import audit, capture
-from cnr_jax.capture import Choose, staging_on, staging_where
+from cnr_jax.capture import Choose, staging
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows import hashing
-from cnr_jax.rows.gather import Where, touched_positions
+from cnr_jax.rows.gather import touched_positions
 from cnr_jax.rows.hashing import Arrays
 from cnr_jax.rows.tiling import LocalShards, OwnTile, own_tiles
 from cnr_jax.rows.touched import (
@@ -52,7 +52,6 @@ class Found:
     Attributes:
         mode: how rows that changed are found.
         tiles: what this process saves.
-        where: where rows are hashed and gathered.
         stamps: those that choose rows; the lineage is empty if they are the first.
         recorded: of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
@@ -64,7 +63,6 @@ class Found:
 
     mode: Tracking
     tiles: tuple[OwnTile, ...]
-    where: Where
     stamps: Moment
     recorded: Moment | None
     by_fingerprints: bool
@@ -123,12 +121,11 @@ class Tracker:
         mode = self.mode(touched)
         recorded = None if mode == "fingerprint" else _moment(touched)
         tiles = _tiles(tables, arrays, touched if recorded else None)
-        where = staging_where(arrays, self._options)
         look, doubt, secs = None, "", 0.0
         if recorded is None or self._audit_due(mode, recorded):
             jax.block_until_ready(arrays)  # the train step is not to be counted
             started = time.perf_counter()
-            look = self._watching(mode).look(tiles, arrays, where)
+            look = self._watching(mode).look(tiles, arrays, staging(self._options))
             if recorded is not None:
                 doubt = self._audit(look, state, touched, tables, recorded)
             secs = time.perf_counter() - started
@@ -139,7 +136,6 @@ class Tracker:
         return Found(
             mode=mode,
             tiles=tiles,
-            where=where,
             stamps=chosen_by,
             recorded=recorded,
             by_fingerprints=by_fingerprints,
@@ -235,7 +231,8 @@ class Tracker:
             assert touched is not None
             if rows.table not in stamps:
                 stamps[rows.table] = LocalShards(touched.stamps[rows.table])
-            return touched_positions(stamps[rows.table], rows.rows, clock, found.where)
+            way = staging(self._options)
+            return touched_positions(stamps[rows.table], rows.rows, clock, way)
 
         def choose(tile: OwnTile) -> np.ndarray | None:
             if parent_clock is None:
@@ -286,7 +283,7 @@ class Tracker:
             return
         watch = self._watching(mode)
         tiles = _tiles(tables, arrays, touched)
-        look = watch.look(tiles, arrays, staging_where(arrays, self._options))
+        look = watch.look(tiles, arrays, staging(self._options))
         watch.start(look, stamps)
         self._prints = self._last
 
@@ -312,8 +309,7 @@ def warm_up(tables: Tables, options: Options) -> None:
     if options.audit_saves == 0:
         modes = [mode for mode in modes if mode != "recorded"]
     for tagged in {mode != "fingerprint" for mode in modes}:
-        where = staging_on([group.device for group in groups], options)
-        hashing.warm_up(groups.values(), where, tagged)
+        hashing.warm_up(groups.values(), staging(options), tagged)
 
 
 def _moment(touched: Touched | None) -> Moment:

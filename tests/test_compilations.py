@@ -155,11 +155,12 @@ def test_saves_compile_nothing_after_the_manager_is_made(
 
 
 def _clear_own_caches() -> None:
-    from cnr_jax.rows import gather
+    from cnr_jax.rows import encoding, gather, on_device
 
-    for cached in vars(gather).values():
-        if hasattr(cached, "cache_clear"):
-            cached.cache_clear()
+    for module in (encoding, gather, on_device):
+        for cached in vars(module).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
 
 
 def test_counting_sees_a_compilation() -> None:

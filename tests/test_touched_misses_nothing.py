@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import capture, handler, orbax_compat
 from cnr_jax.repository import store, write
-from cnr_jax.rows import gather
+from cnr_jax.rows import chunk, gather
 
 USERS, ITEMS = 64, 24
 POLICIES = {
@@ -199,7 +199,7 @@ def _append_once_then_fault() -> Callable[..., Any]:
     return wrapped
 
 
-def _one_chunk_then_fault(*args: Any) -> Iterator[gather.Chunk]:
+def _one_chunk_then_fault(*args: Any) -> Iterator[chunk.Chunk]:
     yield next(_GATHER(*args))
     _raise()
 

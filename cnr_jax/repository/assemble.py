@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.repository.encoded import Kind, Merged, Patch
-from cnr_jax.rows.gather import padded
+from cnr_jax.rows.chunk import padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

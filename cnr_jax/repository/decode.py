@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from cnr_jax.repository.encoded import Kind, Merged, aligned_empty
+from cnr_jax.rows.chunk import chunk_rows, host_device, padded, program_rows
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import chunk_rows, host_device, padded, program_rows
 
 
 def host_rows(merged: Merged, rows: int, out: np.ndarray | None) -> np.ndarray:

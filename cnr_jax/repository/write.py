@@ -29,8 +29,9 @@ from cnr_jax.format.tiles import (
 )
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.repository.store import ArrayWriter
+from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather import Chunk, EncodedChunk, encode_chunks
+from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cnr_jax.rows.chunk import SMALL_ROWS, Way, Where, host_device, padded
 from cnr_jax.rows.fingerprint import (
     changed_rows,
     hash_on_host,
     hash_rows,
     hash_with_tags,
 )
-from cnr_jax.rows.gather import SMALL_ROWS, Where, host_device, padded
-from cnr_jax.rows.tiling import LocalShards, OwnTile
+from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
 
 # Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
 # one; CPU seconds of a pass against a sum, measured on 2 cores, bfloat16 of dim 16: 3.3 in chunks
@@ -254,10 +254,11 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
     return jax.jit(bits).lower(hashes, hashes).compile()
 
 
-def warm_up(groups: Iterable[Sequence[OwnTile]], where: Where, tagged: bool) -> None:
+def warm_up(groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool) -> None:
     """Compiles what hashing tiles like these needs, of leaves whose sharding is known."""
     done: set[tuple[Any, int]] = set()
     for tiles in groups:
+        where = way(tiles[0].piece.device, bytes_in(tiles))
         shapes = [_shard_shape(tile) for tile in tiles]
         rows = tiles[0].rows[1] - tiles[0].rows[0]
         if where == "device":

@@ -8,7 +8,8 @@ from shardings alone; nothing is communicated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -43,6 +44,15 @@ class OwnTile(NamedTuple):
     def rows(self) -> tuple[int, int]:
         """Start and stop of its rows."""
         return self.piece.box[0]
+
+
+def bytes_in(tiles: Iterable[OwnTile]) -> int:
+    """Bytes of the rows of some tiles."""
+    return sum(
+        math.prod(stop - start for start, stop in tile.piece.box)
+        * tile.leaf.dtype.itemsize
+        for tile in tiles
+    )
 
 
 Shardings = Mapping[str, Mapping[str, Sharding]]

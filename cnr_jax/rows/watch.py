@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.rows.gather import Where
+from cnr_jax.rows.chunk import Way, Where
 from cnr_jax.rows.hashing import (
     Arrays,
     Hashed,
@@ -27,7 +27,7 @@ from cnr_jax.rows.hashing import (
     hash_tiles,
     tags_of,
 )
-from cnr_jax.rows.tiling import OwnTile
+from cnr_jax.rows.tiling import OwnTile, bytes_in
 
 
 class Rows(NamedTuple):
@@ -113,7 +113,9 @@ class RowWatch:
         held = sum(bytes_of(x.hashes) + bytes_of(x.tags) for x in hashed)
         return held + sum(stamps.nbytes for stamps in self._stamps.values())
 
-    def look(self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where) -> Look:
+    def look(
+        self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where | Way
+    ) -> Look:
         """Hashes all rows and compares them with what was kept.
 
         Waits for the computation that makes the arrays. They may be donated afterwards.
@@ -121,11 +123,13 @@ class RowWatch:
         Args:
             tiles: what this process saves of the state.
             arrays: the leaves, by table and leaf name.
-            where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk.
+            where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk;
+                or what tells for each group.
         """
+        way: Way = where if callable(where) else lambda device, size: where
         # All devices work before the first one is waited for.
         seen = {
-            group: self._hash(group, own, arrays, where)
+            group: self._hash(group, own, arrays, way(group.device, bytes_in(own)))
             for group, own in group_tiles(tiles).items()
         }
         changed = {

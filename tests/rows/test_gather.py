@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,22 +14,20 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cnr_jax.rows import gather
+from cnr_jax.rows import chunk as chunks_of_rows
+from cnr_jax.rows import gather, on_device
+from cnr_jax.rows.chunk import Chunk, Run, Where, host_device
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
-from cnr_jax.rows.gather import (
-    Chunk,
-    EncodedChunk,
-    Run,
-    Where,
-    encode_chunks,
-    gather_chunks,
-    host_device,
-    touched_positions,
-)
+from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
+from cnr_jax.rows.gather import touched_positions
 from cnr_jax.rows.tiling import LocalShards
 
 WAYS: tuple[Where, ...] = ("host", "device")
 SMALL, LARGE = 8, 32
+
+
+def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
+    return gather.gather_chunks([dataclasses.replace(r, where=where) for r in runs])
 
 
 def encode(chunk: Chunk) -> EncodedChunk:
@@ -38,8 +38,9 @@ def encode(chunk: Chunk) -> EncodedChunk:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 and 32 rows, so that few rows have many."""
-    monkeypatch.setattr(gather, "SMALL_ROWS", SMALL)
-    monkeypatch.setattr(gather, "CHUNK_BYTES", LARGE * 6 * 4)
+    monkeypatch.setattr(chunks_of_rows, "SMALL_ROWS", SMALL)
+    monkeypatch.setattr(chunks_of_rows, "CHUNK_BYTES", LARGE * 6 * 4)
+    monkeypatch.setattr(on_device, "LARGE_BYTES", 2 * LARGE * 6 * 4)
 
 
 def values_of(
@@ -65,6 +66,7 @@ def run_of(
         rows=rows,
         positions=positions,
         codec=codec,
+        where="host",
     )
 
 
@@ -178,7 +180,7 @@ def test_escaped_rows_do_not_depend_on_what_happens_to_the_state_later() -> None
     values[3] = np.inf
     for where in WAYS:
         data = jnp.array(values)
-        run = Run(data=data, first=0, rows=20, positions=None, codec=Asymmetric(bits=4))
+        run = dataclasses.replace(run_of(values, None, Asymmetric(bits=4)), data=data)
         chunks = list(gather_chunks([run], where))
         data.delete()
         found = [encode(chunk) for chunk in chunks]
@@ -237,7 +239,7 @@ def test_touched_positions_are_rows_with_a_later_stamp(
     array = jax.device_put(stamps, NamedSharding(mesh, P("rows")))
     if rows == (9, 14):
         array = jax.device_put(stamps, jax.devices()[2])
-    got = touched_positions(LocalShards(array), rows, clock, where)
+    got = touched_positions(LocalShards(array), rows, clock, lambda *_: where)
     assert got.dtype == np.int64
     assert got.tolist() == np.flatnonzero(stamps[slice(*rows)] > clock).tolist()
 
@@ -265,3 +267,24 @@ def test_chunks_are_gathered_as_they_are_asked_for() -> None:
         assert 1 <= len(filled) <= 2 * gather._THREADS + 2
         assert len(list(chunks)) == 39
     assert len(filled) == 40
+
+
+def test_device_chunks_are_of_three_sizes_and_little_is_padded() -> None:
+    run = run_of(values_of(200, 6), np.arange(0, 200, 2)[:75], Asymmetric(bits=4))
+    chunks = list(gather_chunks([run], "device"))
+    assert [chunk.count for chunk in chunks] == [64, 11]
+    sizes = [len(chunk.encoded.escaped) for chunk in chunks if chunk.encoded]
+    assert sizes == [64, 32]
+    few = run_of(values_of(200, 6), np.arange(5), Asymmetric(bits=4))
+    (chunk,) = gather_chunks([few], "device")
+    assert chunk.encoded is not None and len(chunk.encoded.escaped) == SMALL
+
+
+def test_runs_of_both_ways_come_in_order() -> None:
+    runs = [
+        dataclasses.replace(run_of(values_of(40, 6, seed=i), None, Raw()), where=where)
+        for i, where in enumerate(("device", "device", "host"))
+    ]
+    found = [encode(chunk).parts["rows"] for chunk in gather.gather_chunks(runs)]
+    expected = np.concatenate([expected_rows(run) for run in runs])
+    assert np.concatenate(found).tobytes() == expected.tobytes()
