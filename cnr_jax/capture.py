@@ -26,10 +26,10 @@ from cnr_jax.options import Options
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
-from cnr_jax.rows.chunk import Chunk, Run, Way, Where
+from cnr_jax.rows.chunk import Chunk, Program, Run, Way, Where
 from cnr_jax.rows.codecs import Codec
-from cnr_jax.rows.encoding import warm_up_host
-from cnr_jax.rows.on_device import warm_up_device
+from cnr_jax.rows.encoding import host_programs
+from cnr_jax.rows.on_device import device_programs
 from cnr_jax.rows.tiling import LocalShards, OwnTile
 from cnr_jax.rows.touched import Touched
 from cnr_jax.table import Leaf, Tables
@@ -191,34 +191,26 @@ def _rank(codec: Codec, dtype: np.dtype) -> tuple[str, str]:
     return repr(codec), dtype.name
 
 
-def warm_up(tiles: Iterable[OwnTile], options: Options) -> None:
-    """Compiles all that saves of these tiles need, for every number of touched rows.
+def programs(tiles: Iterable[OwnTile], options: Options) -> Iterator[Program]:
+    """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
     Args:
         tiles: of leaves whose sharding is known.
         options: codecs and staging.
     """
-    done: set[Any] = set()
     codecs, way = _Codecs(options), staging(options)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)
         assert leaf.sharding is not None and tile.table.leaf.sharding is not None
         shape = leaf.sharding.shard_shape(leaf.shape)
-        width = math.prod(shape[1:])
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
-            key: Any = (codec, leaf.dtype, width)
-            if key not in done:
-                warm_up_host(codec, leaf.dtype, width)
+            yield from host_programs(codec, leaf.dtype, math.prod(shape[1:]))
         else:
-            key = (codec, leaf.dtype, shape, device)
-            if key not in done:
-                warm_up_device(codec, shape, leaf.dtype, device)
-        done.add(key)
+            yield from device_programs(codec, shape, leaf.dtype, device)
         rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
-        if (rows, device) not in done and way(device, 4 * rows) == "device":
-            gather.warm_up_stamps(rows, device)
-        done.add((rows, device))
+        if way(device, 4 * rows) == "device":
+            yield gather.stamps_program(rows, device)
 
 
 def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:

@@ -19,7 +19,7 @@ from cnr_jax.repository.ledger import Ledger, describe, find_item
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
-from cnr_jax.tracking import warm_up
+from cnr_jax.warming import warm_up
 
 _log = logging.getLogger(__name__)
 

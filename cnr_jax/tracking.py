@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax import audit, capture
+from cnr_jax import audit
 from cnr_jax.capture import Choose, staging
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
-from cnr_jax.rows import hashing
 from cnr_jax.rows.gather import touched_positions
 from cnr_jax.rows.hashing import Arrays
 from cnr_jax.rows.tiling import LocalShards, OwnTile, own_tiles
@@ -31,7 +30,7 @@ from cnr_jax.rows.touched import (
     lineage_hex,
     stamp_sharding,
 )
-from cnr_jax.rows.watch import Look, Rows, RowWatch, group_tiles
+from cnr_jax.rows.watch import Look, Rows, RowWatch
 from cnr_jax.table import Tables
 
 
@@ -286,30 +285,6 @@ class Tracker:
         look = watch.look(tiles, arrays, staging(self._options))
         watch.start(look, stamps)
         self._prints = self._last
-
-
-def warm_up(tables: Tables, options: Options) -> None:
-    """Compiles what saves of these tables need, for every number of changed rows.
-
-    Nothing is done for leaves whose sharding is not known.
-    """
-    stamps = {
-        name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
-        for name, table in tables.items()
-        if table.leaf.sharding is not None
-    }
-    shardings = {
-        name: {x.name: x.sharding for x in tables[name].leaves if x.sharding}
-        for name in stamps
-    }
-    tiles = own_tiles(tables, shardings, stamps)
-    capture.warm_up(tiles, options)
-    groups = group_tiles(tiles)
-    modes = [options.tracking] if options.tracking else ["fingerprint", "recorded"]
-    if options.audit_saves == 0:
-        modes = [mode for mode in modes if mode != "recorded"]
-    for tagged in {mode != "fingerprint" for mode in modes}:
-        hashing.warm_up(groups.values(), staging(options), tagged)
 
 
 def _moment(touched: Touched | None) -> Moment:

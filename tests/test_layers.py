@@ -38,6 +38,7 @@ TABLE = {
     "capture": (BELOW_HANDLER, "numpy jax"),
     "audit": (BELOW_HANDLER, "numpy jax"),
     "tracking": (f"{BELOW_HANDLER} capture audit", "numpy jax"),
+    "warming": (f"{BELOW_HANDLER} capture", ""),
     "finalizing": (BELOW_HANDLER, "numpy jax"),
     "restoring": (BELOW_HANDLER, "numpy jax"),
     "orbax_compat": ("errors format repository", "numpy jax orbax"),
@@ -51,7 +52,7 @@ TABLE = {
     ),
     "args": ("handler", ""),
     "manager": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} handler args",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args",
         "numpy jax flax orbax etils",
     ),
     "facade": (f"{BELOW_HANDLER} handler args manager optim", ""),

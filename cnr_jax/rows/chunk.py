@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 import jax
@@ -15,6 +15,8 @@ from cnr_jax.rows.codecs import Codec, Encoded
 Where = Literal["host", "device"]
 # Where rows that lie on a device are handled, given the bytes of all there are.
 Way = Callable[[jax.Device, int], Where]
+# A call that compiles something and keeps it: equal ones compile the same.
+Program = tuple[Callable[..., object], tuple[Hashable, ...]]
 # Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
 # to stay in cache while it is encoded. Measured on 2 CPU cores, 4 bits, dim 64: 0.67 GB/s in
 # chunks of 2 MiB, 0.45 GB/s in chunks of 16 MiB.

@@ -12,7 +12,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.rows.chunk import Chunk, chunk_rows, host_device, program_rows
+from cnr_jax.rows.chunk import (
+    Chunk,
+    Program,
+    chunk_rows,
+    host_device,
+    program_rows,
+)
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 
 
@@ -75,12 +81,14 @@ def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
     return EncodedChunk(parts, escaped, rows[escaped])
 
 
-def warm_up_host(codec: Codec, dtype: np.dtype, width: int) -> None:
-    """Compiles what encoding chunks of this group on the host needs."""
-    device = host_device()
-    if isinstance(codec, Raw):
-        return
-    large = chunk_rows(width, dtype.itemsize)
-    for rows in {program_rows(1, large), large}:
-        chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
-        list(encode_chunks([chunk], device))
+def host_programs(codec: Codec, dtype: np.dtype, width: int) -> Iterator[Program]:
+    """What encoding chunks of rows of this kind on the host needs."""
+    if not isinstance(codec, Raw):
+        large = chunk_rows(width, dtype.itemsize)
+        for rows in {program_rows(1, large), large}:
+            yield _encode_zeros, (codec, dtype, width, rows)
+
+
+def _encode_zeros(codec: Codec, dtype: np.dtype, width: int, rows: int) -> None:
+    chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
+    list(encode_chunks([chunk], host_device()))

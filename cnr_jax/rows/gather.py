@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.chunk import Chunk, Run, Way, chunk_rows, program_rows
+from cnr_jax.rows.chunk import Chunk, Program, Run, Way, chunk_rows, program_rows
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.on_device import gather_on_device
 from cnr_jax.rows.tiling import LocalShards
@@ -78,7 +78,8 @@ def _gather_on_host(runs: Sequence[Run]) -> Iterator[Chunk]:
     large = chunk_rows(width, dtype.itemsize)
     left = sum(run.count for run in runs)
     for run in runs:
-        if run.data.device.platform != "cpu":  # a view, there, and no copy to wait for
+        # On CPU there is a view, and nothing to wait for.
+        if next(iter(run.data.devices())).platform != "cpu":
             run.data.copy_to_host_async()
     filling: collections.deque[Future[Chunk]] = collections.deque()
     # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
@@ -166,6 +167,6 @@ def _bits_program(
     return jax.jit(_touched_bits).lower(stamps, clock).compile()
 
 
-def warm_up_stamps(rows: int, device: jax.Device) -> None:
-    """Compiles what selecting rows of a shard of this many stamps on a device needs."""
-    _bits_program((rows,), device)
+def stamps_program(rows: int, device: jax.Device) -> Program:
+    """What choosing rows of a shard of this many stamps on a device needs."""
+    return _bits_program, ((rows,), device)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.chunk import SMALL_ROWS, Way, Where, host_device, padded
+from cnr_jax.rows.chunk import SMALL_ROWS, Program, Way, Where, host_device, padded
 from cnr_jax.rows.fingerprint import (
     changed_rows,
     hash_on_host,
@@ -254,32 +254,30 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
     return jax.jit(bits).lower(hashes, hashes).compile()
 
 
-def warm_up(groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool) -> None:
-    """Compiles what hashing tiles like these needs, of leaves whose sharding is known."""
-    done: set[tuple[Any, int]] = set()
+def programs(
+    groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool
+) -> Iterator[Program]:
+    """What hashing tiles like these needs, of leaves whose sharding is known."""
     for tiles in groups:
-        where = way(tiles[0].piece.device, bytes_in(tiles))
+        device = tiles[0].piece.device
         shapes = [_shard_shape(tile) for tile in tiles]
         rows = tiles[0].rows[1] - tiles[0].rows[0]
-        if where == "device":
+        if way(device, bytes_in(tiles)) == "device":
             parts = tuple(
                 (shape, tile.leaf.dtype, _first(tile, shape), rows)
                 for tile, shape in zip(tiles, shapes, strict=True)
             )
-            _device_program(parts, tiles[0].piece.device, tagged)
-            _bits_program(rows, tiles[0].piece.device)
+            yield _device_program, (parts, device, tagged)
+            yield _bits_program, (rows, device)
             continue
         kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))
         step = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
         # The first chunk and the last.
         for count in (min(step, rows), rows % step or step):
-            size = _size(count, step)
-            if (kinds, size) not in done:
-                done.add((kinds, size))
-                _warm_up_host(kinds, size, tagged)
+            yield _hash_zeros, (kinds, _size(count, step), tagged)
 
 
-def _warm_up_host(
+def _hash_zeros(
     kinds: Sequence[tuple[tuple[int, ...], np.dtype]], rows: int, tagged: bool
 ) -> None:
     chunk = [np.zeros((rows, *shape), dtype) for shape, dtype in kinds]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from cnr_jax.rows import chunk as chunks
-from cnr_jax.rows.chunk import Chunk, Run, chunk_rows
+from cnr_jax.rows.chunk import Chunk, Program, Run, chunk_rows
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 
 # Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
@@ -118,11 +118,11 @@ def _encode_program(
     return jax.jit(codec.encode).lower(values).compile()
 
 
-def warm_up_device(
+def device_programs(
     codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
-) -> None:
-    """Compiles what gathering and encoding from a shard of this shape on a device needs."""
+) -> Iterator[Program]:
+    """What gathering and encoding rows of a shard of this shape on a device needs."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
-        _gather_program(shape, dtype, device, rows)
-        _encode_program(codec, width, dtype, device, rows)
+        yield _gather_program, (shape, dtype, device, rows)
+        yield _encode_program, (codec, width, dtype, device, rows)
