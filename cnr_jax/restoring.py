@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.layouts import layout_from
 from cnr_jax.paths import flatten_paths
-from cnr_jax.repository.restore import Target, restore_leaf, restore_stamps
+from cnr_jax.repository.restore import Target, restore_leaves, restore_stamps
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.touched import Touched, seeded, stamp_sharding
@@ -264,8 +264,12 @@ def rebuild(
 ) -> dict[str, dict[str, jax.Array]]:
     """The table leaves, by table and leaf name."""
     found: dict[str, dict[str, jax.Array]] = {}
-    for table, leaf, abstract in wanted.tables:
-        array = restore_leaf(chain, table, leaf, wanted.targets[table], abstract)
+    leaves = [
+        (table, leaf, wanted.targets[table], abstract)
+        for table, leaf, abstract in wanted.tables
+    ]
+    arrays = restore_leaves(chain, leaves)
+    for (table, leaf, _, _), array in zip(leaves, arrays, strict=True):
         found.setdefault(table, {})[leaf] = array
     return found
 
@@ -283,12 +287,13 @@ def reseed(chain: Sequence[StepReader], wanted: Wanted, tables: Tables) -> Touch
         source = array.sharding if array is not None else table.leaf.sharding
         source = source or SingleDeviceSharding(jax.local_devices()[0])
         shardings[name] = stamp_sharding(source, table.leaf.shape)
-        if array is not None:
-            stamps[name] = restore_stamps(
-                chain, name, wanted.targets[name], shardings[name]
-            )
-        else:
+        if array is None:
             stamps[name] = np.zeros(table.padded_rows, np.int32)
+    names = [name for name in tables if name not in stamps]
+    restored = restore_stamps(
+        chain, [(name, wanted.targets[name], shardings[name]) for name in names]
+    )
+    stamps |= dict(zip(names, restored, strict=True))
     return seeded(tables, shardings, stamps, len(chain) - 1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -23,6 +24,7 @@ from cnr_jax.format.manifest import (
     to_json,
 )
 
+_FORMS = ("all", "none", "bitmap", "gaps")
 PROCESS_FORMAT = f"{names.FORMAT}.process"
 Box = tuple[tuple[int, int], ...]
 
@@ -140,8 +142,8 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         process=fields.integer("process"),
         arrays=fields.mapping("arrays", _read_array),
         codecs=fields.objects("codecs", read_named),
-        row_ids=fields.objects("row_ids", _read_row_ids),
-        tiles=fields.objects("tiles", _read_tile),
+        row_ids=fields.objects("row_ids", _read_row_ids, _quick_row_ids),
+        tiles=fields.objects("tiles", _read_tile, _quick_tile),
         slot_bytes=fields.integer("slot_bytes"),
         version=fields.integer("version", minimum=1),
     )
@@ -173,11 +175,61 @@ def _read_array(fields: Fields) -> ArrayEntry:
 
 def _read_row_ids(fields: Fields) -> RowIds:
     return RowIds(
-        form=fields.text("form", choices=("all", "none", "bitmap", "gaps")),
+        form=fields.text("form", choices=_FORMS),
         offset=fields.integer("offset"),
         bytes=fields.integer("bytes"),
         count=fields.integer("count"),
     )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _quick_row_ids(item: Any) -> RowIds | None:
+    """Row ids without a problem, as `_read_row_ids` reads them; else None."""
+    try:
+        form, offset = item["form"], item["offset"]
+        size, count = item["bytes"], item["count"]
+    except (KeyError, TypeError):
+        return None
+    if form in _FORMS and _is_count(offset) and _is_count(size) and _is_count(count):
+        return RowIds(form=form, offset=offset, bytes=size, count=count)
+    return None
+
+
+def _quick_tile(item: Any) -> Tile | None:
+    """A tile without a problem, as `_read_tile` reads it; else None."""
+    try:
+        table, leaf, flat = item["table"], item["leaf"], item["box"]
+        listed = item["segments"]
+        segments = [_quick_segment(segment) for segment in listed]
+    except (KeyError, TypeError, AttributeError):
+        return None
+    named = type(table) is str and type(leaf) is str and type(listed) is list
+    if not named or None in segments or type(flat) is not list:
+        return None
+    bounds = cast("list[int]", flat)
+    if not bounds or len(bounds) % 2 or not all(map(_is_count, bounds)):
+        return None
+    box = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    if any(start >= stop for start, stop in box):
+        return None
+    found = cast("list[Segment]", segments)
+    return Tile(table=table, leaf=leaf, box=box, segments=tuple(found))
+
+
+def _quick_segment(item: Any) -> Segment | None:
+    codec, row_ids = item["codec"], item["row_ids"]
+    if not (_is_count(codec) and _is_count(row_ids)):
+        return None
+    parts: dict[str, PartRef] = {}
+    for name, part in item["parts"].items():
+        array, offset = part["array"], part["offset"]
+        if type(array) is not str or not _is_count(offset):
+            return None
+        parts[name] = PartRef(array=array, offset=offset)
+    return Segment(codec=codec, row_ids=row_ids, parts=parts)
 
 
 def _read_part(fields: Fields) -> PartRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,16 +17,16 @@ from cnr_jax.repository.overlap import (
     overlap,
     placement,
     shared_columns,
-    tiles_of,
 )
 from cnr_jax.repository.step import StepReader
-from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.codecs import Codec, Part, Raw, codec_from
+from cnr_jax.rows.codecs import Codec, Part, Raw
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """How rows are encoded, and which columns of theirs are wanted.
+
+    Without slots, so that what follows from the attributes is worked out once.
 
     Attributes:
         trailing: shape of a row as it was encoded.
@@ -38,22 +39,27 @@ class Kind:
     columns: tuple[tuple[int, int], ...]
     dtype: np.dtype
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Elements of an encoded row."""
         return int(np.prod(self.trailing, dtype=np.int64))
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the wanted part of a row."""
         return tuple(stop - start for start, stop in self.columns)
 
-    @property
+    @functools.cached_property
     def parts(self) -> dict[str, Part]:
         """The parts of encoded rows."""
         return self.codec.parts(self.width, self.dtype)
 
-    @property
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of an encoded row, all parts together."""
+        return self.codec.row_bytes(self.width, self.dtype)
+
+    @functools.cached_property
     def slices(self) -> tuple[slice, ...]:
         """The wanted columns, as an index."""
         return tuple(slice(start, stop) for start, stop in self.columns)
@@ -113,9 +119,9 @@ def held_rows(
     found: list[Held] = []
     for reader in chain:
         entry = entry_of(reader, table)
-        dtype = next(numpy_dtype(x.dtype) for x in entry.leaves if x.name == leaf)
+        dtype = reader.dtype(table, leaf)
         place = placement(entry, target)
-        for process, tile in tiles_of(reader, table, leaf):
+        for process, tile in reader.tiles(entry, leaf):
             columns = shared_columns(tile.box[1:], box[1:])
             if columns is None:
                 continue
@@ -124,23 +130,33 @@ def held_rows(
                 index, at = overlap(reader, process, tile, segment, place, box[0])
                 if not length(index):
                     continue
-                named = reader.processes[process].codecs[segment.codec]
-                codec = codec_from(named.name, named.configuration)
-                stored = Kind(codec, trailing, columns, dtype)
+                codec = reader.codec(process, segment.codec)
+                stored, kind = _kinds(codec, trailing, columns, dtype)
                 first = reader is chain[0] and segment is tile.segments[0]
-                kind = _cut(stored)
                 found.append(
                     Held(reader, process, segment, kind, stored, index, at, first)
                 )
     return tuple(found)
 
 
-def _cut(kind: Kind) -> Kind:
-    """The kind of rows that are cut to the wanted columns as they are read, if they can be."""
-    if not isinstance(kind.codec, Raw):
-        return kind
-    whole = tuple((0, size) for size in kind.shape)
-    return Kind(kind.codec, kind.shape, whole, kind.dtype)
+@functools.lru_cache(maxsize=1024)
+def _kinds(
+    codec: Codec,
+    trailing: tuple[int, ...],
+    columns: tuple[tuple[int, int], ...],
+    dtype: np.dtype,
+) -> tuple[Kind, Kind]:
+    """The kind of rows as they are stored, and as they are once they were read.
+
+    Raw rows are cut to the wanted columns as they are read.
+    """
+    stored = Kind(codec, trailing, columns, dtype)
+    if not isinstance(codec, Raw):
+        return stored, stored
+    whole = tuple((0, size) for size in stored.shape)
+    if whole == columns and stored.shape == trailing:
+        return stored, stored
+    return stored, Kind(codec, stored.shape, whole, dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

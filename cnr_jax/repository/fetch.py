@@ -89,7 +89,7 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
     """
     run = isinstance(held.index, slice) and isinstance(held.at, slice)
     direct = direct and run and held.kind == held.stored
-    row_bytes = held.stored.codec.row_bytes(held.stored.width, held.stored.dtype)
+    row_bytes = held.stored.row_bytes
     step = max(1, (AHEAD_BYTES // 2 if direct else BLOCK_BYTES) // row_bytes)
     for start, stop, pick, at in _blocks(held.index, held.at, step):
         if not direct and not isinstance(at, slice):

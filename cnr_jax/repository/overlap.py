@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,19 +37,7 @@ class Target:
 
 def entry_of(reader: StepReader, table: str) -> TableEntry:
     """The table's entry in the manifest, which must have it."""
-    entry = reader.manifest.table(table)
-    assert entry is not None, table
-    return entry
-
-
-def tiles_of(
-    reader: StepReader, table: str, leaf: str | None = None
-) -> Iterator[tuple[int, Tile]]:
-    """Tiles of a table, or of one leaf of it, each with the process that wrote it."""
-    for process in reader.processes:
-        for tile in process.tiles:
-            if tile.table == table and leaf in (None, tile.leaf):
-                yield process.process, tile
+    return reader.tables[table]
 
 
 def placement(entry: TableEntry, target: Target) -> Place | None:
@@ -121,7 +109,7 @@ def split_columns(
     """
     cuts = [{start, stop} for start, stop in box[1:]]
     for reader in chain:
-        for _, tile in tiles_of(reader, table, leaf):
+        for _, tile in reader.tiles(entry_of(reader, table), leaf):
             for found, (a, b), (c, d) in zip(cuts, tile.box[1:], box[1:], strict=True):
                 found.update(cut for cut in (a, b) if c < cut < d)
     runs = [itertools.pairwise(sorted(found)) for found in cuts]

@@ -28,7 +28,6 @@ from cnr_jax.repository.overlap import (
     entry_of,
     overlap,
     placement,
-    tiles_of,
 )
 from cnr_jax.repository.parts import (
     Leaf,
@@ -39,11 +38,17 @@ from cnr_jax.repository.parts import (
     plan_part,
     shape_of,
 )
+from cnr_jax.repository.small import host_boxes, placed, restore_small
 from cnr_jax.repository.step import StepReader
-from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Raw
 
-__all__ = ["Target", "restore_leaf", "restore_stamps", "restored_stamps"]
+__all__ = [
+    "Target",
+    "restore_leaf",
+    "restore_leaves",
+    "restore_stamps",
+    "restored_stamps",
+]
 
 # Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
@@ -54,6 +59,40 @@ SLAB_BYTES = 64 << 20
 HOST_BYTES = 4 << 30
 
 
+def restore_leaves(
+    chain: Sequence[StepReader],
+    wanted: Sequence[tuple[str, str, Target, jax.ShapeDtypeStruct]],
+) -> list[jax.Array]:
+    """Leaves of tables, sharded as it is said. May return before they are decoded.
+
+    Args:
+        chain: the checkpoints to replay, the full one first.
+        wanted: for each leaf the name of its table; `"table"` or the name of a slot; rows and
+            layout that are wanted; and shape, dtype and sharding, where `shape[0]` is the
+            target's `padded_rows`.
+
+    Raises:
+        IntegrityError: if data is missing or damaged.
+    """
+    leaves = [
+        Leaf(
+            chain,
+            table,
+            name,
+            target,
+            np.dtype(abstract.dtype),
+            chain[0].dtype(table, name),
+        )
+        for table, name, target, abstract in wanted
+    ]
+    small = {i for i, leaf in enumerate(leaves) if _is_small(leaf, wanted[i][3])}
+    together = restore_small([(leaves[i], wanted[i][3]) for i in sorted(small)])
+    return [
+        next(together) if i in small else _restore_large(leaf, wanted[i][3])
+        for i, leaf in enumerate(leaves)
+    ]
+
+
 def restore_leaf(
     chain: Sequence[StepReader],
     table: str,
@@ -61,31 +100,33 @@ def restore_leaf(
     target: Target,
     abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """One leaf of a table, sharded as `abstract` says. May return before it is decoded.
+    """One leaf of a table; see `restore_leaves`."""
+    (array,) = restore_leaves(chain, [(table, leaf, target, abstract)])
+    return array
 
-    Args:
-        chain: the checkpoints to replay, the full one first.
-        table: name of the table.
-        leaf: `"table"` or the name of a slot.
-        target: rows and layout that are wanted.
-        abstract: shape, dtype and sharding; `shape[0]` is `target.padded_rows`.
 
-    Raises:
-        IntegrityError: if data is missing or damaged.
-    """
+def _is_small(leaf: Leaf, abstract: jax.ShapeDtypeStruct) -> bool:
+    """Whether the parts of a leaf on this process are to be decoded on the host."""
+    elements = math.prod(abstract.shape)
+    if elements * leaf.dtype.itemsize < SMALL_BYTES:
+        return True
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
-    entry = entry_of(chain[0], table)
-    stored = next(numpy_dtype(x.dtype) for x in entry.leaves if x.name == leaf)
-    wanted = Leaf(chain, table, leaf, target, np.dtype(abstract.dtype), stored)
+    if sharding.is_fully_addressable:
+        return False
     local = local_boxes(sharding, abstract.shape)
     elements = sum(math.prod(shape_of(box)) for box in local)
-    small = elements * wanted.dtype.itemsize < SMALL_BYTES
+    return elements * leaf.dtype.itemsize < SMALL_BYTES
+
+
+def _restore_large(wanted: Leaf, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = abstract.sharding
+    assert isinstance(sharding, Sharding)
     arrays: dict[jax.Device, jax.Array] = {}
     large: dict[tuple[object, ...], list[tuple[jax.Device, Plan]]] = {}
-    for box, devices in local.items():
+    for box, devices in local_boxes(sharding, abstract.shape).items():
         plan = plan_part(wanted, box)
-        if small or _on_host(plan, devices[0]):
+        if _on_host(plan, devices[0]):
             rows = _host_part(wanted, plan)
             arrays |= {device: jax.device_put(rows, device) for device in devices}
         else:
@@ -136,7 +177,7 @@ def _batches(
 
 
 def _row_bytes(kind: Kind) -> int:
-    return kind.codec.row_bytes(kind.width, kind.dtype)
+    return kind.row_bytes
 
 
 def _slab(plan: Plan, piece: int, device: jax.Device) -> int:
@@ -202,23 +243,30 @@ def _merged(
 
 
 def restore_stamps(
-    chain: Sequence[StepReader], table: str, target: Target, sharding: Sharding
-) -> jax.Array:
+    chain: Sequence[StepReader], wanted: Sequence[tuple[str, Target, Sharding]]
+) -> list[jax.Array]:
     """Stamps under which the next delta is right, whichever of `chain` is its parent.
 
     The clock is counted anew: 0 for the full checkpoint, 1 for the first delta, and so on. A
     row gets the number of the newest checkpoint that holds it, so rows stamped after checkpoint
     `k` are those in which a later one differs from it.
 
+    Args:
+        chain: the checkpoints that were replayed, the full one first.
+        wanted: for each table its name, rows and layout, and the sharding of its stamps.
+
     Returns:
-        int32[target.padded_rows], sharded as `sharding` says.
+        For each table int32[target.padded_rows].
     """
-    shape = (target.padded_rows,)
-    arrays: dict[jax.Device, jax.Array] = {}
-    for box, devices in local_boxes(sharding, shape).items():
-        stamps = restored_stamps(chain, table, target, box[0])
-        arrays |= {device: jax.device_put(stamps, device) for device in devices}
-    return global_array(shape, sharding, arrays)
+    abstract = [
+        jax.ShapeDtypeStruct((target.padded_rows,), np.int32, sharding=sharding)
+        for _, target, sharding in wanted
+    ]
+    parts = [
+        {box: restored_stamps(chain, table, target, box[0]) for box in host_boxes(each)}
+        for (table, target, _), each in zip(wanted, abstract, strict=True)
+    ]
+    return placed(abstract, parts)
 
 
 def restored_stamps(
@@ -239,9 +287,10 @@ def _rows_in(
 
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """
-    place = placement(entry_of(reader, table), target)
+    entry = entry_of(reader, table)
+    place = placement(entry, target)
     done: set[tuple[int, tuple[int, int], int]] = set()
-    for process, tile in tiles_of(reader, table):
+    for process, tile in reader.tiles(entry):
         for segment in tile.segments:
             key = (process, tile.box[0], segment.row_ids)
             if key not in done:

@@ -6,16 +6,33 @@ names those of the process manifests and dense files, these name the checksums o
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format import names, rowids
-from cnr_jax.format.manifest import Manifest, load
-from cnr_jax.format.tiles import ProcessManifest, RowIds, check_cover, load_process
+from cnr_jax.format.manifest import Manifest, TableEntry, load
+from cnr_jax.format.tiles import (
+    ProcessManifest,
+    RowIds,
+    Tile,
+    check_cover,
+    load_process,
+)
 from cnr_jax.repository.files import AnyPath, check_file, read_checked
-from cnr_jax.repository.store import ArrayReader, Reading
+from cnr_jax.repository.joined import (
+    as_one,
+    ids_of,
+    joined_positions,
+    runs,
+    widths_of,
+)
+from cnr_jax.repository.kept import KeptChunks
+from cnr_jax.repository.store import ArrayReader, Reading, numpy_dtype
+from cnr_jax.rows.codecs import Codec, codec_from
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
@@ -44,17 +61,39 @@ class StepReader:
         directory: of the item.
         manifest: as `read_manifest` returned it.
         verify: whether chunks are compared with the checksums in the manifest.
+        kept: holds chunks that small slices are cut from; None: a store of its own.
     """
 
     def __init__(
-        self, directory: AnyPath, manifest: Manifest, *, verify: bool = True
+        self,
+        directory: AnyPath,
+        manifest: Manifest,
+        *,
+        verify: bool = True,
+        kept: KeptChunks | None = None,
     ) -> None:
         self.directory = directory
         self.manifest = manifest
+        self.tables = {entry.name: entry for entry in manifest.tables}
         self._verify = verify
+        self._kept = kept if kept is not None else KeptChunks()
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        self._dtypes = {
+            (entry.name, leaf.name): numpy_dtype(leaf.dtype)
+            for entry in manifest.tables
+            for leaf in entry.leaves
+        }
         self.processes = self._load_processes()
+        self._joined: dict[tuple[str, str], list[tuple[int, Tile]]] = {}
+        self._joined_index: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+        self._joined_ids: list[tuple[tuple[int, int], ...]] = []
+        self._tiles: dict[tuple[str, str], list[tuple[int, Tile]]] = {}
+        for process in self.processes:
+            for tile in process.tiles:
+                found = self._tiles.setdefault((tile.table, tile.leaf), [])
+                found.append((process.process, tile))
 
     def _load_processes(self) -> tuple[ProcessManifest, ...]:
         found: list[ProcessManifest] = []
@@ -81,6 +120,69 @@ class StepReader:
         for expected in self.manifest.dense_files:
             check_file(self.directory, expected)
 
+    def tiles(
+        self, table: TableEntry, leaf: str | None = None
+    ) -> list[tuple[int, Tile]]:
+        """Tiles of a table, or of one leaf of it, each with the process that wrote it.
+
+        Neighbours are joined where they can be, so these are not those of the manifests; but
+        they hold the same rows in the same places.
+
+        Raises:
+            FormatError: if a codec is not known.
+        """
+        names = [x.name for x in table.leaves] if leaf is None else [leaf]
+        found: list[tuple[int, Tile]] = []
+        for name in names:
+            key = (table.name, name)
+            if key not in self._joined:
+                self._joined[key] = list(self._join(key))
+            found += self._joined[key]
+        return found
+
+    def _join(self, key: tuple[str, str]) -> Iterator[tuple[int, Tile]]:
+        by_process = itertools.groupby(self._tiles[key], key=lambda each: each[0])
+        for process, group in by_process:
+            tiles = [tile for _, tile in group]
+            if len(tiles) == 1:
+                yield process, tiles[0]
+                continue
+            segment = tiles[0].segments[0] if tiles[0].segments else None
+            widths: Mapping[str, int] = {}
+            if segment is not None:
+                codec = self.codec(process, segment.codec)
+                widths = widths_of(codec, tiles[0].width, self._dtypes[key])
+            for run in runs(tiles, self.processes[process].row_ids, widths):
+                yield process, self._as_one(process, run)
+
+    def _as_one(self, process: int, run: list[Tile]) -> Tile:
+        if len(run) == 1:
+            return run[0]
+        ids = ids_of(run)
+        # A table and its slots mostly hold the same rows: they are decoded once.
+        index = self._joined_index.setdefault(
+            (process, ids), -1 - len(self._joined_ids)
+        )
+        if -index > len(self._joined_ids):
+            self._joined_ids.append(ids)
+        return as_one(run, index)
+
+    def dtype(self, table: str, leaf: str) -> np.dtype:
+        """The dtype in which a leaf was saved."""
+        return self._dtypes[table, leaf]
+
+    def codec(self, process: int, index: int) -> Codec:
+        """A codec that a process manifest lists.
+
+        Raises:
+            FormatError: if it is not known, or its configuration does not fit it.
+        """
+        key = (process, index)
+        if key not in self._codecs:
+            named = self.processes[process].codecs[index]
+            self._codecs[key] = codec_from(named.name, named.configuration)
+        return self._codecs[key]
+
     def read(self, process: int, array: str, start: int, stop: int) -> np.ndarray:
         """Elements `start` to `stop` of an array of one process, checked."""
         return self._array(process, array).read(start, stop)
@@ -101,23 +203,35 @@ class StepReader:
         if key not in self._arrays:
             entry = self.processes[process].arrays[array]
             path = self.directory / names.rows_directory(process) / array
-            self._arrays[key] = ArrayReader(path, entry, verify=self._verify)
+            self._arrays[key] = ArrayReader(
+                path, entry, verify=self._verify, kept=self._kept
+            )
         return self._arrays[key]
 
     def positions(self, process: int, index: int, rows: int) -> np.ndarray | None:
         """Sorted positions that row ids `index` stand for in a tile of `rows` rows.
+
+        Args:
+            process: the one that wrote the tile.
+            index: as it is in the tile's segment; negative in a tile that was joined.
+            rows: of the tile.
 
         Returns:
             int64 positions, or None for all rows.
         """
         key = (process, index, rows)
         if key not in self._ids:
-            self._ids[key] = self._decode(
-                process, self.processes[process].row_ids[index], rows
-            )
+            if index < 0:
+                self._ids[key] = joined_positions(
+                    self._joined_ids[-1 - index],
+                    lambda one, count: self._decode(process, one, count),
+                )
+            else:
+                self._ids[key] = self._decode(process, index, rows)
         return self._ids[key]
 
-    def _decode(self, process: int, ids: RowIds, rows: int) -> np.ndarray | None:
+    def _decode(self, process: int, index: int, rows: int) -> np.ndarray | None:
+        ids: RowIds = self.processes[process].row_ids[index]
         if ids.form == "all":
             if ids.count != rows:
                 raise errors.FormatError(
