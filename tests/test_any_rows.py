@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ NAMES = {
     "experts": "params/experts",
     "kernel": "params/head/kernel",
 }
-# How the parameters lie on a mesh of 4 x 2 devices. Slots lie as their tables do, as far
-# as they have the axes.
+# Devices along each axis.
+MESH = (4, 2)
+# How the parameters lie on the mesh. Slots lie as their tables do, as far as they have the
+# axes.
 LAYOUTS = {
     "rows": dict.fromkeys(SHAPES, P(("x", "y"))),
     "columns": {
@@ -49,9 +51,14 @@ def quick_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
+@lru_cache
+def _mesh(shape: tuple[int, int]) -> jax.sharding.Mesh:
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("x", "y"), (AxisType.Auto,) * 2, devices=devices)
+
+
 def placed(*spec: Any) -> NamedSharding:
-    axis_types = (AxisType.Auto,) * 2
-    return NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types), P(*spec))
+    return NamedSharding(_mesh(MESH), P(*spec))
 
 
 def shardings(layout: str) -> dict[str, Any]:
@@ -202,19 +209,21 @@ class Saved:
 
 
 @pytest.mark.parametrize(
-    ("layout", "other", "codec", "staging"),
+    ("layout", "other", "codec", "staging", "mesh"),
     [
-        ("rows", "columns", "raw", "auto"),
-        ("columns", "rows", "raw", "auto"),
-        ("rows", "both", "adaptive", "auto"),
-        ("columns", "both", "adaptive", "auto"),
-        ("both", "rows", "adaptive", "auto"),
-        ("both", "columns", "raw", "device"),
+        ("rows", "columns", "raw", "auto", MESH),
+        ("columns", "rows", "raw", "auto", MESH),
+        ("rows", "both", "adaptive", "auto", MESH),
+        ("columns", "both", "adaptive", "auto", MESH),
+        ("both", "rows", "adaptive", "auto", MESH),
+        # Here each device has programs of its own.
+        ("both", "columns", "raw", "device", (2, 1)),
     ],
 )
 def test_recorded_rows_of_any_shape_come_back_on_any_mesh(
-    layout, other, codec, staging, tmp_path
+    layout, other, codec, staging, mesh, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(f"{__name__}.MESH", mesh)
     state = state_of(layout)
     tables = cnr.find_tables(state, NAMES)
     assert [len(table.slots) for table in tables.values()] == [1, 2, 0]

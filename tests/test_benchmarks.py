@@ -198,6 +198,52 @@ def test_a_check_of_a_restore_sees_one_wrong_element(benchmarks: Any) -> None:
         checks.check_restored(got, want, bits=4)
 
 
+def test_a_check_compares_rows_without_a_range_exactly(benchmarks: Any) -> None:
+    checks = benchmarks("checks")
+    want = np.linspace(-3, 3, 96, dtype=np.float32).reshape(6, 16)
+    want[0], want[1], want[2] = 0.013, 0, 1e38
+    want[2, ::2] = -3e38
+    want[3, 5], want[4, 5] = np.nan, np.inf
+    got = want.copy()
+    step = (want[5, 15] - want[5, 0]) / 15
+    got[5] += 0.3 * step
+    got[2, 1] += 1e36
+    checks.check_restored({"table": got}, {"table": want}, bits=4)
+    got[1] = -0.0
+    checks.check_restored({"table": got}, {"table": want}, bits=4)
+    for row in (0, 1, 3, 4):
+        wrong = got.copy()
+        wrong[row, 7] = np.nextafter(wrong[row, 7], 9)
+        with pytest.raises(AssertionError, match="rows without a range"):
+            checks.check_restored({"table": wrong}, {"table": want}, bits=4)
+    checks.check_restored({"table": want[:2]}, {"table": want[:2]}, bits=4)
+
+
+def test_what_is_saved_is_checked_once(benchmarks: Any, tmp_path: Path) -> None:
+    checks = benchmarks("checks")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert checks.first_check(first, {"rows": 1, "system": "a"})
+    assert checks.first_check(first, {"rows": 2, "system": "a"})
+    assert not checks.first_check(second, {"system": "a", "rows": 1})
+
+
+def test_many_steps_leave_values_of_sane_size(benchmarks: Any) -> None:
+    """Batches look popular rows up in every step, some of them many times."""
+    workload = benchmarks("workload")
+    rows = 2000
+    state = workload.table_state(rows, 8)
+    step = workload.make_step(False, products=1, sines=1)
+    ids = [workload.batch_ids(rows, number) for number in range(4)]
+    for number in range(200):
+        state, _ = step(state, None, ids[number % 4])
+    for leaf in jax.tree.leaves(state):
+        assert np.isfinite(leaf).all()
+    table = np.array(state["table"])
+    assert np.abs(table).max() < 10
+    looked_up = np.unique(np.concatenate(ids))
+    assert np.ptp(table[looked_up], axis=1).min() > 1e-3
+
+
 def test_extra_peak_of_memory_is_seen(benchmarks: Any) -> None:
     measures = benchmarks("measures")
     with measures.PeakMemory() as memory:

@@ -71,7 +71,7 @@ def measure(rows: int, dim: int, share: float, bits: int, sharding: str) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a table of 80,000 rows")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()

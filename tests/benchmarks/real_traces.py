@@ -212,7 +212,7 @@ def real_saves(cache: Cache, quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs all sections."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer interval lengths")
     parser.add_argument("--data", type=Path, help="the folder that holds the traces")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -9,7 +9,7 @@ from typing import Any
 import harness
 import peers
 import workload
-from checks import check_restored
+from checks import check_restored, first_check
 from harness import Figures
 
 DIM = 64
@@ -28,7 +28,8 @@ def full_save(params: dict[str, Any], root: Path) -> Figures:
     state = system_type.prepare(state)
     system = peers.make(name, root / "run", state)
     figures = timed_save(system, 0, state, touched)
-    check_restored(system.restore(0, abstract), state, BITS.get(name))
+    if first_check(root, params):
+        check_restored(system.restore(0, abstract), state, BITS.get(name))
     system.close()
     return figures
 
@@ -66,7 +67,8 @@ def delta_saves(params: dict[str, Any], root: Path) -> Figures:
         saved["slot_bytes"] = report.slot_bytes
         figures.update({f"{share:g}.{key}": value for key, value in saved.items()})
     last = len(params["shares"])
-    check_restored(system.restore(last, abstract), state, BITS.get(name))
+    if first_check(root, params):
+        check_restored(system.restore(last, abstract), state, BITS.get(name))
     system.close()
     return figures
 

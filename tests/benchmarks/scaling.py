@@ -7,12 +7,13 @@ A table of dim 16 with one accumulator a row, 4 bits, deltas against a full save
 * *rows*: 40,000 rows touched, of tables of 1 M to 64 M rows; recorded, and found by
   fingerprints, which read all rows.
 * *share*: one percent of the rows touched, of growing tables.
-* *devices*: 40,000 of 4 M rows on 1, 2, 4 and 8 devices, which share this machine's cores.
+* *devices*: 40,000 of 4 M rows on 1, 2 and 8 devices, which share this machine's cores.
 * *processes*: the same on 4 devices that belong to 1, 2 or 4 processes.
 
 Seconds are those of the call, and until all files are synced, as process 0 sees it. What was
-saved last is restored and compared, for tables of up to 16 M rows. A full run takes about 15
-minutes and 12 GB of memory, a quick one 60 s.
+saved last is restored and compared, for tables of up to 16 M rows. A full run makes 3 turns, the
+largest table takes part in the first alone, in about 10 minutes and 12 GB of memory; a quick one
+takes 60 s.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ def plan(quick: bool) -> list[Case]:
         (million // 4, million) if quick else tuple(million * 4**i for i in range(4))
     )
     middling = million // 4 if quick else 4 * million
-    spans = (1, 4) if quick else (1, 2, 4, 8)
+    spans = (4,) if quick else (1, 2, 8)
+    ends = sizes[1:] if quick else sizes[:3:2]
     cases = [_case("rows", f"{n >> 10} k rows", rows=n) for n in sizes]
     cases += [
         _case("fingerprints", f"{n >> 10} k rows", rows=n, tracking="fingerprint")
-        for n in sizes[:-1]
+        for n in ends
     ]
     cases += [
-        _case("share", f"{n >> 10} k rows", rows=n, touched=n // 100)
-        for n in sizes[: None if quick else 3]
+        _case("share", f"{n >> 10} k rows", rows=n, touched=n // 100) for n in ends
     ]
     cases += [
         _case("devices", f"{n} device(s)", rows=middling, devices=n) for n in spans
     ]
-    counts = (1, 2) if quick else (1, 2, 4)
+    counts = (2,) if quick else (1, 2, 4)
     cases += [
         _case("processes", f"{n} process(es)", rows=middling, devices=4, processes=n)
         for n in counts
@@ -81,7 +82,8 @@ def plan(quick: bool) -> list[Case]:
 
 def _case(group: str, label: str, **params: Any) -> Case:
     given = {"touched": TOUCHED_ROWS, "tracking": "recorded", "devices": 1}
-    return Case(f"{group}, {label}", {**given, "processes": 1, **params}, group)
+    given |= {"processes": 1, **params}
+    return Case(f"{group}, {label}", given, group, once=given["rows"] > CHECKED_ROWS)
 
 
 def child(params: dict[str, Any], root: Path) -> Figures:
@@ -169,8 +171,10 @@ def check(got: Any, want: Any) -> None:
     def compare(got: Any, want: Any) -> tuple[jax.Array, jax.Array]:
         table = want["table"]
         step = (table.max(axis=1) - table.min(axis=1)) / (2**BITS - 1)
-        off = jnp.abs(got["table"] - table).max(axis=1) / step
-        return off.max(), jnp.all(got["slot"] == want["slot"])
+        off = jnp.abs(got["table"] - table).max(axis=1)
+        # A row without a range has no steps: it must be exact.
+        steps = jnp.where(off == 0, 0, off / step)
+        return steps.max(), jnp.all(got["slot"] == want["slot"])
 
     off, same = compare(got, want)
     assert 0 < float(off) <= 1.5, f"rows are off by {float(off):.2f} steps"
@@ -209,4 +213,4 @@ def present(results: Results) -> None:
 
 
 if __name__ == "__main__":
-    harness.main(__doc__, plan, child, present)
+    harness.main(__doc__, plan, child, present, repeats=(3, 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checks import check_quantized, check_same
 from system import State, System
 
 DIMS = (16, 32, 64)
@@ -126,15 +127,13 @@ def change(state: State, touched: Any, number: int) -> tuple[State, Any, int]:
 
 
 def check(got: State, want: State, bits: int | None) -> None:
-    """Compares every leaf: bit for bit, tables within 1.5 steps of the codec if quantized."""
+    """Compares every leaf: bit for bit, tables in steps of the codec if they are quantized."""
     for branch in ("params", "slots"):
         assert got[branch].keys() == want[branch].keys()
         for name, leaf in want[branch].items():
             ours, theirs = np.asarray(got[branch][name]), np.asarray(leaf)
             if bits is None or branch == "slots":
-                assert ours.tobytes() == theirs.tobytes(), f"{branch}/{name} differs"
-                continue
-            steps = (theirs.max(axis=1) - theirs.min(axis=1)) / (2**bits - 1)
-            off = np.abs(ours - theirs).max(axis=1) / steps
-            assert 0 < off.max() <= 1.5, f"{name}: off by {off.max():.2f} steps"
+                check_same(f"{branch}/{name}", ours, theirs)
+            else:
+                check_quantized(f"{branch}/{name}", ours, theirs, bits)
     assert np.array_equal(np.asarray(got["dense"]), np.asarray(want["dense"]))
