@@ -12,8 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from cnr_jax.repository.encoded import Kind, Merged, aligned_empty
-from cnr_jax.rows.chunk import chunk_rows, host_device, padded, program_rows
+from cnr_jax.repository.encoded import Kind, Merged
+from cnr_jax.rows.chunk import (
+    aligned_empty,
+    chunk_rows,
+    host_device,
+    padded,
+    program_rows,
+)
 from cnr_jax.rows.codecs import Codec, Raw
 
 

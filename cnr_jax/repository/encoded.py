@@ -157,11 +157,3 @@ def _kinds(
     if whole == columns and stored.shape == trailing:
         return stored, stored
     return stored, Kind(codec, stored.shape, whole, dtype)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Like `np.empty`, at an address from which JAX on CPU need not copy it."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)

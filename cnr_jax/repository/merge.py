@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cnr_jax.repository.encoded import Held, Kind, Merged, Patch, aligned_empty
+from cnr_jax.repository.encoded import Held, Kind, Merged, Patch
 from cnr_jax.repository.fetch import DROPPED, Queue, jobs
 from cnr_jax.repository.overlap import Index, as_array
+from cnr_jax.rows.chunk import aligned_empty
 
 
 def merge(held: Sequence[Held], rows: int, empty: Kind) -> Merged:

@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository import assemble
 from cnr_jax.repository.decode import host_rows
-from cnr_jax.repository.encoded import Kind, Merged, aligned_empty
+from cnr_jax.repository.encoded import Kind, Merged
 from cnr_jax.repository.overlap import (
     Index,
     Target,
@@ -40,6 +40,7 @@ from cnr_jax.repository.parts import (
 )
 from cnr_jax.repository.small import host_boxes, placed, restore_small
 from cnr_jax.repository.step import StepReader
+from cnr_jax.rows.chunk import aligned_empty
 from cnr_jax.rows.codecs import Raw
 
 __all__ = [

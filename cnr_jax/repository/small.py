@@ -16,7 +16,6 @@ from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository.decode import Decoding, decode_all, decodings
-from cnr_jax.repository.encoded import aligned_empty
 from cnr_jax.repository.parts import (
     Leaf,
     columns_in,
@@ -25,6 +24,7 @@ from cnr_jax.repository.parts import (
     plan_part,
     shape_of,
 )
+from cnr_jax.rows.chunk import aligned_empty
 
 # Decoded bytes of leaves that are put together at a time. Their encoded rows are all in memory,
 # and before a batch is decoded nothing of it is on its device.

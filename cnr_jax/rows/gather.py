@@ -24,7 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.chunk import Chunk, Program, Run, Way, chunk_rows, program_rows
+from cnr_jax.rows.chunk import (
+    Chunk,
+    Program,
+    Run,
+    Way,
+    aligned_empty,
+    chunk_rows,
+    program_rows,
+)
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.on_device import gather_on_device
 from cnr_jax.rows.tiling import LocalShards
@@ -135,8 +143,11 @@ def _fill(
     count: int,
     pieces: Sequence[_Piece],
 ) -> Chunk:
+    # Not several chunks in one piece: for 4 MiB and more numpy asks for huge pages, and while
+    # the kernel moved memory to make them, a full of 1 GB took up to three times as long.
+    rows = aligned_empty(shape, dtype)
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
-    rows = (np.empty if count == shape[0] else np.zeros)(shape, dtype)
+    rows[count:] = 0
     bits = _bit_view(rows)
     for run, done, number, at in pieces:
         _copy_rows(run, done, bits[at : at + number])
