@@ -200,12 +200,15 @@ def _chunk(
 
 
 def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Rows of a large chunk: a power of two."""
+    """Rows of a large chunk: a multiple of the rows of a small one, or a power of two."""
     width = sum(
         int(np.prod(x.shape[1:], dtype=np.int64)) * np.dtype(x.dtype).itemsize
         for x in data
     )
-    return 1 << (max(1, CHUNK_BYTES // max(1, width)).bit_length() - 1)
+    rows = max(1, CHUNK_BYTES // max(1, width))
+    if rows >= SMALL_ROWS:
+        return rows - rows % SMALL_ROWS
+    return 1 << (rows.bit_length() - 1)
 
 
 def _size(count: int, step: int) -> int:
