@@ -23,6 +23,7 @@ from cnr_jax import capture, errors, restoring, telemetry
 from cnr_jax.agreement import agree
 from cnr_jax.finalizing import Facts, write_manifest
 from cnr_jax.format.manifest import Tracking, to_json
+from cnr_jax.meshes import outside_mesh
 from cnr_jax.orbax_compat import (
     Channel,
     DenseStore,
@@ -142,6 +143,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         return ChainPreservation(inner, lambda: self.ledger, consulted)
 
+    @outside_mesh()
     def prepare(self, place: Place, args: Save) -> Plan:
         """Checks and decides a save before anything is written.
 
@@ -245,7 +247,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
         try:
-            return await self._begin(directory, args)
+            with outside_mesh():
+                return await self._begin(directory, args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(Exception):
@@ -376,6 +379,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if self.options.on_save is not None:
             self.options.on_save(self.last_report)
 
+    @outside_mesh()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args = args or Restore()

@@ -38,6 +38,7 @@ TABLE = {
     "capture": (BELOW_HANDLER, "numpy jax"),
     "audit": (BELOW_HANDLER, "numpy jax"),
     "tracking": (f"{BELOW_HANDLER} capture audit", "numpy jax"),
+    "meshes": ("", "numpy jax"),
     "warming": (f"{BELOW_HANDLER} capture", ""),
     "finalizing": (BELOW_HANDLER, "numpy jax"),
     "restoring": (BELOW_HANDLER, "numpy jax"),
@@ -47,7 +48,7 @@ TABLE = {
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} agreement saving",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} meshes agreement saving",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

@@ -19,19 +19,23 @@ from cnr_jax.repository.overlap import Index, as_array
 from cnr_jax.rows.chunk import aligned_empty
 
 
-def merge(held: Sequence[Held], rows: int, empty: Kind) -> Merged:
+def merge(
+    held: Sequence[Held], rows: int, empty: Kind, main: Kind | None = None
+) -> Merged:
     """Reads the newest copy of each row.
 
     Args:
         held: what a chain holds, in order.
         rows: rows of the part.
         empty: the kind of rows that nothing holds, which are zeros; raw.
+        main: the kind in which most rows are to come; None: that of the first that is held.
 
     Raises:
         IntegrityError: if data is missing or damaged.
         FormatError: if segments do not fit their codecs.
     """
-    main = held[0].kind if held else empty
+    if main is None:
+        main = held[0].kind if held else empty
     parts = {
         name: aligned_empty((rows, part.width), part.dtype)
         for name, part in main.parts.items()

@@ -43,9 +43,9 @@ class Leaf:
         held = self.held(box)
         return held[0].kind if held else self.empty(box)
 
-    def merged(self, box: Box) -> Merged:
-        """The newest rows of a part."""
-        return merge(self.held(box), box[0][1] - box[0][0], self.empty(box))
+    def merged(self, box: Box, main: Kind | None = None) -> Merged:
+        """The newest rows of a part, most of them in the kind `main`: see `merge`."""
+        return merge(self.held(box), box[0][1] - box[0][0], self.empty(box), main)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -239,7 +239,8 @@ def _merged(
         if plan.box not in found:
             first = plan.box[0][0] + start
             box = ((first, first + rows), *plan.pieces[piece][1:])
-            found[plan.box] = leaf.merged(box)
+            # The kind of the whole part: this slab may be padding only, or a delta's.
+            found[plan.box] = leaf.merged(box, plan.kinds[piece])
     return [found[plan.box] for plan in plans]
 
 

@@ -292,3 +292,34 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
     assert len(set(rows.tolist())) == len(rows) < entry.rows
     kinds = {dataclasses.astuple(patch.kind) for patch in merged.patches}
     assert len(kinds) == len(merged.patches) > 2
+
+
+def test_a_slab_of_padding_only_is_decoded_beside_slabs_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a table is padded more than it was, and large, on devices with memory."""
+    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+    monkeypatch.setattr(restore, "SLAB_BYTES", 640)
+    monkeypatch.setattr(restore, "_is_host", lambda device: False)
+    rows = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
+    state = {"a": jax.device_put(rows, jax.devices()[0])}
+    tables = cnr.find_tables(state, ["a"])
+    touched = cnr.init_touched(state, tables)
+    with cnr.CheckpointManager(
+        tmp_path, tables=tables, options=cnr.Options(bits=8)
+    ) as manager:
+        manager.save(1, args=cnr.args.Save(state, touched))
+    mesh = jax.make_mesh(
+        (2,),
+        ("rows",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:2],
+    )
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    wanted = {"a": jax.device_put(np.zeros((128, 64), np.float32), spread)}
+    tables = cnr.find_tables(wanted, {"a": cnr.TableSpec(rows=96)})
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        args = cnr.args.Restore(wanted, tables=tables)
+        found, _ = manager.restore(1, args=args)
+    np.testing.assert_allclose(np.asarray(found["a"])[:96], rows, atol=0.02)
+    assert not np.asarray(found["a"])[96:].any()
