@@ -146,13 +146,11 @@ def test_restore_is_given_the_final_path(probe: Any, tmp_path: Path) -> None:
     assert (place.root, place.directory, place.item) == (tmp_path, "3", "default")
 
 
-def test_the_directory_exists_in_the_background_but_not_in_async_save(
-    probe: Any,
-) -> None:
+def test_the_directory_exists_in_the_background(probe: Any) -> None:
+    """In `async_save` it usually does not yet: Orbax makes it meanwhile."""
     handler, manager = probe
     manager.save(1, args=ProbeSave())
     manager.wait_until_finished()
-    assert handler.find("async_save")[0].detail[1] is False
     assert handler.find("write")[0].detail is True
 
 
