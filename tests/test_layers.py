@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # part: (parts of the package it may import, third-party packages it may import).
 # A part is a module or folder right under the package; "facade" is its __init__.
-BELOW_ROWS = "errors layouts paths table tables splitting optimizers"
+BELOW_ROWS = "errors layouts meshes paths table tables splitting optimizers"
 BELOW_REPOSITORY = f"{BELOW_ROWS} rows format policy telemetry"
 BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
 # The parts of a save and of a restore that know no Orbax, then those that do.
@@ -48,7 +48,7 @@ TABLE = {
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} meshes agreement saving",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} agreement saving",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
+from cnr_jax.meshes import outside_mesh
 from cnr_jax.repository.encoded import Kind, Merged
 from cnr_jax.rows.chunk import (
     aligned_empty,
@@ -137,6 +138,7 @@ def _parts(block: Sequence[Run]) -> dict[str, np.ndarray]:
     }
 
 
+@outside_mesh()
 def _decoded(
     codec: Codec,
     width: int,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from cnr_jax.meshes import outside_mesh
 from cnr_jax.rows.chunk import (
     Chunk,
     Program,
@@ -59,6 +60,7 @@ def encode_chunks(
         yield waiting[0], _to_host(*waiting)
 
 
+@outside_mesh()
 def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
     """What a chunk is encoded to, not waited for; None if it is stored as it is."""
     if chunk.encoded is not None:

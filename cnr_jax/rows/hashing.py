@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cnr_jax.meshes import outside_mesh
 from cnr_jax.rows.chunk import SMALL_ROWS, Program, Way, Where, host_device, padded
 from cnr_jax.rows.fingerprint import (
     changed_rows,
@@ -140,6 +141,7 @@ def _hash(
     return hash_with_tags(leaves, seed) if tagged else (hash_rows(leaves, seed), None)
 
 
+@outside_mesh()
 def _hash_on_host(
     parts: Sequence[Part],
     seed: np.ndarray,
@@ -285,7 +287,8 @@ def _hash_zeros(
 ) -> None:
     chunk = [np.zeros((rows, *shape), dtype) for shape, dtype in kinds]
     seed = jax.device_put(np.zeros(2, np.uint32), host_device())
-    hash_on_host(chunk, seed, tagged=tagged)
+    with outside_mesh():
+        hash_on_host(chunk, seed, tagged=tagged)
 
 
 def _shard_shape(tile: OwnTile) -> tuple[int, ...]:
