@@ -9,7 +9,6 @@ from cnr_jax import args as args
 from cnr_jax import errors as errors
 from cnr_jax import optim as optim
 from cnr_jax.handler import Restored as Restored
-from cnr_jax.handler import handler_registry as handler_registry
 from cnr_jax.layouts import Identity as Identity
 from cnr_jax.layouts import ModSharded as ModSharded
 from cnr_jax.manager import CheckpointManager as CheckpointManager
@@ -21,6 +20,7 @@ from cnr_jax.policy import Full as Full
 from cnr_jax.policy import Intermittent as Intermittent
 from cnr_jax.policy import OneShot as OneShot
 from cnr_jax.policy import SaveRecord as SaveRecord
+from cnr_jax.registry import handler_registry as handler_registry
 from cnr_jax.rows.ids import Lookup as Lookup
 from cnr_jax.rows.touched import Touched as Touched
 from cnr_jax.rows.touched import init_touched as init_touched

@@ -507,32 +507,6 @@ class Restore(ocp.args.CheckpointArgs):
     partial: bool = False
 
 
-class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
-    """A registry for plain Orbax whose handler and preservation policy belong together."""
-
-    handler: CnrHandler
-
-    def preservation_policy(self, inner: Preserving | None = None) -> ChainPreservation:
-        """The policy to give to `ocp.CheckpointManagerOptions`; see `CnrHandler`."""
-        return self.handler.preservation_policy(inner)
-
-
-def handler_registry(
-    tables: Tables | None, options: cnr_jax.options.Options | None = None
-) -> HandlerRegistry:
-    """A registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
-
-    Without `registry.preservation_policy(...)` in the manager's options only full
-    checkpoints are written: plain retention would delete the parents of deltas.
-    """
-    registry = HandlerRegistry()
-    registry.handler = CnrHandler(tables, options)
-    # No item name: whatever the item is called, these arguments lead to this handler.
-    registry.add(None, Save, registry.handler)
-    registry.add(None, Restore, registry.handler)
-    return registry
-
-
 async def _nothing() -> None:
     """Does nothing, in the background: once the directories are made."""
 

@@ -12,10 +12,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.handler import CnrHandler, Restore, Restored, Save, handler_registry
+from cnr_jax.continuing import Continuing, Tip
+from cnr_jax.handler import CnrHandler, Restore, Restored, Save
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
+from cnr_jax.registry import handler_registry
 from cnr_jax.repository.ledger import Ledger, describe, find_item
+from cnr_jax.retaining import inner_policy
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
@@ -70,14 +73,14 @@ class CheckpointManager(ocp.CheckpointManager):
         self._handler: CnrHandler = registry.handler
         self._handler.root = epath.Path(root).absolute()
         self._channel = Channel()
-        self._tip: _Tip | None = None
+        self._tip: Tip | None = None
         # Where the tip goes back to when the last save failed: its step is due again.
-        self._tip_before: _Tip | None = None
+        self._tip_before: Tip | None = None
         self._root = epath.Path(root).absolute()
         self._item = item or find_item(self._root)
         if self._item is not None:
             self._handler.open(self._root, self._item)
-        inner = _inner_policy(options, orbax_options)
+        inner = inner_policy(options, orbax_options)
         super().__init__(
             self._root,
             options=dataclasses.replace(
@@ -117,7 +120,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
         A manager that has neither saved nor restored starts anew, whatever its root holds.
         """
-        return _Continuing(self).should_save(step)
+        return Continuing(self, self._tip).should_save(step)
 
     def save(
         self,
@@ -297,10 +300,10 @@ class CheckpointManager(ocp.CheckpointManager):
         self._tip = None
         return True
 
-    def _tip_at(self, step: int, touched: Touched | None) -> _Tip:
+    def _tip_at(self, step: int, touched: Touched | None) -> Tip:
         if touched is None or not self._handler.uses(touched):
-            return _Tip(step, "", 0)
-        return _Tip(step, lineage_hex(touched), clock_of(touched))
+            return Tip(step, "", 0)
+        return Tip(step, lineage_hex(touched), clock_of(touched))
 
     def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
         """The arguments of the state among those of a save."""
@@ -350,82 +353,6 @@ class CheckpointManager(ocp.CheckpointManager):
         raise FileNotFoundError(
             f"step {step} does not exist in {self._root}\n  steps: {known}"
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tip:
-    """The step that saving goes on from: the last one saved or restored by a manager."""
-
-    step: int
-    lineage: str
-    clock: int
-
-
-class _Continuing:
-    """Asks Orbax whether a save is due as if the tip were the latest step."""
-
-    def __init__(self, manager: CheckpointManager) -> None:
-        self._manager = manager
-
-    def latest_step(self) -> int | None:
-        tip = self._manager._tip
-        return tip.step if tip else None
-
-    def should_save(self, step: int) -> bool:
-        return ocp.CheckpointManager.should_save(self, step)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
-def _inner_policy(
-    options: Options, orbax_options: ocp.CheckpointManagerOptions | None
-) -> Any:
-    """The user's own preservation policy, from whichever options hold it."""
-    if orbax_options is None:
-        return options.preservation_policy
-    classic = any(
-        (
-            orbax_options.max_to_keep,
-            orbax_options.keep_period,
-            orbax_options.keep_time_interval,
-        )
-    )
-    theirs = orbax_options.preservation_policy
-    if options.preservation_policy is not None and (theirs is not None or classic):
-        raise errors.OptionError(
-            "retention is given twice: options.preservation_policy and orbax_options"
-        )
-    if options.preservation_policy is not None:
-        return options.preservation_policy
-    if theirs is None and classic:
-        theirs = _classic_policy(orbax_options)
-    return theirs
-
-
-def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
-    """`max_to_keep` and its kin as a policy."""
-    policies = ocp.checkpoint_managers
-    found: list[Any] = []
-    if orbax_options.best_fn is not None:
-        found.append(
-            policies.BestN(
-                get_metric_fn=orbax_options.best_fn,
-                reverse=orbax_options.best_mode == "min",
-                n=orbax_options.max_to_keep,
-                keep_checkpoints_without_metrics=(
-                    orbax_options.keep_checkpoints_without_metrics
-                ),
-            )
-        )
-    else:
-        found.append(policies.LatestN(orbax_options.max_to_keep))
-    if orbax_options.keep_period is not None:
-        found.append(policies.EveryNSteps(orbax_options.keep_period))
-    if orbax_options.keep_time_interval is not None:
-        secs = int(orbax_options.keep_time_interval.total_seconds())
-        found.append(policies.EveryNSeconds(secs))
-    return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
 
 
 def _check_step(step: object) -> None:

@@ -21,6 +21,8 @@ BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
 # The parts of a save and of a restore that know no Orbax, then those that do.
 STAGES = "capture audit tracking finalizing restoring"
 ORBAX = "orbax_compat"
+# What a manager alone is made of.
+MANAGING = "registry retaining continuing"
 TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
@@ -52,11 +54,14 @@ TABLE = {
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),
+    "registry": (f"{BELOW_HANDLER} handler", "orbax"),
+    "retaining": ("errors options", "orbax"),
+    "continuing": ("", "orbax"),
     "manager": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING}",
         "numpy jax flax orbax etils",
     ),
-    "facade": (f"{BELOW_HANDLER} handler args manager optim", ""),
+    "facade": (f"{BELOW_HANDLER} handler args registry manager optim", ""),
     "simulate": ("errors format policy", "numpy"),
     "testing": (
         f"{BELOW_HANDLER} handler args manager facade simulate",

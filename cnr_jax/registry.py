@@ -1,0 +1,36 @@
+"""The handler and its arguments, as plain Orbax managers are told of them."""
+
+from __future__ import annotations
+
+import orbax.checkpoint as ocp
+
+from cnr_jax.handler import CnrHandler, Restore, Save
+from cnr_jax.options import Options
+from cnr_jax.repository.retention import ChainPreservation, Preserving
+from cnr_jax.table import Tables
+
+
+class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
+    """A registry for plain Orbax whose handler and preservation policy belong together."""
+
+    handler: CnrHandler
+
+    def preservation_policy(self, inner: Preserving | None = None) -> ChainPreservation:
+        """The policy to give to `ocp.CheckpointManagerOptions`; see `CnrHandler`."""
+        return self.handler.preservation_policy(inner)
+
+
+def handler_registry(
+    tables: Tables | None, options: Options | None = None
+) -> HandlerRegistry:
+    """A registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
+
+    Without `registry.preservation_policy(...)` in the manager's options only full
+    checkpoints are written: plain retention would delete the parents of deltas.
+    """
+    registry = HandlerRegistry()
+    registry.handler = CnrHandler(tables, options)
+    # No item name: whatever the item is called, these arguments lead to this handler.
+    registry.add(None, Save, registry.handler)
+    registry.add(None, Restore, registry.handler)
+    return registry

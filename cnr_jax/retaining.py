@@ -1,0 +1,64 @@
+"""The preservation policy that a user gave, from whichever options hold it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from cnr_jax import errors
+from cnr_jax.options import Options
+
+
+def inner_policy(
+    options: Options, orbax_options: ocp.CheckpointManagerOptions | None
+) -> Any:
+    """The user's own preservation policy; None keeps everything.
+
+    Raises:
+        OptionError: if it is given twice.
+    """
+    if orbax_options is None:
+        return options.preservation_policy
+    classic = any(
+        (
+            orbax_options.max_to_keep,
+            orbax_options.keep_period,
+            orbax_options.keep_time_interval,
+        )
+    )
+    theirs = orbax_options.preservation_policy
+    if options.preservation_policy is not None and (theirs is not None or classic):
+        raise errors.OptionError(
+            "retention is given twice: options.preservation_policy and orbax_options"
+        )
+    if options.preservation_policy is not None:
+        return options.preservation_policy
+    if theirs is None and classic:
+        theirs = _classic_policy(orbax_options)
+    return theirs
+
+
+def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
+    """`max_to_keep` and its kin as a policy."""
+    policies = ocp.checkpoint_managers
+    found: list[Any] = []
+    if orbax_options.best_fn is not None:
+        found.append(
+            policies.BestN(
+                get_metric_fn=orbax_options.best_fn,
+                reverse=orbax_options.best_mode == "min",
+                n=orbax_options.max_to_keep,
+                keep_checkpoints_without_metrics=(
+                    orbax_options.keep_checkpoints_without_metrics
+                ),
+            )
+        )
+    else:
+        found.append(policies.LatestN(orbax_options.max_to_keep))
+    if orbax_options.keep_period is not None:
+        found.append(policies.EveryNSteps(orbax_options.keep_period))
+    if orbax_options.keep_time_interval is not None:
+        secs = int(orbax_options.keep_time_interval.total_seconds())
+        found.append(policies.EveryNSeconds(secs))
+    return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
