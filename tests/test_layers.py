@@ -164,7 +164,7 @@ def test_orbax_and_tensorstore_are_confined() -> None:
             users[package].add(part)
     assert users["tensorstore"] == {"repository"}
     managing = {"manager", *MANAGING.split()}
-        assert users["orbax"] == {"handler", "orbax_compat", "examples"} | managing
+    assert users["orbax"] == {"handler", "orbax_compat", "examples"} | managing
 
 
 @pytest.mark.parametrize(
