@@ -107,6 +107,30 @@ def hash_on_host(
         return _hash_views(views, seed, tagged=tagged)
 
 
+def flips_on_host(
+    leaves: Sequence[np.ndarray], seed: jax.Array, before: np.ndarray
+) -> jax.Array:
+    """Returns which bits of the hashes differ from those of `before`; not waited for.
+
+    One pass without a copy of the hashes: uint64[rows], zero where a hash is the same.
+
+    Args:
+        leaves: as in `hash_on_host`.
+        seed: as in `hash_on_host`.
+        before: hashes uint64[rows], which must not change before the result is there.
+
+    Example:
+        >>> leaves, seed = [np.ones((3, 2), np.float32)], jnp.uint32([1, 2])
+        >>> old = np.asarray(hash_on_host(leaves, seed, tagged=False)[0])
+        >>> leaves = [leaves[0] + np.float32([[0], [1], [0]])]
+        >>> np.asarray(flips_on_host(leaves, seed, old)) != 0
+        array([False,  True, False])
+    """
+    _check(leaves, seed)
+    with jax.enable_x64(True):
+        return _flip_views(tuple(_view(leaf) for leaf in leaves), seed, before)
+
+
 @jax.jit
 def changed_rows(new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns bool[rows]: whether the hashes uint32[rows, 2] of a row differ.
@@ -146,13 +170,24 @@ def _hash(
 def _hash_views(
     views: tuple[jax.Array, ...], seed: jax.Array, *, tagged: bool
 ) -> tuple[jax.Array, jax.Array | None]:
+    return hash_words(_words_of(views), seed, tagged=tagged)
+
+
+@jax.jit
+def _flip_views(
+    views: tuple[jax.Array, ...], seed: jax.Array, before: jax.Array
+) -> jax.Array:
+    return hash_words(_words_of(views), seed, tagged=False)[0] ^ before
+
+
+def _words_of(views: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns views of rows as words of 64 bits."""
     words = [view.astype(jnp.uint64) for view in views]
     # Views that do not fill words of 64 bits are taken as halves of such.
-    words = [
+    return [
         w if view.dtype == jnp.uint64 else _paired(w, np.uint64(32))
         for w, view in zip(words, views, strict=True)
     ]
-    return hash_words(words, seed, tagged=tagged)
 
 
 def _words(leaf: jax.Array) -> jax.Array:

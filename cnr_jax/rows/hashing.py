@@ -17,9 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.meshes import outside_mesh
-from cnr_jax.rows.chunk import SMALL_ROWS, Program, Way, Where, host_device, padded
+from cnr_jax.rows.chunk import (
+    SMALL_ROWS,
+    Program,
+    Way,
+    Where,
+    aligned_empty,
+    host_device,
+    padded,
+)
 from cnr_jax.rows.fingerprint import (
     changed_rows,
+    flips_on_host,
     hash_on_host,
     hash_rows,
     hash_with_tags,
@@ -27,11 +36,13 @@ from cnr_jax.rows.fingerprint import (
 from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
 
 # Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
-# one; CPU seconds of a pass against a sum, measured on 2 cores, bfloat16 of dim 16: 3.3 in chunks
-# of 8 MiB, 2.8 in 16 MiB, 2.6 in 32 MiB, 2.6 in 64 MiB.
-CHUNK_BYTES = 32 << 20
+# one; a pass against a sum, measured on 2 cores, bfloat16 of dim 16, medians of two rounds: 3.3 and
+# 2.4 in chunks of 8 MiB, 3.2 and 2.9 in 32 MiB, 2.9 and 2.9 in 64 MiB.
+CHUNK_BYTES = 64 << 20
 # Chunks that are being hashed or compared.
 _AHEAD = 3
+# Of a chunk of which fewer rows differ, one in this many, only theirs are kept.
+_FEW = 8
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
 # A shard, the row of it at which a tile starts, and the rows of the tile.
@@ -47,15 +58,18 @@ class Hashed(NamedTuple):
     """Rows of the tiles of one group, hashed.
 
     Attributes:
-        hashes: of each row.
+        hashes: of each row; None if there are flips.
         tags: of each row and tile, if asked for.
         differ: what `changed_of` makes positions of, on the host positions by chunk; None
             if nothing was compared.
+        flips: bits in which hashes differ from those before, by chunk: of the rows of
+            `differ`, or of all rows. With them `settled` makes hashes.
     """
 
-    hashes: Hashes
-    tags: Hashes | None
-    differ: Hashes | None
+    hashes: Hashes | None
+    tags: Hashes | None = None
+    differ: Hashes | None = None
+    flips: list[np.ndarray] | None = None
 
 
 def hash_tiles(
@@ -148,46 +162,93 @@ def _hash_on_host(
     before: list[np.ndarray] | None,
     tagged: bool,
 ) -> Hashed:
-    """Hashes chunk by chunk, so that one program serves tables of any number of rows."""
+    """Hashes chunk by chunk, so that one program serves tables of any number of rows.
+
+    Without tags hashes are compared as they are made, which spares a second pass over them
+    and the memory they would take beside those of before.
+    """
     rows = parts[0][2]
-    made = Hashed([], [] if tagged else None, None if before is None else [])
+    made: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     there = jax.device_put(seed, host_device())
     step = _host_rows([x for x, _, _ in parts])
     ahead: collections.deque[Callable[[], None]] = collections.deque()
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        chunk = _chunk(parts, start, count, _size(count, step))
-        hashes, tags = hash_on_host(chunk, there, tagged=tagged)
-        ahead.append(
-            functools.partial(_append, made, before, start, count, hashes, tags)
-        )
+        size = _size(count, step)
+        chunk = _chunk(parts, start, count, size)
+        old = None if before is None else before[start // step]
+        if old is None or tagged:
+            hashes, tags = hash_on_host(chunk, there, tagged=tagged)
+            append = functools.partial(_append, made, old, start, count, hashes, tags)
+        else:
+            flips = flips_on_host(chunk, there, padded(old, size))
+            append = functools.partial(_append_flips, made, start, count, flips)
+        ahead.append(append)
         # A chunk is compared while others are hashed, and no computation of another thread
         # queues behind more than these.
         if len(ahead) == _AHEAD:
             ahead.popleft()()
     for append in ahead:
         append()
-    return made
+    found = {name: made.get(name) for name in Hashed._fields}
+    return Hashed(**found)
 
 
 def _append(
-    made: Hashed,
-    before: list[np.ndarray] | None,
+    made: dict[str, list[np.ndarray]],
+    before: np.ndarray | None,
     start: int,
     count: int,
     hashes: jax.Array,
     tags: jax.Array | None,
 ) -> None:
     """Waits for a chunk, and appends it to what was made of those before it."""
-    number = len(made.hashes)
-    found = {"hashes": _front(hashes, count)}
+    made["hashes"].append(_front(hashes, count))
     if tags is not None:
-        found["tags"] = _front(tags, count)
+        made["tags"].append(_front(tags, count))
     if before is not None:
-        differ = np.flatnonzero(found["hashes"] != before[number])
-        found["differ"] = np.add(differ, start, out=differ)
-    for name, values in found.items():
-        getattr(made, name).append(values)
+        differ = np.flatnonzero(made["hashes"][-1] != before)
+        made["differ"].append(np.add(differ, start, out=differ))
+
+
+def _append_flips(
+    made: dict[str, list[np.ndarray]], start: int, count: int, flips: jax.Array
+) -> None:
+    """Waits for the flips of a chunk, and appends them to those before it."""
+    found = _front(flips, count)
+    differ = np.flatnonzero(found != 0)
+    few = len(differ) * _FEW < count
+    made["flips"].append(found[differ] if few else found)
+    made["differ"].append(np.add(differ, start, out=differ))
+
+
+def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
+    """What is to be remembered of `hashed`: all hashes, and tags.
+
+    Args:
+        hashed: as `hash_tiles` returned it.
+        before: what it was compared with, which must not be used any more.
+    """
+    if hashed.flips is None:
+        return hashed._replace(differ=None)
+    assert isinstance(before, list) and isinstance(hashed.differ, list)
+    hashes, start = [], 0
+    for old, differ, flips in zip(before, hashed.differ, hashed.flips, strict=True):
+        chunk = old if old.flags.writeable else _own(old)
+        if len(flips) == len(chunk):
+            np.bitwise_xor(chunk, flips, out=chunk)
+        else:
+            chunk[differ - start] ^= flips
+        hashes.append(chunk)
+        start += len(chunk)
+    return Hashed(hashes)
+
+
+def _own(values: np.ndarray) -> np.ndarray:
+    """A copy that may be changed, and which a program need not copy again."""
+    copy = aligned_empty(values.shape, values.dtype)
+    copy[...] = values
+    return copy
 
 
 def _chunk(
@@ -289,6 +350,8 @@ def _hash_zeros(
     seed = jax.device_put(np.zeros(2, np.uint32), host_device())
     with outside_mesh():
         hash_on_host(chunk, seed, tagged=tagged)
+        if not tagged:
+            flips_on_host(chunk, seed, aligned_empty((rows,), np.dtype(np.uint64)))
 
 
 def _shard_shape(tile: OwnTile) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from cnr_jax.rows.hashing import (
     bytes_of,
     changed_of,
     hash_tiles,
+    settled,
     tags_of,
 )
 from cnr_jax.rows.tiling import OwnTile, bytes_in
@@ -165,12 +166,20 @@ class RowWatch:
             look: of this watch, with nothing kept since.
             clock: greater than at any time before.
         """
-        self._seen = _without_differences(look.seen)
+        # Stamps first: should this be interrupted, rows are found changed again, not missed.
         if self._stamped:
             self._stamps = {
                 rows: self._stamp(look, rows, groups, clock)
                 for rows, groups in by_rows(look).items()
             }
+        self._seen = self._settled(look)
+
+    def _settled(self, look: Look) -> dict[Group, Seen]:
+        found: dict[Group, Seen] = {}
+        for group, now in look.seen.items():
+            before = self._seen[group].hashed.hashes if group in self._seen else None
+            found[group] = now._replace(hashed=settled(now.hashed, before))
+        return found
 
     def _stamp(
         self, look: Look, rows: Rows, groups: Sequence[Group], clock: int
@@ -189,7 +198,7 @@ class RowWatch:
             look: at a state that was restored.
             stamps: int32 of some rows; not called unless stamps are kept.
         """
-        self._seen = _without_differences(look.seen)
+        self._seen = self._settled(look)
         if self._stamped:
             self._stamps = {rows: stamps(rows) for rows in by_rows(look)}
 
@@ -224,13 +233,6 @@ def by_rows(look: Look) -> dict[Rows, list[Group]]:
     for group in look.seen:
         found.setdefault(Rows(group.table, group.rows), []).append(group)
     return found
-
-
-def _without_differences(seen: Mapping[Group, Seen]) -> dict[Group, Seen]:
-    return {
-        group: now._replace(hashed=now.hashed._replace(differ=None))
-        for group, now in seen.items()
-    }
 
 
 def _boxes(
