@@ -21,6 +21,8 @@ from cnr_jax.policy import Intermittent as Intermittent
 from cnr_jax.policy import OneShot as OneShot
 from cnr_jax.policy import SaveRecord as SaveRecord
 from cnr_jax.registry import handler_registry as handler_registry
+from cnr_jax.repository.verify import Problem as Problem
+from cnr_jax.repository.verify import verify as verify
 from cnr_jax.rows.ids import Lookup as Lookup
 from cnr_jax.rows.touched import Touched as Touched
 from cnr_jax.rows.touched import init_touched as init_touched
@@ -42,6 +44,7 @@ __all__ = [
     "ModSharded",
     "OneShot",
     "Options",
+    "Problem",
     "Restored",
     "SaveRecord",
     "SaveReport",
@@ -57,4 +60,5 @@ __all__ = [
     "optim",
     "record",
     "reset_touched",
+    "verify",
 ]

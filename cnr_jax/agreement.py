@@ -13,8 +13,10 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
+from cnr_jax.channel import Channel, from_document, to_document
+from cnr_jax.failures import save_error
 from cnr_jax.format.manifest import HistoryEntry, ParentRef, to_json
-from cnr_jax.orbax_compat import Channel, digest_of_local, is_host_local
+from cnr_jax.orbax_compat import digest_of_local, is_host_local
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.planner import Plan
 
@@ -30,6 +32,7 @@ def agree(
     tracking: str,
     doubt: str,
     decide: Callable[[str], Plan],
+    step: int | None,
 ) -> Plan:
     """The plan that process 0 decides on, or on all processes the same error.
 
@@ -40,23 +43,31 @@ def agree(
         tracking: how this process finds changed rows; all must do it alike.
         doubt: why this process doubts its stamps; empty if it does not.
         decide: makes the plan, told of the first doubt; called on process 0 alone.
+        step: that is to be saved, if it is known.
 
     Raises:
         CnrError: the obstacle of a process, or what `decide` raised.
+        SaveError: if a process does not answer.
         StateMismatchError: if leaves that are not global differ between processes.
         OptionError: if processes find changed rows in different ways.
     """
-    told = _tell(channel, obstacle, dense, {_TRACKING: tracking, _DOUBT: doubt})
+    said = {_TRACKING: tracking, _DOUBT: doubt}
     if jax.process_index() != 0:
+        _tell(channel, obstacle, dense, said)
         return _plan_of(json.loads(channel.broadcast(None)))
     try:
+        told = _tell(channel, obstacle, dense, said)
         if obstacle is not None:
             raise obstacle
         _check_told(told)
         plan = decide(next((t[_DOUBT] for t in told if t[_DOUBT]), doubt))
-    except errors.CnrError as error:
-        channel.broadcast(json.dumps(_failure(error)))
-        raise
+    except Exception as error:
+        # Whatever it is, such as a folder that cannot be renamed: the others wait for a word.
+        known = error if isinstance(error, errors.CnrError) else save_error(error, step)
+        channel.broadcast(json.dumps(to_document(known)))
+        if known is error:
+            raise
+        raise known from error
     channel.broadcast(json.dumps(to_json(plan)))
     return plan
 
@@ -71,7 +82,7 @@ def _tell(
     if jax.process_count() == 1:
         return []
     if obstacle is not None:
-        mine = _failure(obstacle)
+        mine = to_document(obstacle)
     else:
         mine = {
             "/".join(path): digest_of_local(leaf)
@@ -111,16 +122,10 @@ def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _failure(error: errors.CnrError) -> dict[str, str]:
-    """An error as processes send it; the key is no path of a leaf."""
-    return {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
-
-
 def _raise_failure(document: Mapping[str, Any]) -> None:
     """Raises the error that another process sent, if it is one."""
     if "/error" in document:
-        found = getattr(errors, document["class"], errors.CnrError)
-        raise found(document["/error"], kind=document["kind"])
+        raise from_document(document)
 
 
 def _plan_of(document: dict[str, Any]) -> Plan:
@@ -137,5 +142,6 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "parent": ParentRef(**parent) if parent else None,
             "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
             "abandoned": tuple(document["abandoned"]),
+            "known": tuple(document["known"]),
         }
     )

@@ -15,20 +15,32 @@ class CnrError(Exception):
 
     Attributes:
         kind: stable, append-only identifier of the trouble, such as `"parent_missing"`.
+        path: the file or folder that is in trouble, where there is one.
     """
 
     kind: str = "error"
+    path: str | None = None
 
-    def __init__(self, message: str, *, kind: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, kind: str | None = None, path: str | None = None
+    ) -> None:
         super().__init__(message)
         if kind is not None:
             self.kind = kind
+        if path is not None:
+            self.path = path
 
 
 class ChainError(CnrError):
     """The parents of a checkpoint do not lead to a full one: restore another step."""
 
     kind = "chain"
+
+
+class NoStepError(CnrError, FileNotFoundError):
+    """There is no such step in a root, or none at all that can be restored."""
+
+    kind = "no_step"
 
 
 class ParentMissingError(ChainError, FileNotFoundError):
@@ -58,9 +70,16 @@ class ManifestError(FormatError):
 
     kind = "manifest"
 
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        problems: Sequence[str] = (),
+        *,
+        kind: str | None = None,
+        path: str | None = None,
+    ) -> None:
         lines = "".join(f"\n  {problem}" for problem in problems)
-        super().__init__(message + lines)
+        super().__init__(message + lines, kind=kind, path=path)
         self.problems = tuple(problems)
 
 
@@ -100,7 +119,46 @@ class AuditError(CnrError, ValueError):
     kind = "audit"
 
 
+class WriterError(CnrError, RuntimeError):
+    """Another manager saves to this root: nothing was saved or deleted by this one.
+
+    Stop one of them. `CheckpointManager.reload()` lets this one take the root over again.
+    """
+
+    kind = "writer"
+
+
 class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work."""
 
     kind = "option"
+
+
+class SaveError(CnrError, OSError):
+    """A save failed; what was committed before it is untouched.
+
+    The run can go on: the rows of the failed save are in the next one.
+
+    Attributes:
+        step: of the failed save; None if it had none yet.
+        process: the process that failed or was silent; None if it is not known.
+        errno: number of the system's error, such as `errno.ENOSPC`; None if it was another.
+    """
+
+    kind = "save_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        step: int | None = None,
+        process: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind)
+        self.step, self.process, self.errno = step, process, errno
+
+
+# A step is damaged, or cannot be read by this version: another one may be restored instead.
+DAMAGE = (ChainError, FormatError, IntegrityError)

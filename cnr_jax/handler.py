@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,61 +20,58 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import cnr_jax.options
-from cnr_jax import capture, errors, restoring, telemetry
+from cnr_jax import capture, errors, telemetry
 from cnr_jax.agreement import agree
-from cnr_jax.finalizing import Facts, write_manifest
+from cnr_jax.background import STOP_SECS
+from cnr_jax.channel import Barriers, Channel
+from cnr_jax.failures import save_error
+from cnr_jax.finalizing import write_manifest
 from cnr_jax.format.manifest import Tracking, to_json
+from cnr_jax.format.names import step_number
+from cnr_jax.launching import Launch, in_flight
 from cnr_jax.meshes import outside_mesh
 from cnr_jax.orbax_compat import (
-    Channel,
     DenseStore,
+    Directories,
     Place,
-    abstract_dense,
-    in_background,
     place_of,
-    step_number,
 )
-from cnr_jax.repository.chain import resolve_chain
-from cnr_jax.repository.ledger import Entry, Ledger, entry_of, rename_aside
+from cnr_jax.read_back import ReadBack, Restored, read_back
+from cnr_jax.repository.guard import Guard
+from cnr_jax.repository.ledger import Entry, Ledger, entry_of
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
-from cnr_jax.repository.step import StepReader, read_manifest
-from cnr_jax.rows.chunk import Chunk
-from cnr_jax.rows.staging import Stage
+from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
-    STOP_SECS,
     Checked,
     InFlight,
     Prepared,
+    Unfinished,
     check,
     pending_entry,
     report_of,
-    write_rows,
 )
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
+from cnr_jax.verdicts import alike, come_out_alike
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Restored:
-    """What a restore returns.
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """A restore under way.
 
     Attributes:
-        state: in the structure that was asked for; nested dicts by path if none was.
-        touched: goes on with the state: pass both to the next train step.
+        told: the processes tell each other how it went, or have done so.
+        note: notes what it means for later saves.
     """
 
-    state: Any
-    touched: Touched
-
-    def __iter__(self) -> Any:
-        """Unpacks as `state, touched`."""
-        return iter((self.state, self.touched))
+    told: bool = False
+    note: Callable[[], None] | None = None
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -99,16 +97,30 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.ledger: Ledger | None = None
         self.last_report: SaveReport | None = None
         self.guarded = False
+        # Whether a manager calls `synced` and `end_writing` when a save has ended.
+        self.managed = False
         # Of the manager, which may hold nothing yet; else that of the first save or restore.
         self.root: epath.Path | None = None
         self._place: Place | None = None
         self._planner = Planner(self.options.policy)
-        self._channel = Channel()
+        self._channel = Channel(self.options.timeout_secs)
+        self.barriers = Barriers(self._channel)
         self._dense = DenseStore()
         self._prepared: Prepared | None = None
         self._in_flight: InFlight | None = None
+        self._guard: Guard | None = None
+        # Why the last save may not survive a power cut, though it is committed.
+        self._not_durable = ""
+        # Of the last save that was seen to be committed, before anything was deleted.
+        self._seen = ""
+        self._changed = False
         self._last_plan: Plan | None = None
+        self._failure: errors.SaveError | None = None
+        self._unfinished = Unfinished()
         self._tracker = Tracker(self.options)
+        self._attempt: Attempt | None = None
+        # Tells names of step directories from others; None: all that end in a digit.
+        self.is_step: Callable[[str], bool] | None = None
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -118,7 +130,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         place = Place(root=root, directory="", item=item)
         if self._place is None or self.ledger is None:
-            self._place, self.ledger = place, Ledger.load(root, item)
+            self._place, self.ledger = place, Ledger.load(root, item, self.is_step)
+            if jax.process_index() == 0:
+                self._guard = Guard(root, item)
         elif (str(self._place.root), self._place.item) != (str(root), item):
             raise errors.OptionError(
                 "a handler serves one item of one root\n"
@@ -144,10 +158,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return ChainPreservation(inner, lambda: self.ledger, consulted)
 
     @outside_mesh()
-    def prepare(self, place: Place, args: Save) -> Plan:
+    def prepare(self, place: Place, args: Save, *, urgent: bool = False) -> Plan:
         """Checks and decides a save before anything is written.
 
         Waits for the train step that made the state.
+
+        Args:
+            place: where it will be.
+            args: what is to be saved.
+            urgent: make it a delta if one is legal, whatever the policy says.
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
@@ -156,6 +175,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
+        self._clear_unfinished()
         tables = self._writable_tables()
         tracking = self._tracker.mode(args.touched)
         checked, found = self._look(args, tables, tracking)
@@ -167,10 +187,16 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             at_limit=found.at_limit,
             tables=capture.table_entries(tables),
             guarded=self.guarded,
+            urgent=urgent,
         )
-        plan = self._agree(None, checked.dense, tracking, found.doubt, request)
-        self._tracker.keep(found, Moment(plan.lineage, plan.clock))
-        self._move_aside(ledger, plan)
+        try:
+            plan = self._agree(None, checked.dense, tracking, found.doubt, request)
+            self._tracker.keep(found, Moment(plan.lineage, plan.clock))
+            for abandoned in plan.abandoned:
+                ledger.forget(abandoned)
+        except BaseException:
+            self.withdraw()
+            raise
         self._prepared = Prepared(
             args=args,
             place=place,
@@ -180,6 +206,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             started_secs=started,
         )
         return plan
+
+    def refuse(self, obstacle: errors.CnrError) -> None:
+        """Tells the other processes, which prepare a save, that this one does not."""
+        if jax.process_count() > 1:
+            with contextlib.suppress(errors.CnrError):
+                self._agree(obstacle, {}, "", "", None)
 
     def _look(
         self, args: Save, tables: Tables, tracking: Tracking
@@ -194,9 +226,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             raise
         except Exception as error:
             # Such as memory that ran out: the others must not wait for this process.
-            told = errors.CnrError(f"{type(error).__name__}: {error}")
             with contextlib.suppress(errors.CnrError):
-                self._agree(told, {}, tracking, "", None)
+                self._agree(save_error(error, None), {}, tracking, "", None)
             raise
 
     def _writable_tables(self) -> Tables:
@@ -219,14 +250,33 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         def decide(doubt: str) -> Plan:
             assert self.ledger is not None and request is not None
+            assert self._guard is not None
             committed = self.settle()
-            asked = dataclasses.replace(request, doubt=doubt)
-            return self._planner.plan(self.ledger, asked, committed)
+            self._changed |= self._guard.begin(self.ledger)
+            asked = dataclasses.replace(request, doubt=doubt or self._not_durable)
+            plan = self._planner.plan(self.ledger, asked, committed)
+            # Before the others hear of the plan, and of an error here instead.
+            entries = [self.ledger.movable(directory) for directory in plan.abandoned]
+            self._guard.move_aside(plan.uuid, plan.directory, entries)
+            return plan
 
-        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide)
+        step = request.step if request else None
+        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
         if jax.process_index() != 0:
             self._settle_as(plan.committed)
+            self._know(plan.known)
         return plan
+
+    def _know(self, directories: tuple[str, ...]) -> None:
+        """Holds the same steps as process 0, whoever brought them to the root."""
+        assert self.ledger is not None and self._place is not None
+        place = self._place
+        self._changed |= self.ledger.match(place.root, place.item, directories)
+
+    def take_changed(self) -> bool:
+        """Whether steps came to the root, or went, by other hands since this was asked."""
+        changed, self._changed = self._changed, False
+        return changed
 
     def _settle_as(self, committed: str | None) -> None:
         """Notes what process 0 found, though this process' view of the root may be older."""
@@ -237,91 +287,36 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             if last.directory not in self.ledger.entries:
                 self.ledger.read(self._place.root, last.directory, self._place.item)
 
-    def _move_aside(self, ledger: Ledger, plan: Plan) -> None:
-        assert self._place is not None
-        for directory in plan.abandoned:
-            if jax.process_index() == 0:
-                rename_aside(self._place.root, ledger.entries[directory])
-            ledger.forget(directory)
-
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
+        directories = Directories()
         try:
             with outside_mesh():
-                return await self._begin(directory, args)
+                prepared = self._take_prepared(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
-            with contextlib.suppress(Exception):
-                in_background(_nothing(), "cnr_wait").result(timeout=STOP_SECS)
+            with contextlib.suppress(OSError):
+                directories.wait(STOP_SECS, lambda: None)
+            self.end_writing()
             raise
+        assert self.ledger is not None
+        flight = in_flight(prepared, self._writable_tables())
+        self.ledger.begin(pending_entry(flight.plan))
+        self._last_plan, self._in_flight = flight.plan, flight
+        with outside_mesh():
+            launch = Launch(flight, directory, directories, self._channel, self.options)
+            await launch.go(prepared, self._tracker, self._dense)
+        flight.blocking_secs = time.perf_counter() - prepared.started_secs
+        return [flight.background]
 
-    async def _begin(self, directory: epath.Path, args: Save) -> list[Any]:
-        place = place_of(directory)
+    def _take_prepared(self, place: Place, args: Save) -> Prepared:
+        """The save that was prepared for these arguments, or has to be now."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.args is not args or prepared.place != place:
             self.prepare(place, args)
             prepared, self._prepared = self._prepared, None
-        assert prepared is not None and self.ledger is not None
-        plan, found = prepared.plan, prepared.found
-        self.ledger.begin(pending_entry(plan))
-        self._last_plan = plan
-        self._in_flight = InFlight(
-            place=place,
-            plan=plan,
-            fingerprint_secs=found.secs,
-            facts=Facts(
-                plan=plan,
-                tracking=found.mode,
-                recorded_clock=found.recorded.clock if found.recorded else None,
-                fingerprint_clock=plan.clock if found.by_fingerprints else None,
-                tables=capture.table_entries(self._writable_tables()),
-                dense_leaves=prepared.checked.dense_leaves,
-                started_secs=prepared.started_secs,
-            ),
-        )
-        futures = await self._start(directory, prepared)
-        self._in_flight.blocking_secs = time.perf_counter() - prepared.started_secs
-        return futures
-
-    async def _start(self, directory: epath.Path, prepared: Prepared) -> list[Any]:
-        """Starts all writing and gathers; nothing of the state is needed afterwards."""
-        plan, checked = prepared.plan, prepared.checked
-        choose = self._tracker.chooser(
-            prepared.found,
-            prepared.args.touched,
-            plan.parent.clock if plan.parent else None,
-        )
-        captured = capture.capture(
-            prepared.found.tiles,
-            checked.arrays,
-            choose,
-            _with_codec(self.options, plan.codec),
-        )
-        # Gathering on the host takes all cores already; on devices it waits for these.
-        stage: Stage[Chunk] = Stage(
-            self.options.max_staging_bytes, patient=captured.on_host
-        )
-        # The writer starts first: a state larger than the staging budget streams through it.
-        assert self._in_flight is not None
-        rows = in_background(
-            write_rows(directory, self._in_flight, captured.plans, stage),
-            "cnr_write_rows",
-        )
-        self._in_flight.stage, self._in_flight.writing = stage, [rows]
-        try:
-            for chunk in captured.chunks():
-                if not stage.put(chunk):
-                    break  # the writer has failed; its future says why
-            stage.start()
-            dense = await self._dense.save(
-                directory, capture.without_texts(checked.dense)
-            )
-        except BaseException:
-            self._in_flight.stop()
-            raise
-        stage.close()
-        self._in_flight.writing = [rows, *dense]
-        return self._in_flight.writing
+        assert prepared is not None
+        return prepared
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
         """Saves and waits; Orbax itself always calls `async_save`."""
@@ -334,8 +329,64 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Writes the manifest, after everything else is on storage."""
         flight = self._in_flight
         assert flight is not None and flight.written is not None
-        self._dense.finalize(directory)
-        write_manifest(directory, flight.facts, flight.written)
+        try:
+            self.check_claim()
+            self._dense.finalize(directory)
+            write_manifest(directory, flight.facts, flight.written)
+        finally:
+            if not self.managed:
+                self.end_writing()
+
+    def check_claim(self) -> None:
+        """Right before a commit or a removal.
+
+        Raises:
+            WriterError: if another manager has taken over the root; on process 0 only.
+        """
+        if self._guard is not None:
+            self._guard.check()
+
+    def _committed(self) -> None:
+        """What was moved out of the way of a save stays there."""
+        if self._guard is not None:
+            self._guard.committed()
+
+    def synced(self, error: OSError | None) -> None:
+        """Notes that a committed save is durable, or why not: then no other may rest on it."""
+        if self._in_flight is not None:
+            self._seen = self._in_flight.plan.uuid
+        if error is None:
+            self._not_durable = ""
+            self._committed()
+        else:
+            self._not_durable = f"the save before may not be durable: {error}"
+
+    def end_writing(self) -> None:
+        """Lets other managers write: the save is committed, or it has failed."""
+        if self._guard is not None:
+            if self._in_flight is not None:
+                self._in_flight.stop()
+            self._guard.end()
+
+    def withdraw(self) -> None:
+        """Undoes what `prepare` did for a save that Orbax then refused."""
+        self.end_writing()
+        if self._in_flight is None:
+            self._undo()
+
+    def _undo(self) -> None:
+        """Leaves the root as it was before a save that is not committed."""
+        if self._guard is None or self.ledger is None:
+            return
+        try:
+            self._changed |= self._guard.failed(self.ledger)
+        except OSError as error:
+            _log.error("what a failed save has left cannot be undone yet: %s", error)
+
+    def take_over(self) -> None:
+        """Lets the next save claim the root, also from a manager that did so since."""
+        if self._guard is not None:
+            self._guard.give_up()
 
     @property
     def is_saving(self) -> bool:
@@ -356,77 +407,122 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         flight, self._in_flight = self._in_flight, None
         if self.ledger is None or flight is None:
             return None
+        self._failure = None
         dropped = flight.place.directory in self.ledger.doomed
+        if self._guard is not None and self.managed:
+            dropped = dropped and self._seen == flight.plan.uuid
         entry = self.ledger.settle(flight.place.root, flight.place.item)
         if entry is None and dropped:
+            self._committed()
             _log.info("retention did not keep step %d, the newest", flight.plan.step)
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
-            flight.stop()
-            _log.warning(
-                "the save of step %d was not committed; its rows are in the next one",
-                flight.plan.step,
-            )
+            self._note_failure(flight)
             return None
+        self._committed()
         self._planner.saved(flight.plan, entry)
         self._report(flight, entry)
         return entry.uuid
 
+    def _note_failure(self, flight: InFlight) -> None:
+        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        flight.stop()
+        _log.warning(
+            "the save of step %d was not committed; its rows are in the next one",
+            flight.plan.step,
+        )
+        self._failure = flight.failure()
+        self._unfinished.add(flight.place)
+        self._clear_unfinished()
+        self._undo()
+
+    def take_failure(self) -> errors.SaveError | None:
+        """The error of the last save, if it failed; once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _clear_unfinished(self) -> None:
+        """Removes what failed saves have written, as far as it can be."""
+        # Of a manager that has taken over, a folder may have the same name.
+        if self._guard is not None and self._guard.is_own():
+            self._unfinished.clear()
+
+    def has_failed(self) -> bool:
+        """Whether all processes have heard that the save in flight has failed."""
+        flight = self._in_flight
+        return flight is not None and flight.has_failed()
+
+    def failure(self) -> errors.SaveError:
+        """The error of the save in flight, which has failed."""
+        assert self._in_flight is not None
+        return self._in_flight.failure()
+
     def _report(self, flight: InFlight, entry: Entry) -> None:
         assert entry.manifest is not None
-        self.last_report = report_of(flight, entry.manifest, self._writable_tables())
-        telemetry.record(self.last_report)
-        if self.options.on_save is not None:
-            self.options.on_save(self.last_report)
+        try:
+            self.last_report = report_of(
+                flight, entry.manifest, self._writable_tables()
+            )
+            telemetry.record(self.last_report)
+            if self.options.on_save is not None:
+                self.options.on_save(self.last_report)
+        except Exception:
+            # Whatever a listener raises, the step is saved, and this may be the middle of the
+            # next save, for which other processes wait.
+            _log.exception("the report of step %d was not delivered", flight.plan.step)
 
     @outside_mesh()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args = args or Restore()
         place = place_of(directory)
-        chain = resolve_chain(
-            place.root, place.directory, place.item, verify=self.options.verify_reads
+        attempt = self._attempt or Attempt()
+        attempt.told = True
+        found = alike(
+            self._channel,
+            lambda: read_back(
+                directory,
+                args.state,
+                args.tables or self.tables,
+                self._dense,
+                partial=args.partial,
+                verify=self.options.verify_reads,
+            ),
         )
-        chain[-1].check_dense()
-        manifest = chain[-1].manifest
-        if args.state is None:
-            tables = restoring.tables_of(manifest)
-            state = restoring.abstract_state(manifest, tables)
-        else:
-            tables, state = args.tables or self.tables, args.state
-        if tables is None:
-            raise errors.OptionError(
-                "restoring into a state needs to know its tables\n"
-                "  hint: Restore(state, tables=cnr_jax.find_tables(state, ...))"
-            )
-        wanted = restoring.match(
-            manifest, state, tables, partial=args.partial, step=place.directory
-        )
-        arrays = restoring.rebuild(chain, wanted)
-        dense = self._restore_dense(directory, wanted, args.state is None)
-        touched = restoring.reseed(chain, wanted, tables)
-        self._note_restore(place, chain, touched, tables, wanted, arrays)
-        whole = restoring.assemble(state, wanted, tables, arrays, dense)
-        return Restored(whole, touched)
+        restored = found.put_together()
+        note = functools.partial(self._note_restore, place, found, restored.touched)
+        if self._attempt is None:
+            note()
+        attempt.note = note
+        return restored
 
-    def _restore_dense(
-        self, directory: epath.Path, wanted: restoring.Wanted, everything: bool
-    ) -> Any:
-        if everything:
-            return self._dense.restore(directory, None)
-        abstract = {path: abstract_dense(leaf) for path, leaf in wanted.dense.items()}
-        return self._dense.restore(directory, restoring.nest(abstract))
+    @contextlib.contextmanager
+    def attempt(self, *, reads: bool) -> Iterator[None]:
+        """A restore by a manager, perhaps of other items too.
 
-    def _note_restore(
-        self,
-        place: Place,
-        chain: tuple[StepReader, ...],
-        touched: Touched,
-        tables: Tables,
-        wanted: restoring.Wanted,
-        arrays: dict[str, dict[str, jax.Array]],
-    ) -> None:
+        What it means for later saves is noted at the end, once all of it has succeeded. A
+        failure changes nothing here, and is not kept from other processes, which wait for
+        what this one has to say.
+
+        Args:
+            reads: whether this handler's item is among those that are restored.
+        """
+        attempt = self._attempt = Attempt()
+        try:
+            yield
+        except BaseException as error:
+            if reads and not attempt.told:
+                come_out_alike(self._channel, error)
+            raise
+        finally:
+            self._attempt = None
+        if attempt.note is not None:
+            with outside_mesh():
+                attempt.note()
+
+    def _note_restore(self, place: Place, found: ReadBack, touched: Touched) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
+        chain = found.chain
         if self._place is None and self.root in (None, place.root):
             self.open(place.root, place.item)
         self.settle()  # Orbax has waited for the save in flight
@@ -437,14 +533,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         own = self._place
         if own is None or (str(own.root), own.item) != (str(place.root), place.item):
             return  # restored from elsewhere: no parent here
-        exact = wanted.exact and self._has(tables)
+        exact = found.wanted.exact and self._has(found.tables)
         if exact:
             self._tracker.restored(
-                tables,
-                arrays,
+                found.tables,
+                found.arrays,
                 touched,
                 lambda rows: restored_stamps(
-                    chain, rows.table, wanted.targets[rows.table], rows.rows
+                    chain, rows.table, found.wanted.targets[rows.table], rows.rows
                 ),
             )
         entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
@@ -472,6 +568,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def close(self) -> None:
         """Frees what the handler holds."""
         self._dense.close()
+        if self._guard is not None:
+            self._guard.close()
 
 
 @ocp.args.register_with_handler(CnrHandler, for_save=True)
@@ -505,13 +603,3 @@ class Restore(ocp.args.CheckpointArgs):
     state: Any = None
     tables: Tables | None = None
     partial: bool = False
-
-
-async def _nothing() -> None:
-    """Does nothing, in the background: once the directories are made."""
-
-
-def _with_codec(
-    options: cnr_jax.options.Options, codec: str | None
-) -> cnr_jax.options.Options:
-    return options if codec is None else dataclasses.replace(options, codec=codec)

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.channel import Channel
 from cnr_jax.continuing import Continuing, Tip
+from cnr_jax.failures import after_commit, errno_of, save_error
+from cnr_jax.fallback import Restorer, not_ours
+from cnr_jax.format import names
 from cnr_jax.handler import CnrHandler, Restore, Restored, Save
+from cnr_jax.keeping import deleter, sync_committed, sync_uncommitted, with_safety
 from cnr_jax.options import Options
-from cnr_jax.orbax_compat import DEFAULT_ITEM, Channel, Place
+from cnr_jax.orbax_compat import (
+    COMMIT_BARRIERS,
+    DEFAULT_ITEM,
+    Place,
+    checkpoint_infos,
+    is_distributed,
+    step_names,
+)
+from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
-from cnr_jax.repository.ledger import Ledger, describe, find_item
+from cnr_jax.repository.checked import accessing
+from cnr_jax.repository.durable import missing_directories, sync_made
+from cnr_jax.repository.guard import recover
+from cnr_jax.repository.ledger import Ledger, find_item
+from cnr_jax.repository.leftovers import find_leftovers, report
+from cnr_jax.repository.retention import blockers
+from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.retaining import inner_policy
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.verdicts import alike, decide
 from cnr_jax.warming import warm_up
 
 _log = logging.getLogger(__name__)
@@ -44,7 +66,8 @@ class CheckpointManager(ocp.CheckpointManager):
             None: the one found in the root, else the one first saved.
 
     Raises:
-        OptionError: if a preservation policy is given in both options.
+        OptionError: if a preservation policy is given in both options, or removed steps are
+            to go where they cannot.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -72,27 +95,56 @@ class CheckpointManager(ocp.CheckpointManager):
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
         self._handler.root = epath.Path(root).absolute()
-        self._channel = Channel()
+        self._channel = Channel(options.timeout_secs)
+        self._lists_all = False
         self._tip: Tip | None = None
         # Where the tip goes back to when the last save failed: its step is due again.
         self._tip_before: Tip | None = None
         self._root = epath.Path(root).absolute()
+        self._handler.is_step = step_names(orbax_options)
+        self._saving, self._is_synced = "", False
+        made = missing_directories(self._root)
+        if tables is not None and not (orbax_options and orbax_options.read_only):
+            self._recover()
         self._item = item or find_item(self._root)
         if self._item is not None:
             self._handler.open(self._root, self._item)
+        self._skips_when_busy = options.when_busy == "skip"
+        self._failure: errors.SaveError | None = None
+        # Whether Orbax's list of steps must be read again.
+        self._is_stale = False
         inner = inner_policy(options, orbax_options)
+        orbax_options = orbax_options or ocp.CheckpointManagerOptions()
+        orbax_options = dataclasses.replace(
+            orbax_options,
+            async_options=self._with_barriers(orbax_options.async_options),
+            max_to_keep=None,
+            keep_period=None,
+            keep_time_interval=None,
+            preservation_policy=self._handler.preservation_policy(inner),
+        )
         super().__init__(
             self._root,
-            options=dataclasses.replace(
-                orbax_options or ocp.CheckpointManagerOptions(),
-                max_to_keep=None,
-                keep_period=None,
-                keep_time_interval=None,
-                preservation_policy=self._handler.preservation_policy(inner),
-            ),
+            options=with_safety(self._root, orbax_options, self._sync_uncommitted),
             handler_registry=registry,
         )
-        self._handler.guarded = True
+        self._handler.guarded = self._handler.managed = True
+        self._deleter = deleter(
+            self._root,
+            orbax_options,
+            self._checkpoint_deleter,
+            name_of=self._existing_directory,
+            ledger=lambda: self._ledger,
+            check=self._handler.check_claim,
+        )
+        self._checkpoint_deleter = self._deleter
+        if jax.process_index() == 0:
+            sync_made(made)
+            report(self._root, find_leftovers(self._root, self._ledger))
+        self._say_if_foreign()
+        self._sigterm: Sigterm | None = None
+        if options.save_on_sigterm and not is_distributed():
+            self._sigterm = Sigterm()
         if tables is not None:
             warm_up(tables, options)
 
@@ -109,18 +161,97 @@ class CheckpointManager(ocp.CheckpointManager):
     def latest_step(self) -> int | None:
         """The step that `restore(None)` takes: the newest whole one of the newest branch.
 
-        Steps that are being written, or whose parents are missing, do not count.
+        Steps that are being written, or damaged as far as is known, do not count.
         """
         self._settle()
-        whole = [e for e in self._ledger.committed() if self._ledger.is_whole(e)]
-        return whole[-1].step if whole else None
+        restorable = self._ledger.restorable()
+        return restorable[-1].step if restorable else None
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """Steps that can be restored, as far as is known, in order.
+
+        Those that are being written do not count, nor those of which a manifest or a parent
+        is missing or damaged, or in which a restore or `verify` has found damage.
+
+        Args:
+            read: read the root again before.
+        """
+        if self._lists_all:
+            return list(super().all_steps(read))
+        if read:
+            self.reload()
+        self._settle()
+        return sorted({entry.step for entry in self._ledger.restorable()})
+
+    def best_step(self) -> int | None:
+        """The best step by `best_fn` among those that can be restored."""
+        if self._options.best_fn is None:
+            return self.latest_step()
+        restorable = set(self.all_steps())
+        _, ranked = self._sort_checkpoints_by_metrics(self._checkpoints)
+        found = [info.step for info in ranked if info.step in restorable]
+        return found[-1] if found else None
+
+    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
+        """What Orbax tracks; damage to its own files must not keep the root closed."""
+        try:
+            return super()._load_checkpoint_infos(skip_metadata_read)
+        except Exception as error:
+            _log.debug("reading the steps one by one", exc_info=error)
+            return checkpoint_infos(self, skip_metadata_read)
+
+    def _say_if_foreign(self) -> None:
+        """A root that plain Orbax has written looks empty here: says so."""
+        with self._all_directories():
+            found = list(self.all_steps())
+        if self._item is None and found:
+            _log.warning(
+                "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
+                " cannot be restored here, and their numbers cannot be saved again. Restore"
+                " them with ocp.CheckpointManager, and save into another root",
+                self._root,
+                ", ".join(map(str, found)),
+            )
+
+    @contextlib.contextmanager
+    def _all_directories(self) -> Iterator[None]:
+        """Meanwhile all step directories are listed, whatever is in them.
+
+        Orbax must know of each that a save would overwrite, or that may be deleted.
+        """
+        self._lists_all = True
+        try:
+            yield
+        finally:
+            self._lists_all = False
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
 
         A manager that has neither saved nor restored starts anew, whatever its root holds.
+        Before a preemption a save is due whatever the interval.
         """
-        return Continuing(self, self._tip).should_save(step)
+        if Continuing(self, self._tip).should_save(step):
+            return True
+        ahead = self._tip is None or step > self._tip.step
+        writable = not self._options.read_only
+        return ahead and writable and self.reached_preemption(step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the run is about to be ended, and this is the step of its last save.
+
+        That save is due whatever the interval, is a delta if one is legal, and `save` returns
+        when it is durable. From the signal on this takes: the rest of the train step, the rest
+        of the save that is being written, and one delta. With several processes jax chooses
+        the step, the one after the step in which the furthest process is; all must ask at
+        every step, which `save` and `should_save` do.
+
+        Example:
+            `if manager.reached_preemption(step): break`, after `manager.save(step, ...)`.
+        """
+        if self._sigterm is not None and self._sigterm.reached(step):
+            return True
+        return super().reached_preemption(step)
 
     def save(
         self,
@@ -134,12 +265,19 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> bool:
         """Saves if a save is due; returns whether it did. Raises what the last save raised.
 
+        If it raises that, it does not save: the next save contains the rows of both.
+
         Raises:
+            SaveError: if the save before has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded.
             DependentsExistError: if a step is in the way that must be kept.
+            WriterError: if another manager saves to this root; nothing was changed.
         """
         _check_step(step)
+        if self._options.read_only:
+            _log.warning("step %d is not saved: this manager is read-only", step)
+            return False
         state = self._state_args(args)
         if not force and not self.should_save(step):
             if not self._goes_elsewhere(step, state) or not self.should_save(step):
@@ -150,25 +288,48 @@ class CheckpointManager(ocp.CheckpointManager):
                         self._tip.step,
                     )
                 return False
-        self.wait_until_finished()
+        last = self.reached_preemption(step)
+        if not force and not last and self._is_left_out(step):
+            return False
+        self._wait_before_save(state)
+        abandoned: tuple[str, ...] = ()
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
-            abandoned = self._handler.prepare(place, state).abandoned
-            if abandoned:
-                # What was renamed aside must not be in the way of the new steps.
-                self._forget_steps(abandoned)
-        saved = super().save(
-            step,
-            items,
-            save_kwargs,
-            metrics=metrics,
-            force=True,
-            args=args,
-            custom_metadata=custom_metadata,
-        )
-        if saved:
+            abandoned = self._prepared(place, state, last)
+        try:
+            # What was renamed aside must not be in the way of the new steps.
+            self._forget_steps(abandoned)
+            self._handler.barriers.begin(self._barrier_keys(step))
             self._tip_before = self._tip
+            self._saving, self._is_synced = self._step_directory(step), False
+            if self._handler.take_changed():
+                self._relist()
+            with self._all_directories():
+                if state is None:
+                    self._check_not_in_the_way(step)
+                saved = super().save(
+                    step,
+                    items,
+                    save_kwargs,
+                    metrics=metrics,
+                    force=True,
+                    args=args,
+                    custom_metadata=custom_metadata,
+                )
+        except BaseException as error:
+            try:
+                self._clear_up()
+            finally:
+                self._handler.withdraw()
+                # Steps that were moved aside are back only now.
+                self._reread()
+            if isinstance(error, errors.CnrError) or errno_of(error) is None:
+                raise
+            raise save_error(error, step, str(self._root)) from error
+        if saved:
             self._tip = self._tip_at(step, state.touched if state else None)
+        if last:
+            self.wait_until_finished()
         return saved
 
     def restore(
@@ -179,7 +340,13 @@ class CheckpointManager(ocp.CheckpointManager):
         directory: epath.PathLike | None = None,
         args: ocp.args.CheckpointArgs | None = None,
     ) -> Any:
-        """Restores a step; None: the newest whole one of the newest branch.
+        """Restores a step; None: the newest of the newest branch that is whole.
+
+        With None, a step that turns out damaged is passed over, as is what rests on it, with a
+        warning in the log for each. Saving then goes on from the step that was taken, in a
+        branch of its own. A step that is asked for by number is restored or refused. Errors
+        that do not mean damage (a state that does not match, no permission to read, no memory)
+        are raised either way. An error changes nothing: saving goes on as before.
 
         Args:
             step: what to restore.
@@ -193,30 +360,32 @@ class CheckpointManager(ocp.CheckpointManager):
             `Restored(state, touched)`, or a Composite with one where items are named.
 
         Raises:
-            FileNotFoundError: if there is no such step, or none at all.
+            NoStepError: if there is no such step, or none that can be restored; it is a
+                FileNotFoundError too.
             StateMismatchError: if the state asked for does not match.
-            ChainError, IntegrityError, FormatError: if the step cannot be restored.
+            ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
+                name the file, the chain, and the steps that could be restored instead.
         """
-        self.wait_until_finished()
+        # An error may be of one process alone; the others must not go on without it.
+        alike(self._channel, self.wait_until_finished)
         self._settle()
-        if step is None and directory is None:
-            step = self._agreed_latest()
-        if step is not None and directory is None:
-            self._check_exists(step)
-        if args is None:
-            args = Restore()
-            if self._item not in (None, DEFAULT_ITEM):
-                args = ocp.args.Composite(**{str(self._item): args})
         plain = isinstance(args, ocp.args.StandardRestore)
-        if isinstance(args, ocp.args.StandardRestore):
-            args = Restore(args.item)
-        restored = super().restore(
-            step, items, restore_kwargs, directory=directory, args=args
-        )
+        args = self._restore_args(args)
+        elsewhere = None if directory is None else epath.Path(directory)
+
+        def attempt(step: int) -> Any:
+            with self._handler.attempt(reads=self._reads_state(args)):
+                if self._reads_state(args):
+                    self._check_ours(elsewhere or self._root, step)
+                return super(CheckpointManager, self).restore(
+                    step, items, restore_kwargs, directory=directory, args=args
+                )
+
+        step, restored = self._restore_by(attempt, step, elsewhere)
         state = restored
         if isinstance(restored, ocp.args.Composite):
             state = restored.get(str(self._item))
-        if directory is None and isinstance(state, Restored) and step is not None:
+        if directory is None and isinstance(state, Restored):
             tip = self._tip_at(step, state.touched)
             # Without touched rows it is not known whether the restored state goes on: if it
             # does, its next steps are due either way.
@@ -224,63 +393,331 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._tip = tip
         return state.state if plain and isinstance(state, Restored) else restored
 
+    def _restore_args(
+        self, args: ocp.args.CheckpointArgs | None
+    ) -> ocp.args.CheckpointArgs:
+        """What to restore, of this library's own arguments."""
+        if isinstance(args, ocp.args.StandardRestore):
+            return Restore(args.item)
+        if args is not None:
+            return args
+        if self._item in (None, DEFAULT_ITEM):
+            return Restore()
+        return ocp.args.Composite(**{str(self._item): Restore()})
+
+    def _reads_state(self, args: ocp.args.CheckpointArgs) -> bool:
+        """Whether the item that this library saves is among those that are restored."""
+        if isinstance(args, ocp.args.Composite):
+            return isinstance(args.get(self._item or DEFAULT_ITEM), Restore)
+        return isinstance(args, Restore)
+
+    def _restore_by(
+        self, attempt: Callable[[int], Any], step: int | None, elsewhere: Any
+    ) -> tuple[int, Any]:
+        """The step that is taken, and what an attempt at it has restored."""
+        root = elsewhere or self._root
+
+        item = self._item or find_item(root) or DEFAULT_ITEM
+
+        def ledger() -> Ledger:
+            if elsewhere is None:
+                return self._ledger
+            return Ledger.load(root, item, self._handler.is_step)
+
+        restorer = Restorer(root, item, ledger, attempt)
+        if step is None:
+            return restorer.newest(lambda choose: decide(self._channel, choose))
+        if elsewhere is None:
+            decide(self._channel, lambda: self._check_exists(step))
+        return step, restorer.given(step)
+
+    def verify(self, level: Level = "data") -> tuple[Problem, ...]:
+        """What is wrong in the root of this manager; see `cnr_jax.verify`.
+
+        Steps that are found damaged are not listed any more, nor taken as parents. With
+        several processes call it on all of them, or on process 0: each notes what it finds.
+        """
+        self.wait_until_finished()
+        self._settle()
+        found = verify(self._root, level, item=self._item)
+        for problem in found:
+            if problem.consequence:
+                path = "/".join((problem.directory, problem.file)).rstrip("/")
+                self._ledger.note_damage(path, problem.message.partition("\n")[0])
+        return found
+
     def delete(self, step: int) -> None:
         """Deletes a step that no other depends on.
 
         Raises:
-            DependentsExistError: naming those that do.
+            FileNotFoundError: if there is no such step.
+            DependentsExistError: naming steps that depend on it, or that may because they
+                cannot be read.
+            WriterError: if another manager saves to this root; nothing was deleted.
+            OSError: if the step cannot be removed; it is there as before.
         """
         self.wait_until_finished()
         self._settle()
-        entry = self._ledger.by_step(step)
-        if entry is not None:
-            dependents = self._ledger.dependents(entry.directory)
-            if dependents:
+        directory = self._existing_directory(step)
+        found = blockers(self._ledger, directory)
+        with self._all_directories():
+            if found and step in self.all_steps():
                 raise errors.DependentsExistError(
-                    f"refusing to delete step {step}: {describe(dependents)}"
-                    " depend on it\n  hint: delete those first, the newest first"
+                    f"refusing to delete step {step}: {', '.join(reversed(found))}"
+                    " depend on it, or may\n  hint: delete those first, the newest first"
                 )
-        super().delete(step)
-        if entry is not None:
-            self._ledger.forget(entry.directory)
+            super().delete(step)
+        failures = self._deleter.take_failures()
+        if failures:
+            self._relist()
+            raise failures[0]
+        self._ledger.forget(directory)
 
     def reload(self) -> None:
-        """Reads the root again."""
+        """Reads the root again, and lets the next save take it over from another manager."""
         super().reload()
         self._settle()
+        self._handler.take_over()
         self._item = self._item or find_item(self._root)
         if self._item is not None:
             ledger = self._handler.open(self._root, self._item)
-            fresh = Ledger.load(self._root, self._item)
-            ledger.entries, ledger.unreadable = fresh.entries, fresh.unreadable
+            ledger.become(Ledger.load(self._root, self._item, ledger.is_step))
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that is being written, and raises what it raised."""
+        """Waits for the save that is being written.
+
+        Raises:
+            SaveError: if it failed; once. Also if it is committed but old steps could not be
+                deleted: its `kind` then is `"after_commit"`.
+        """
+        failure: Exception | None = None
+        thread = self._finalize_thread.get()
         try:
             super().wait_until_finished()
-        except Exception:
+        except Exception as error:
+            # Whatever Orbax or a handler of the user raised: it belongs to this save, and the
+            # manager goes on.
+            failure = error
             # An error in writing Orbax's metadata comes out while the rest is being written;
             # what becomes of that must not come out of the next save.
             with contextlib.suppress(Exception):
                 self._wait_for_checkpointers()
-            # Orbax struck off what it would have deleted after this save, but did not delete.
-            super().reload()
             self._settle()
+            self._reread()
+            self._forget_finalize_thread()
+        except BaseException:
+            # Orbax has struck off the step, which is written nevertheless.
+            self._is_stale = True
             raise
         self._settle()
+        known, self._failure = self._failure, None
+        if failure is not None:
+            step = thread.step() if thread is not None else None
+            # `_settle` notes a failure if, and only if, this save is not committed.
+            raise self._as_save_error(failure, step, committed=known is None)
+        if known is not None:
+            raise known
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save raised, if it has ended; does not wait.
+
+        Orbax's own takes an error away from the thread that is about to delete old steps.
+
+        Raises:
+            SaveError: if it failed; once.
+        """
+        if not self._is_busy():
+            self.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the save that is being written and frees what is held."""
-        super().close()
-        self._settle()
+        """Waits for the save that is being written and frees what is held.
+
+        Raises:
+            SaveError: if the save failed.
+        """
+        try:
+            self.wait_until_finished()
+        finally:
+            if self._sigterm is not None:
+                self._sigterm.close()
+            super().close()
 
     def _settle(self) -> None:
         """Notes a committed save, unless one is still being written."""
+        if self._is_busy():
+            return
+        saving = self._handler.is_saving
+        if saving:
+            # After an interrupt there may be no thread that finalizes a save, or one that
+            # Python takes for ended, but one that writes.
+            # Its error is the handler's to tell.
+            with contextlib.suppress(Exception):
+                self._wait_for_checkpointers()
+        if self._is_stale:
+            self._reread()
+        if self._handler.settle() is None and saving:
+            self._tip = self._tip_before
+            self._failure = self._handler.take_failure()
+        if self._deleter.take_failures():
+            # Orbax struck off what it would have deleted after this save, but did not delete,
+            # and lists the step that failed.
+            self._reread()
+
+    def _reread(self) -> None:
+        """Reads which steps there are, after a fault that may last."""
+        if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
+            return  # it is a broadcast, to which the others may not come
+        try:
+            super().reload()
+        except OSError as error:
+            _log.warning("%s cannot be read now: %s", self._root, error)
+            self._is_stale = True
+        else:
+            self._is_stale = False
+
+    def _is_busy(self) -> bool:
+        """Whether a save is being written, or old steps are being deleted after it."""
         thread = self._finalize_thread.get()
-        if thread is None or not thread.is_alive():
-            saving = self._handler.is_saving
-            if self._handler.settle() is None and saving:
-                self._tip = self._tip_before
+        if thread is threading.current_thread():
+            return True
+        return thread is not None and thread.is_alive()
+
+    def _is_left_out(self, step: int) -> bool:
+        """Whether a save that is due is skipped because one is being written."""
+        if not self._skips_when_busy:
+            return False
+        # Threads end at slightly different times; the processes must do the same.
+        busy = bool(decide(self._channel, self._is_busy))
+        if busy:
+            _log.info("step %d is not saved: the save before is being written", step)
+        return busy
+
+    def _wait_before_save(self, state: Save | None) -> None:
+        try:
+            self.wait_until_finished()
+        except errors.CnrError as error:
+            # The others may know of no error, such as one in deleting old steps, or of another.
+            if state is not None:
+                self._handler.refuse(error)
+            raise
+
+    def _clear_up(self) -> None:
+        """Ends a save of which the blocking part was left by an error or an interrupt."""
+        self._settle()
+        self._failure = None  # it is on its way
+        self._reread()
+        if jax.process_count() == 1:
+            self._save_progress_tracker.set(False)
+
+    def _as_save_error(
+        self, error: Exception, step: int | None, *, committed: bool
+    ) -> errors.CnrError:
+        """What was raised in the background as an error that says which save it was."""
+        if isinstance(error, errors.WriterError):
+            return error
+        if isinstance(error.__context__, errors.SaveError):
+            # The last barrier of a save was in vain too.
+            return error.__context__
+        # Another step of this number may be back, which was moved aside for the save.
+        if committed and any(e.step == step for e in self._ledger.committed()):
+            return after_commit(error, step)
+        return save_error(error, step, str(self._root))
+
+    def _prepared(self, place: Place, state: Save, urgent: bool) -> tuple[str, ...]:
+        """Prepares a save; returns which step directories it has moved aside."""
+        try:
+            return self._handler.prepare(place, state, urgent=urgent).abandoned
+        except Exception as error:
+            # The root could not be read or claimed.
+            if isinstance(error, errors.CnrError) or errno_of(error) is None:
+                raise
+            step = names.step_number(place.directory)
+            raise save_error(error, step, str(self._root)) from error
+
+    def _forget_finalize_thread(self) -> None:
+        """So that the error comes out once, and nothing holds what its frames hold."""
+        self._finalize_thread.set(None)
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except BaseException as error:
+            # Nobody comes to Orbax's barriers after an error that all have heard of. Of
+            # another one, such as in another item or in the commit, they must hear there.
+            if self._handler.has_failed():
+                self._handler.barriers.forget()
+            else:
+                self._handler.barriers.leave(error)
+            raise
+        if self._handler.has_failed():
+            # Orbax takes a cancelled save for a finished one, and would delete old steps.
+            raise self._handler.failure()
+
+    def _with_barriers(self, options: Any) -> Any:
+        """Orbax's options of saves in the background, with barriers that do not hang."""
+        options = options or ocp.AsyncOptions()
+        if jax.process_count() == 1 or options.barrier_sync_fn is not None:
+            return options
+        return dataclasses.replace(options, barrier_sync_fn=self._handler.barriers)
+
+    def _barrier_keys(self, step: int) -> list[str]:
+        prefix = self._multiprocessing_options.barrier_sync_key_prefix or ""
+        directory = self._step_directory(step)
+        return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
+
+    def _recover(self) -> None:
+        """Process 0 undoes an unfinished rollback before any process reads the root."""
+        if jax.process_index() == 0:
+            recover(self._root)
+        self._channel.broadcast("recovered")
+
+    def _sync_uncommitted(self) -> None:
+        item = str(self._item)
+        self._is_synced = sync_uncommitted(self._root, self._saving, item)
+
+    def _finalize_checkpoint(self, step: int) -> None:
+        """Makes the step durable; only then does Orbax delete others."""
+        super()._finalize_checkpoint(step)
+        options = self._options
+        if ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
+            directory, whole = self._step_directory(step), not self._is_synced
+            try:
+                sync_committed(self._root, directory, str(self._item), whole=whole)
+            except OSError as error:
+                self._handler.synced(error)
+                raise
+            self._handler.synced(None)
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        try:
+            super()._finalize(step, steps_to_remove)
+        finally:
+            self._handler.end_writing()
+
+    def _relist(self) -> None:
+        """Lets Orbax list the steps anew, where it does so on each process for itself."""
+        if not self._options.single_host_load_and_broadcast:
+            super().reload()
+
+    def _check_not_in_the_way(self, step: int) -> None:
+        """Makes sure that Orbax deletes no folder that it does not know of.
+
+        Raises:
+            DependentsExistError: if there is one.
+        """
+        path = self._root / self._step_directory(step)
+        if step not in self.all_steps() and path.exists():
+            raise errors.DependentsExistError(
+                f"step {step} cannot be saved: {path} is there already\n"
+                "  hint: save another step, or move that folder out of the root",
+                kind="step_exists",
+            )
+
+    def _existing_directory(self, step: int) -> str:
+        """Name of a step's directory, which may be in another form than new ones."""
+        with contextlib.suppress(ValueError):
+            return self._get_read_step_directory(step, self._root).name
+        return self._step_directory(step)
 
     def _goes_elsewhere(self, step: int, state: Save | None) -> bool:
         """Whether an older step is no repetition but a state that does not rest on the tip.
@@ -339,20 +776,37 @@ class CheckpointManager(ocp.CheckpointManager):
         ]
         self._checkpoints.delete_if(lambda info: info.step in steps)
 
-    def _agreed_latest(self) -> int:
-        """The newest whole step, as process 0 sees it."""
-        step = json.loads(self._channel.broadcast(json.dumps(self.latest_step())))
-        if step is None:
-            raise FileNotFoundError(f"no step in {self._root} can be restored")
-        return step
-
     def _check_exists(self, step: int) -> None:
-        if step in self.all_steps():
+        with self._all_directories():
+            known = sorted(self.all_steps())
+        if step in known:
             return
-        known = ", ".join(str(known) for known in sorted(self.all_steps())) or "none"
-        raise FileNotFoundError(
-            f"step {step} does not exist in {self._root}\n  steps: {known}"
+        restorable = ", ".join(map(str, self.all_steps())) or "none"
+        raise errors.NoStepError(
+            f"step {step} does not exist in {self._root}\n"
+            f"  steps: {', '.join(map(str, known)) or 'none'}\n"
+            f"  that can be restored: {restorable}"
         )
+
+    def _check_ours(self, root: epath.Path, step: int) -> None:
+        """Tells a step of another kind from ours, before Orbax takes it for what it is not.
+
+        Raises:
+            IntegrityError: if it holds nothing that this library could restore.
+        """
+        try:
+            directory = self._get_read_step_directory(step, root)
+        except ValueError:
+            return  # there is none: Orbax says so
+        item = self._item or DEFAULT_ITEM
+        held = directory / item
+        with accessing(held):
+            if not directory.exists() or (held / names.MANIFEST).exists():
+                return
+            if not held.exists() or not any(
+                names.is_own(path.name) for path in held.iterdir()
+            ):
+                raise not_ours(directory, item)
 
 
 def _check_step(step: object) -> None:

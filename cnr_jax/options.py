@@ -56,11 +56,22 @@ class Options:
             keeps everything.
         max_staging_bytes: bytes of rows that may wait in memory to be written. A save of more
             goes on writing while training waits.
-        verify_reads: whether a restore compares every chunk with the manifest. Chunks are
-            compared with their own checksums in any case.
+        verify_reads: whether a restore compares the checksum of every chunk with the manifest.
+            False still detects all damage to data, manifests and dense files: only a whole
+            chunk of another array, step or run in the place of one goes unnoticed.
         staging: where rows are encoded: `"host"` in the background, `"device"` before they
             are copied to the host, `"auto"` by platform.
-        on_save: called with the report of each save, once it is known to be committed.
+        on_save: called with the report of each save, once it is known to be committed. What it
+            raises is logged.
+        timeout_secs: how long a save waits before it fails: for other processes that have not
+            done their part, for its directories, and for room in the staging memory. The
+            error names the process.
+        when_busy: what a save does that is due while the one before is being written. `"wait"`:
+            waits for it. `"skip"`: is left out, on all processes alike, and returns False;
+            `force=True` and the last save before a preemption wait.
+        save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
+            it SIGTERM ends the program. With `jax.distributed.initialize` jax listens, and
+            this changes nothing. See `CheckpointManager.reached_preemption`.
 
     Raises:
         OptionError: if a value cannot work.
@@ -83,6 +94,9 @@ class Options:
     verify_reads: bool = True
     staging: Literal["auto", "host", "device"] = "auto"
     on_save: Callable[[SaveReport], None] | None = None
+    timeout_secs: float = 600.0
+    when_busy: Literal["wait", "skip"] = "wait"
+    save_on_sigterm: bool = False
 
     def __post_init__(self) -> None:
         self._check_tracking()
@@ -94,6 +108,14 @@ class Options:
         if self.max_staging_bytes < 1:
             raise errors.OptionError(
                 f"max_staging_bytes must be positive, got {self.max_staging_bytes}"
+            )
+        if not self.timeout_secs > 0:
+            raise errors.OptionError(
+                f"timeout_secs must be positive, got {self.timeout_secs}"
+            )
+        if self.when_busy not in ("wait", "skip"):
+            raise errors.OptionError(
+                f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"
             )
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):

@@ -2,28 +2,41 @@
 
 tests/test_orbax_assumptions.py names and tests each of them: the shape of temporary paths, that
 a standard handler can be nested below an item, that directories are created while `async_save`
-runs, and which client the processes of a run coordinate through.
+runs and what tells when they are there, and which client the processes of a run coordinate
+through.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import hashlib
-import itertools
-from collections.abc import Coroutine, Mapping
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import future as ocp_future
+from orbax.checkpoint import checkpoint_manager
+from orbax.checkpoint._src.futures import future as signals
+from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from cnr_jax.format import names
+from cnr_jax.format.names import step_number as step_number
 from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.ledger import Ledger
+from cnr_jax.repository.removal import children_first
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_ITEM = "default"
-_channels = itertools.count()
+# Where Orbax waits for all processes before and after the commit of a save.
+COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,62 +77,242 @@ def place_of(directory: AnyPath) -> Place:
     )
 
 
-def step_number(directory: str) -> int:
-    """The step that a step directory's name ends in; 0 for a name without digits.
+def step_names(
+    options: ocp.CheckpointManagerOptions | None,
+) -> Callable[[str], bool] | None:
+    """Tells the names of a manager's step directories from others.
+
+    Returns:
+        None where a format of the user's own names them: it may read names that it would not
+        write.
 
     Example:
-        >>> step_number("ck_000120")
-        120
+        >>> is_step = step_names(ocp.CheckpointManagerOptions(step_prefix="ck"))
+        >>> is_step("ck_12"), is_step("ck_012"), is_step("lost+found0")
+        (True, False, False)
     """
-    digits = directory[len(directory.rstrip("0123456789")) :]
-    return int(digits) if digits else 0
+    options = options or ocp.CheckpointManagerOptions()
+    if options.step_name_format is not None:
+        return None
+    written = ocp.path.step.standard_name_format(
+        step_prefix=options.step_prefix,
+        step_format_fixed_length=options.step_format_fixed_length,
+    )
+    return lambda name: written.build_name(step_number(name)) == name
 
 
-def in_background(work: Coroutine[Any, Any, None], name: str) -> Any:
-    """Runs a coroutine in a thread of its own once the item's directory exists."""
-    return ocp_future.CommitFutureAwaitingContractedSignals(work, name=name)
+def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
+    """The steps of a root as Orbax's manager tracks them, sorted.
+
+    As the manager's own `_load_checkpoint_infos`, but what Orbax wrote beside the state (times
+    and metrics) may be damaged: it is left out then, with a warning.
+    """
+    found: list[Any] = []
+    for step in manager._step_name_format.find_all(manager.directory):
+        time, metrics = datetime.datetime.min, None
+        if not skip_metadata_read:
+            # Whatever stands in those files, and of whatever type it is.
+            try:
+                time = step.commit_timestamp
+            except Exception as error:
+                _warn_of_metadata(step.path, "its time", error)
+                secs = float(step.path.stat().mtime)
+                time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
+            try:
+                metrics = manager.metrics(step.step)
+            except Exception as error:
+                _warn_of_metadata(step.path, "its metrics", error)
+        found.append(
+            checkpoint_manager.CheckpointInfo(
+                step=step.step, time=time, metrics=metrics
+            )
+        )
+    return sorted(found, key=lambda info: info.step)
 
 
-class Channel:
-    """Tells all processes what the first one says, without any device computation.
+def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
+    _log.warning(
+        "step %s goes without %s: what Orbax wrote there cannot be read (%s)",
+        step,
+        what,
+        error,
+    )
 
-    Channels are matched by the order in which each process makes them, messages by their
-    order in the channel.
+
+def distributed_client() -> Any:
+    """The client through which the processes of a run coordinate.
+
+    Raises:
+        ValueError: if the run has not called `jax.distributed.initialize`.
+    """
+    return ocp.multihost.get_jax_distributed_client()
+
+
+def is_distributed() -> bool:
+    """Whether the run has called `jax.distributed.initialize`."""
+    return ocp.multihost.is_jax_distributed_client_initialized()
+
+
+class Directories:
+    """The directories of the save that starts, which Orbax makes in threads of its own.
+
+    To be made in `async_save`. Orbax signals when they are there, and says nothing if they
+    cannot be made: whoever waits as Orbax does then waits five minutes.
     """
 
     def __init__(self) -> None:
-        self._prefix = f"cnr_jax/{next(_channels)}"
-        self._count = 0
-
-    def broadcast(self, text: str | None) -> str:
-        """Returns the text that process 0 passed; others pass None."""
-        if jax.process_count() == 1:
-            assert text is not None
-            return text
-        client = ocp.multihost.get_jax_distributed_client()
-        key = f"{self._prefix}/{self._count}"
-        self._count += 1
-        if jax.process_index() == 0:
-            assert text is not None
-            client.key_value_set(key, text)
-            return text
-        timeout_ms = ocp.multihost.coordination_timeout() * 1000
-        return str(client.blocking_key_value_get(key, timeout_ms))
-
-    def gather(self, text: str) -> list[str]:
-        """Returns what every process passed, on process 0; an empty list on others."""
-        if jax.process_count() == 1:
-            return [text]
-        client = ocp.multihost.get_jax_distributed_client()
-        key = f"{self._prefix}/gather/{self._count}"
-        client.key_value_set(f"{key}/{jax.process_index()}", text)
-        if jax.process_index() != 0:
-            return []
-        timeout_ms = ocp.multihost.coordination_timeout() * 1000
-        return [
-            str(client.blocking_key_value_get(f"{key}/{i}", timeout_ms))
-            for i in range(jax.process_count())
+        contract = signals.AwaitableSignalsContract
+        self._operation = (
+            synchronization.OperationIdGenerator.get_current_operation_id()
+        )
+        self._signals = contract.get_awaitable_signals_from_contract(self._operation)
+        self._keys = [
+            contract.get_unique_awaitable_singal_key(signal, self._operation)
+            for signal in self._signals
         ]
+        self._makers = [t for t in self._threads() if t._send_signals]
+
+    def wait(self, timeout_secs: float, check: Callable[[], None]) -> None:
+        """Waits until the directories are there.
+
+        Args:
+            timeout_secs: how long.
+            check: called every second; what it raises ends the wait.
+
+        Raises:
+            OSError: what kept Orbax from making them; TimeoutError if it is not done.
+        """
+        deadline = time.monotonic() + timeout_secs
+        for signal, key in zip(self._signals, self._keys, strict=True):
+            while not _is_signalled(key):
+                check()
+                self._check_makers(signal, key)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"the directories of the save were not made in {timeout_secs:g} s"
+                    )
+
+    def _check_makers(self, signal: Any, key: str) -> None:
+        """Raises what kept a signal from being sent: its sender has ended without."""
+        makers = [t for t in self._makers if signal in t._send_signals]
+        if jax.process_index() != 0 or any(t.is_alive() for t in makers):
+            return  # process 0 makes them, and has done so, perhaps, since the last look
+        if not _is_signalled(key):
+            failed = [t._exception for t in makers if t._exception is not None]
+            raise (
+                failed[0]
+                if failed
+                else OSError("Orbax could not make the directories of the save")
+            )
+
+    def give_up(self) -> None:
+        """Keeps all that waits for the directories from ever beginning."""
+        for thread in self._threads():
+            if thread._receive_signals:
+                thread.cancel()
+
+    def release(self) -> None:
+        """Ends the waiting of what was given up; only once it is given up everywhere."""
+        waiting = [t for t in self._threads() if t._cancelled]
+        signals.set_signals(self._signals, operation_id=self._operation)
+        for thread in waiting:
+            _end_given_up(thread)
+
+    def _threads(self) -> list[Any]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if isinstance(thread, signals._SignalingThread)
+            and thread._operation_id == self._operation
+        ]
+
+
+def _is_signalled(key: str, wait_secs: int = 1) -> bool:
+    """Whether a signal comes within a second."""
+    try:
+        signaling_client.get_signaling_client().blocking_key_value_get(key, wait_secs)
+    except TimeoutError:
+        return False
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
+
+
+def _end_given_up(thread: Any) -> None:
+    """Waits for a cancelled thread and closes the coroutine that it never began."""
+    threading.Thread.join(thread)
+    target = getattr(thread, "_target", None)
+    if target is not None:
+        work = inspect.getclosurevars(target).nonlocals["target"]
+        inspect.getclosurevars(work).nonlocals["coro"].close()
+
+
+class ChainDeleter:
+    """What an Orbax manager deletes steps through: children first, and only its own.
+
+    Args:
+        remove: removes a step directory, by name.
+        name_of: the step directory of a step.
+        ledger: returns the ledger of the root.
+        check: raises `WriterError` if another manager has taken over the root.
+        close: frees what `remove` needs.
+        primary: whether this process removes anything.
+    """
+
+    def __init__(
+        self,
+        remove: Callable[[str], None],
+        *,
+        name_of: Callable[[int], str],
+        ledger: Callable[[], Ledger],
+        check: Callable[[], None],
+        close: Callable[[], None],
+        primary: bool,
+    ) -> None:
+        self._remove, self._name_of, self._ledger = remove, name_of, ledger
+        self._check, self._close, self._primary = check, close, primary
+        self._failed: list[Exception] = []
+
+    def delete(self, step: int) -> None:
+        """Removes one step; what fails is kept for `take_failures`."""
+        self.delete_steps([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Removes steps, those first that others do not depend on.
+
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
+        the save that made the steps superfluous is committed all the same.
+        """
+        if not self._primary:
+            return
+        ledger, stay = self._ledger(), set[str]()
+        directories = [self._name_of(step) for step in steps]
+        for directory in children_first(ledger, directories):
+            try:
+                if directory not in stay:
+                    self._check()
+                    self._remove(directory)
+                    continue
+            except FileNotFoundError:
+                _log.warning("step %s is gone already", directory)
+                continue
+            except Exception as error:
+                self._failed.append(error)
+                _log.error("step %s is not removed and stays: %s", directory, error)
+            # It counts on, and the next retention decides about it again.
+            ledger.doomed.discard(directory)
+            stay |= ledger.closure([directory])
+
+    def take_failures(self) -> list[Exception]:
+        """Why steps were not removed since this was asked last."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def close(self) -> None:
+        """Waits for what is being deleted in the background."""
+        self._close()
 
 
 def is_host_local(leaf: Any) -> bool:

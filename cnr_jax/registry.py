@@ -26,7 +26,9 @@ def handler_registry(
     """A registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
 
     Without `registry.preservation_policy(...)` in the manager's options only full
-    checkpoints are written: plain retention would delete the parents of deltas.
+    checkpoints are written: plain retention would delete the parents of deltas. What only
+    `CheckpointManager` does: sync what Orbax renames, remove steps at once rather than file by
+    file, and look before Orbax deletes a folder that has come to the root since it started.
     """
     registry = HandlerRegistry()
     registry.handler = CnrHandler(tables, options)

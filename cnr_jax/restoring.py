@@ -22,7 +22,7 @@ from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.restore import Target, restore_leaves, restore_stamps
 from cnr_jax.repository.step import StepReader
 from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.touched import Touched, seeded, stamp_sharding
+from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.splitting import merge
 from cnr_jax.table import Leaf, Table, Tables
 
@@ -274,8 +274,10 @@ def rebuild(
     return found
 
 
-def reseed(chain: Sequence[StepReader], wanted: Wanted, tables: Tables) -> Touched:
-    """Touched rows from which the next delta is right, in a fresh lineage.
+def read_stamps(
+    chain: Sequence[StepReader], wanted: Wanted, tables: Tables
+) -> tuple[dict[str, Sharding], dict[str, Any]]:
+    """Shardings and values of the stamps under which the next delta is right.
 
     Tables that were not restored get stamps of zero.
     """
@@ -294,7 +296,7 @@ def reseed(chain: Sequence[StepReader], wanted: Wanted, tables: Tables) -> Touch
         chain, [(name, wanted.targets[name], shardings[name]) for name in names]
     )
     stamps |= dict(zip(names, restored, strict=True))
-    return seeded(tables, shardings, stamps, len(chain) - 1)
+    return shardings, stamps
 
 
 def assemble(

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
+import os
 from typing import Any
 
 import jax
 
 from cnr_jax import capture, errors
+from cnr_jax.background import Background
+from cnr_jax.failures import save_error
 from cnr_jax.finalizing import Facts
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
-from cnr_jax.orbax_compat import Place, step_number
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.format.names import step_number
+from cnr_jax.orbax_compat import Place
 from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.write import RowsWriter, RunPlan, Written
-from cnr_jax.rows.chunk import Chunk, host_device
-from cnr_jax.rows.staging import Stage
+from cnr_jax.repository.write import Written
 from cnr_jax.rows.touched import Touched
 from cnr_jax.splitting import split
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found
 
-# How long a failed save is waited for to stop writing; it does within a chunk or two.
-STOP_SECS = 60
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,18 @@ class InFlight:
     facts: Facts
     fingerprint_secs: float = 0.0
     blocking_secs: float = 0.0
-    stage: Stage[Chunk] | None = None
-    writing: list[Any] = dataclasses.field(default_factory=list)
+    background: Background | None = None
     written: Written | None = None
+
+    def has_failed(self) -> bool:
+        """Whether all processes have heard that the save has failed; waits for their word."""
+        return self.background is None or self.background.has_failed()
+
+    def failure(self) -> errors.SaveError:
+        """Why the save was not committed, as far as this process knows."""
+        known = self.background.error if self.background is not None else None
+        reason = known or RuntimeError("it was not committed")
+        return save_error(reason, self.plan.step, os.fspath(self.place.path))
 
     def stop(self) -> None:
         """Waits until nothing of a failed save is being written.
@@ -77,12 +86,8 @@ class InFlight:
         Orbax raises the first error while other parts may still be writing, into a directory
         of which the same step, saved again, uses the name.
         """
-        if self.stage is not None:
-            self.stage.abort()
-        for future in self.writing:
-            # Its error, if it has one, came out already or is not the first.
-            with contextlib.suppress(Exception):
-                future.result(timeout=STOP_SECS)
+        if self.background is not None:
+            self.background.stop()
 
 
 def check(
@@ -118,22 +123,31 @@ def _check_alive(tree: Any, what: str) -> None:
             )
 
 
-async def write_rows(
-    directory: AnyPath,
-    flight: InFlight,
-    plans: tuple[RunPlan, ...],
-    stage: Stage[Chunk],
-) -> None:
-    """Writes what comes through the stage; runs in the background.
+class Unfinished:
+    """Folders of failed saves, to be removed: the next save may need the room."""
 
-    A failure frees the training thread, should it wait for room in the stage.
-    """
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+
+    def add(self, place: Place) -> None:
+        """Notes a save that was to be at a place and is not committed."""
+        self._places.append(place)
+
+    def clear(self) -> None:
+        """Removes what is there. What is not part of the state may still be written."""
+        self._places = [place for place in self._places if not _remove(place)]
+
+
+def _remove(place: Place) -> bool:
+    """Whether the folder of a failed save is gone."""
+    path: Any = place.root / (place.directory + names.TEMPORARY_SUFFIX)
     try:
-        writer = RowsWriter(directory, flight.plan.uuid, jax.process_index(), plans)
-        flight.written = writer.write(stage, host_device())
-    except BaseException:
-        stage.fail()
-        raise
+        if path.exists():
+            path.rmtree()
+    except OSError as error:
+        _log.warning("%s of a failed save remains for now: %s", path, error)
+        return False
+    return True
 
 
 def pending_entry(plan: Plan) -> Entry:

@@ -21,8 +21,11 @@ BELOW_HANDLER = f"{BELOW_REPOSITORY} options repository"
 # The parts of a save and of a restore that know no Orbax, then those that do.
 STAGES = "capture audit tracking finalizing restoring"
 ORBAX = "orbax_compat"
+# What a save is made of that goes on behind training, and may fail there.
+SAVING = "failures channel background saving"
 # What a manager alone is made of.
-MANAGING = "registry retaining continuing"
+MANAGING = "registry retaining continuing keeping"
+ENDING = "failures channel preemption"
 TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
@@ -46,19 +49,29 @@ TABLE = {
     "restoring": (BELOW_HANDLER, "numpy jax"),
     "orbax_compat": ("errors format repository", "numpy jax orbax"),
     "optim": ("errors", "numpy jax"),
-    "agreement": (f"{BELOW_HANDLER} {ORBAX}", "jax"),
-    "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX}", "jax"),
+    "failures": ("errors", "jax"),
+    "channel": ("errors failures orbax_compat", "jax"),
+    "agreement": (f"{BELOW_HANDLER} {ORBAX} channel failures", "jax"),
+    "background": ("errors repository channel failures orbax_compat", ""),
+    "read_back": (f"{BELOW_HANDLER} restoring {ORBAX}", "jax"),
+    "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX} background failures", "jax"),
+    "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
+    "verdicts": ("errors channel", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} agreement saving",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),
     "registry": (f"{BELOW_HANDLER} handler", "orbax"),
     "retaining": ("errors options", "orbax"),
     "continuing": ("", "orbax"),
+    "fallback": (f"{BELOW_HANDLER} {ORBAX} verdicts", ""),
+    "keeping": (f"errors format repository {ORBAX}", "orbax"),
+    "preemption": ("errors", ""),
     "manager": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING}",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING} {ENDING}"
+        " fallback verdicts",
         "numpy jax flax orbax etils",
     ),
     "facade": (f"{BELOW_HANDLER} handler args registry manager optim", ""),

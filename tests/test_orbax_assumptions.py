@@ -20,11 +20,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from orbax.checkpoint import future
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
 from cnr_jax.format import names
-from cnr_jax.orbax_compat import DenseStore, in_background, place_of
+from cnr_jax.orbax_compat import (
+    DenseStore,
+    checkpoint_infos,
+    place_of,
+    step_names,
+)
 
 
 @dataclasses.dataclass
@@ -65,7 +71,7 @@ class ProbeHandler(ocp.AsyncCheckpointHandler):
             (directory / "file").write_text("written")
             self.note("written")
 
-        return [in_background(write(), "probe")]
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="probe")]
 
     def save(self, directory: epath.Path, args: Any) -> None:
         raise AssertionError("Orbax calls async_save")
@@ -247,6 +253,21 @@ def test_a_failed_save_deletes_nothing_and_is_raised_once_by_waiting(
     assert listing(handler.root) == {"2"}, "the temporary directory was replaced"
 
 
+def test_a_cancelled_save_counts_as_finished(probe: Any) -> None:
+    """So the manager looks for itself whether a save has been committed."""
+    handler, manager = probe
+    manager.save(1, args=ProbeSave())
+    manager.wait_until_finished()
+    handler.may_write.clear()
+    manager.save(2, args=ProbeSave())
+    manager._checkpointer.cancel()
+    handler.may_write.set()
+    manager.wait_until_finished()
+    assert 2 in manager.all_steps()
+    assert "2" not in listing(handler.root)
+    assert "1" not in listing(handler.root), "deleted for a step that does not exist"
+
+
 def test_restore_waits_for_the_save_in_flight(probe: Any) -> None:
     """`CnrHandler.restore` settles the save before it notes the restore."""
     handler, manager = probe
@@ -263,6 +284,8 @@ def test_renamed_and_temporary_directories_are_no_steps(tmp_path: Path) -> None:
         for step in (10, 20):
             manager.save(step, args=ocp.args.StandardSave(state))
     aside = names.abandoned("20", 1, "00ff" * 8)
+    (tmp_path / names.removed("40", "0011")).mkdir()
+    (tmp_path / names.WRITER).write_text("{}")
     assert aside.startswith("20.abandoned-g1-00ff00ff")
     (tmp_path / "20").rename(tmp_path / aside)
     (tmp_path / f"30{names.TEMPORARY_SUFFIX}").mkdir()
@@ -327,6 +350,104 @@ def test_the_manager_keeps_the_finalize_thread_and_the_list_of_steps(
     assert [info.step for info in manager._checkpoints] == [7]
     manager._checkpoints.delete_if(lambda info: info.step == 7)
     assert list(manager.all_steps()) == []
+
+
+class NotingDeleter:
+    """A deleter that only notes what it is asked for."""
+
+    def __init__(self, handler: ProbeHandler) -> None:
+        self._handler = handler
+
+    def delete(self, step: int) -> None:
+        self._handler.note("delete", step)
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        self._handler.note("delete_steps", list(steps))
+
+    def close(self) -> None:
+        self._handler.note("close")
+
+
+def test_steps_are_deleted_through_the_deleter_of_the_manager(probe: Any) -> None:
+    """A private attribute, in the place of which ours is put."""
+    handler, manager = probe
+    manager._checkpoint_deleter = NotingDeleter(handler)
+    for step in (1, 2):
+        manager.save(step, args=ProbeSave())
+        manager.wait_until_finished()
+    none, one = handler.find("delete_steps")
+    assert (none.detail, one.detail) == ([], [1])
+    assert "2" in one.listing and not one.main
+    manager.delete(2)
+    assert [event.detail for event in handler.find("delete")] == [2]
+    manager.close()
+    assert handler.find("close")
+    assert listing(handler.root) == {"1", "2"}
+
+
+def test_a_save_is_finalized_after_its_rename_and_before_any_deletion(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private methods that `cnr_jax.manager` extends: there steps become durable."""
+    handler, manager = probe
+    manager._checkpoint_deleter = NotingDeleter(handler)
+    for name in ("_finalize", "_finalize_checkpoint"):
+        real = getattr(manager, name)
+
+        def wrapped(*args: Any, real: Any = real, name: str = name) -> None:
+            handler.note(f"{name} begins", args)
+            real(*args)
+            handler.note(f"{name} ends")
+
+        monkeypatch.setattr(manager, name, wrapped)
+    manager.save(1, args=ProbeSave())
+    manager.wait_until_finished()
+    late = [e for e in handler.events if e.what.startswith(("_finalize", "delete"))]
+    assert [event.what for event in late] == [
+        "_finalize begins",
+        "_finalize_checkpoint begins",
+        "_finalize_checkpoint ends",
+        "delete_steps",
+        "_finalize ends",
+    ]
+    assert late[0].detail == (1, []) and late[1].detail == (1,)
+    assert "1" in late[1].listing
+
+
+def test_the_callback_after_finalizing_sees_all_items_but_not_the_rename(
+    tmp_path: Path,
+) -> None:
+    """There a step is synced before it gets its final name."""
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        step = tmp_path / f"1{names.TEMPORARY_SUFFIX}"
+        seen.append(listing(step) | listing(step / "one"))
+
+    options = ocp.CheckpointManagerOptions(
+        async_options=ocp.AsyncOptions(post_finalization_callback=look)
+    )
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        items = {name: ocp.args.JsonSave({"x": 1}) for name in ("one", "two")}
+        manager.save(1, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    assert seen == [
+        {"_CHECKPOINT_METADATA", "one", "two", "metadata", "commit_success.txt"}
+    ]
+    late = listing(tmp_path / "1") - seen[0]
+    assert late <= {"commit_success.txt"}
+
+
+def test_a_folder_that_orbax_does_not_know_of_is_deleted_by_a_save_of_that_step(
+    probe: Any,
+) -> None:
+    """So `cnr_jax.manager` looks before each save."""
+    handler, manager = probe
+    (handler.root / "3").mkdir()
+    (handler.root / "3" / "precious").write_text("")
+    manager.save(3, args=ProbeSave())
+    manager.wait_until_finished()
+    assert not (handler.root / "3" / "precious").exists()
 
 
 def test_force_saves_older_steps_but_not_listed_ones(probe: Any) -> None:
@@ -417,3 +538,45 @@ def test_one_process_needs_no_client_and_waiting_has_a_limit() -> None:
     """Processes talk through the client of `jax.distributed`; tests/multiprocess uses it."""
     assert callable(ocp.multihost.get_jax_distributed_client)
     assert ocp.multihost.coordination_timeout() > 0
+
+
+def test_a_manager_reads_its_steps_by_one_method_that_can_be_done_again(
+    tmp_path: Path,
+) -> None:
+    """Where Orbax's own cannot, because of damage, ours goes step by step."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["auc"])
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in range(3):
+            args = ocp.args.StandardSave({"a": jnp.ones(2)})
+            manager.save(step, args=args, metrics={"auc": step} if step else None)
+        manager.wait_until_finished()
+        for skip in (False, True):
+            theirs = manager._load_checkpoint_infos(skip_metadata_read=skip)
+            ours = checkpoint_infos(manager, skip)
+            assert [dataclasses.astuple(info) for info in ours] == [
+                dataclasses.astuple(info) for info in theirs
+            ]
+        without, ranked = manager._sort_checkpoints_by_metrics(manager._checkpoints)
+        assert [info.step for info in (*without, *ranked)] == [0, 1, 2]
+        (tmp_path / "1" / "metrics" / "metrics").write_text("{")
+        with pytest.raises(ValueError):
+            manager._load_checkpoint_infos()
+
+
+@pytest.mark.parametrize("prefix", [None, "ck"])
+@pytest.mark.parametrize("length", [None, 3])
+def test_orbax_takes_those_folders_for_steps_that_it_would_name_so(
+    tmp_path: Path, prefix: str | None, length: int | None
+) -> None:
+    for lead in ("", "ck_", "notes", "lost+found"):
+        for number in ("0", "7", "07", "007", "0007", "1234", "9"):
+            (tmp_path / f"{lead}{number}").mkdir()
+    given = ocp.CheckpointManagerOptions(
+        step_prefix=prefix, step_format_fixed_length=length
+    )
+    with ocp.CheckpointManager(tmp_path, options=given) as manager:
+        found = manager._step_name_format.find_all(tmp_path)
+        theirs = {metadata.path.name for metadata in found}
+    is_step = step_names(given)
+    assert is_step is not None
+    assert {p.name for p in tmp_path.iterdir() if is_step(p.name)} == theirs != set()

@@ -18,6 +18,7 @@ PUBLIC = {
     "ModSharded",
     "OneShot",
     "Options",
+    "Problem",
     "Restored",
     "SaveRecord",
     "SaveReport",
@@ -33,6 +34,7 @@ PUBLIC = {
     "optim",
     "record",
     "reset_touched",
+    "verify",
 }
 
 

@@ -80,6 +80,54 @@ RULES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], Any]]] = {
         lambda: keeping.preservation_policy.PreserveAll(),
     ),
 }
+
+
+class Arbitrary:
+    """A rule of a user's own that minds nothing: some steps go, come back, and go at once."""
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        newest = checkpoints[-1].step
+        return [(info.step * 7 + newest * 5) % 4 != 0 for info in checkpoints]
+
+
+def _same(make: Callable[[], Any]) -> Any:
+    # Without best_fn Orbax does not write the metrics that BestN needs after a restart.
+    return lambda: {"preservation_policy": make(), "best_fn": loss}, make
+
+
+def _best(**options: Any) -> Callable[[], Any]:
+    return lambda: keeping.BestN(get_metric_fn=loss, **options)
+
+
+# Further forms of the same; one way of making deltas is enough for them.
+MORE_RULES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], Any]]] = {
+    "every_n_steps_at_least": _same(
+        lambda: keeping.EveryNSteps(3, exact_interval=False, max_to_keep=2)
+    ),
+    "closest_of_which_two": _same(lambda: keeping.EveryNStepsClosest(4, max_to_keep=2)),
+    "no_duration_at_all": _same(lambda: keeping.LatestDuration(datetime.timedelta(0))),
+    "best_and_those_without_metrics_go": _same(
+        _best(n=2, keep_checkpoints_without_metrics=False)
+    ),
+    "three_at_once": _same(
+        lambda: keeping.AnyPreservationPolicy(
+            [keeping.CustomSteps([2, 9]), _best(n=1)(), keeping.EveryNSeconds(3600)]
+        )
+    ),
+    "arbitrary": _same(Arbitrary),
+    "classic_options_together": (
+        lambda: {
+            "best_fn": loss,
+            "best_mode": "max",
+            "max_to_keep": 1,
+            "keep_period": 5,
+            "keep_time_interval": datetime.timedelta(hours=1),
+        },
+        lambda: keeping.AnyPreservationPolicy(
+            [_best(n=1)(), keeping.EveryNSteps(5), keeping.EveryNSeconds(3600)]
+        ),
+    ),
+}
 POLICIES = [
     cnr.Full(),
     cnr.OneShot(),
@@ -145,12 +193,18 @@ def check_chains(root: Any, steps: set[int]) -> None:
         assert chain[-1].manifest.step == step
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "policy"),
+    [
+        *((rule, policy) for rule in RULES for policy in POLICIES),
+        *((rule, POLICIES[2]) for rule in MORE_RULES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_parents_of_kept_steps_stay_and_all_else_goes(
     tiny_run: Any, tmp_path: Path, policy: Any, rule: str
 ) -> None:
-    options, alone = RULES[rule]
+    options, alone = (RULES | MORE_RULES)[rule]
     run, model = tiny_run(), Model(alone())
     manager = open_manager(tmp_path, run, policy, **options())
     for step in range(1, SAVES + 1):
@@ -158,7 +212,8 @@ def test_parents_of_kept_steps_stay_and_all_else_goes(
             # The ledger is read from disk, and the run goes on from what is there.
             manager.close()
             manager = open_manager(tmp_path, run, policy, **options())
-            run.restore(manager, None)
+            if manager.latest_step() is not None:
+                run.restore(manager, None)
         run.run(manager, [step], metrics=metrics_of(step))
         # Some rules drop the newest step at once; then nothing rests on it, nor is it reported.
         report = manager.last_report
@@ -171,6 +226,24 @@ def test_parents_of_kept_steps_stay_and_all_else_goes(
     for step in on_disk(tmp_path):
         run.check(manager, step)
     manager.close()
+
+
+def kinds_of(policy: Any) -> set[str]:
+    inner = getattr(policy, "policies", ())
+    return {type(policy).__name__}.union(*(kinds_of(each) for each in inner))
+
+
+def test_every_public_policy_of_orbax_is_in_the_matrix() -> None:
+    public = {
+        name
+        for module in (keeping, keeping.preservation_policy)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and hasattr(value, "should_preserve")
+    }
+    tried = set[str]().union(
+        *(kinds_of(alone()) for _, alone in (RULES | MORE_RULES).values())
+    )
+    assert public - tried == {"PreservationPolicy"}, "the protocol alone"
 
 
 def test_rules_and_policies_of_the_matrix_do_make_deltas_and_deletions() -> None:

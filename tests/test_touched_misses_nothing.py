@@ -243,8 +243,9 @@ def fails_to_save(
                 manager.save(step, args=args)
         else:
             assert manager.save(step, args=args)
-            with pytest.raises(Fault):
+            with pytest.raises(cnr.errors.SaveError, match=f"step {step} failed") as e:
                 manager.wait_until_finished()
+            assert isinstance(e.value.__cause__, Fault)
     # A retry of the step uses the same folder: nobody may still be writing into it.
     assert "cnr_write_rows" not in [thread.name for thread in threading.enumerate()]
     manager.wait_until_finished()
@@ -368,7 +369,7 @@ def test_error_of_a_save_in_the_background_comes_out_of_the_next_save_once(
         with fault(where):
             manager.save(1, args=trainer.args())
             trainer.step()
-            with pytest.raises(Fault):
+            with pytest.raises(cnr.errors.SaveError, match="step 1 failed"):
                 manager.save(2, args=trainer.args())
         trainer.step()
         assert manager.save(2, args=trainer.args())

@@ -121,7 +121,7 @@ class World:
 
     @property
     def steps(self) -> list[str]:
-        return sorted(path.name for path in self.root.iterdir())
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir())
 
 
 @pytest.fixture

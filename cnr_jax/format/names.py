@@ -21,6 +21,12 @@ ROW_IDS_ARRAY = "row_ids"
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 # Marks a step directory that a rollback moved out of the way; Orbax does not list such names.
 ABANDONED_MARK = ".abandoned-"
+# Marks a step directory that is removed and only waits for its files to be deleted.
+REMOVED_MARK = ".removed-"
+
+# In the root: who saves there, and what is locked while a save is being written.
+WRITER = "cnr_jax.writer.json"
+WRITER_LOCK = "cnr_jax.writer.lock"
 
 
 def process_manifest(process: int) -> str:
@@ -66,6 +72,42 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
     return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
+def removed(directory: str, token: str) -> str:
+    """The name under which a removed directory lies until its files are deleted.
+
+    Args:
+        directory: as it was called, also that of a save that was never committed.
+        token: tells two removals of the same name apart.
+
+    Example:
+        >>> removed("1200", "00ff")
+        '1200.removed-00ff'
+    """
+    return f"{directory}{REMOVED_MARK}{token}"
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a directory of this name is no step, though it was one or may become one.
+
+    Example:
+        >>> is_set_aside("1200.removed-00ff"), is_set_aside("1200")
+        (True, False)
+    """
+    marks = (TEMPORARY_SUFFIX, ABANDONED_MARK, REMOVED_MARK)
+    return any(mark in name for mark in marks)
+
+
+def step_number(directory: str) -> int:
+    """The step that a step directory's name ends in; 0 for a name without digits.
+
+    Example:
+        >>> step_number("ck_000120")
+        120
+    """
+    digits = directory[len(directory.rstrip("0123456789")) :]
+    return int(digits) if digits else 0
+
+
 def final_name(temporary: str) -> str:
     """The name a directory has once it is committed.
 
@@ -74,3 +116,16 @@ def final_name(temporary: str) -> str:
         '1200'
     """
     return temporary.split(TEMPORARY_SUFFIX)[0]
+
+
+def is_own(name: str) -> bool:
+    """Whether a file or folder of an item is one that this library alone writes.
+
+    Example:
+        >>> is_own("rows.p00012"), is_own("manifest.json"), is_own("manifest.ocdbt")
+        (True, True, False)
+    """
+    stem, dot, number = name.removesuffix(".json").partition(".p")
+    return name == MANIFEST or (
+        bool(dot) and stem in ("rows", "manifest") and number.isdecimal()
+    )

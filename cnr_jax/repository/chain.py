@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.repository.checked import about
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.kept import KeptChunks
-from cnr_jax.repository.step import StepReader, read_manifest
+from cnr_jax.repository.step import StepReader, read_manifest, read_step
 
 
 def resolve_chain(
@@ -60,19 +61,19 @@ def _without_collections() -> Iterator[None]:
 def _resolve(
     root: AnyPath, directory: str, item: str, verify: bool
 ) -> tuple[StepReader, ...]:
-    chain: list[tuple[str, Manifest]] = [
-        (directory, read_manifest(root / directory / item))
-    ]
+    chain: list[tuple[str, Manifest]] = [(directory, read_step(root, directory, item))]
     while (parent := chain[-1][1].parent) is not None:
         manifest = _read_parent(root, item, parent, chain)
         chain.append((parent.directory, manifest))
     chain.reverse()
-    _check_tables(chain)
+    _check_tables(root, chain)
     kept = KeptChunks()
-    return tuple(
-        StepReader(root / name / item, manifest, verify=verify, kept=kept)
-        for name, manifest in chain
-    )
+    readers: list[StepReader] = []
+    for name, manifest in chain:
+        with about(root / name / item):
+            reader = StepReader(root / name / item, manifest, verify=verify, kept=kept)
+        readers.append(reader)
+    return tuple(readers)
 
 
 def _read_parent(
@@ -81,28 +82,38 @@ def _read_parent(
     parent: ParentRef,
     chain: Sequence[tuple[str, Manifest]],
 ) -> Manifest:
-    child = chain[0][0]
+    child, heir = chain[0][0], chain[-1][0]
     if any(manifest.uuid == parent.uuid for _, manifest in chain):
         raise errors.ChainError(
             f"checkpoint {child} cannot be restored: its chain is a circle\n"
-            f"  chain: {_picture(chain, parent.directory, 'again')}"
+            f"  chain: {_picture(chain, parent.directory, 'again')}",
+            kind="circle",
+            path=os.fspath(root / heir / item),
         )
+    path = root / parent.directory
     try:
-        manifest = read_manifest(root / parent.directory / item)
+        # Of whatever step: which checkpoint it must be, its uuid says.
+        manifest = read_manifest(path / item)
     except errors.IntegrityError as error:
-        raise errors.ParentMissingError(
-            f"checkpoint {child} cannot be restored: its parent {parent.directory}"
-            f" is missing\n  chain: {_picture(chain, parent.directory, 'missing')}\n"
-            f"  hint: restore an older step, or bring back"
-            f" {os.fspath(root / parent.directory)}"
-        ) from error
+        if error.kind == "manifest_missing":
+            raise errors.ParentMissingError(
+                f"checkpoint {child} cannot be restored: its parent {parent.directory}"
+                f" is missing\n  chain: {_picture(chain, parent.directory, 'missing')}\n"
+                f"  hint: bring back {os.fspath(path)}, or restore another step",
+                path=os.fspath(path / item),
+            ) from error
+        raise
     if manifest.uuid != parent.uuid:
         raise errors.ParentMissingError(
             f"checkpoint {child} cannot be restored: {parent.directory} is not the"
             f" parent it was saved with\n  got uuid {manifest.uuid}, expected"
             f" {parent.uuid}\n"
-            f"  chain: {_picture(chain, parent.directory, 'another run')}",
+            f"  chain: {_picture(chain, parent.directory, 'another run')}\n"
+            f"  hint: bring back the {parent.directory} that {heir} was saved on, or"
+            " restore another step",
             kind="foreign_parent",
+            # The parent itself is as good as any: what names it is not.
+            path=os.fspath(root / heir / item),
         )
     return manifest
 
@@ -112,7 +123,7 @@ def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str
     return " <- ".join([f"{last} ({note})", *reversed(known)])
 
 
-def _check_tables(chain: Sequence[tuple[str, Manifest]]) -> None:
+def _check_tables(root: AnyPath, chain: Sequence[tuple[str, Manifest]]) -> None:
     """A delta holds rows of the very tables of its parent: names, leaves and shapes."""
     for (name, parent), (child_name, child) in itertools.pairwise(chain):
         if parent.tables != child.tables:
@@ -120,6 +131,7 @@ def _check_tables(chain: Sequence[tuple[str, Manifest]]) -> None:
                 f"checkpoints {name} and {child_name} are of one chain but hold"
                 " different tables",
                 [f"{name}: {_names(parent)}", f"{child_name}: {_names(child)}"],
+                path=os.fspath(root / child_name),
             )
 
 

@@ -148,7 +148,8 @@ def _part_ref(held: Held, name: str, part: Part) -> PartRef:
         got = "nothing" if ref is None else f"array {ref.array}"
         raise errors.FormatError(
             f"{os.fspath(held.reader.directory)}: part {name!r} of a segment does not fit"
-            f" its codec\n  got {got}, expected {part.dtype}"
+            f" its codec\n  got {got}, expected {part.dtype}",
+            path=os.fspath(held.reader.directory),
         )
     return ref
 

@@ -10,7 +10,6 @@ import hashlib
 import os
 from typing import Any, Protocol
 
-from cnr_jax import errors
 from cnr_jax.format.manifest import FileDigest
 
 
@@ -61,6 +60,14 @@ class AnyPath(Protocol):
 def is_local(path: AnyPath) -> bool:
     """Whether the path is in a local (or mounted) file system."""
     return "://" not in os.fspath(path)
+
+
+def size_of(path: AnyPath) -> int:
+    """Bytes of a file."""
+    if is_local(path):
+        return os.stat(os.fspath(path)).st_size
+    with path.open("rb") as stream:
+        return int(stream.seek(0, os.SEEK_END))
 
 
 def write_durably(path: AnyPath, data: bytes) -> FileDigest:
@@ -119,64 +126,18 @@ def digest_tree(directory: AnyPath, prefix: str) -> tuple[FileDigest, ...]:
         if entry.is_dir():
             found += digest_tree(entry, path)
         else:
-            found.append(_digest_file(entry, path))
+            found.append(digest_file(entry, path))
     return tuple(found)
 
 
-def _digest_file(file: AnyPath, path: str) -> FileDigest:
-    """Streams a file of any size through SHA-256, 1 MiB at a time."""
+def digest_file(file: AnyPath, path: str) -> FileDigest:
+    """Streams a file of any size through SHA-256, 1 MiB at a time; `path` names it."""
     digest, size = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
             size += len(block)
     return FileDigest(path=path, bytes=size, sha256=digest.hexdigest())
-
-
-def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
-    """The contents of a file whose digest is known.
-
-    Raises:
-        IntegrityError: if it is missing or its size or SHA-256 differs.
-    """
-    path = directory / expected.path
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise errors.IntegrityError(
-            f"{os.fspath(path)} is missing", kind="file_missing"
-        ) from error
-    check_digest(digest_of(expected.path, data), expected, os.fspath(path))
-    return data
-
-
-def check_file(directory: AnyPath, expected: FileDigest) -> None:
-    """Checks a file against its digest without keeping its contents.
-
-    Raises:
-        IntegrityError: if it is missing or its size or SHA-256 differs.
-    """
-    path = directory / expected.path
-    if not path.exists():
-        raise errors.IntegrityError(
-            f"{os.fspath(path)} is missing", kind="file_missing"
-        )
-    check_digest(_digest_file(path, expected.path), expected, os.fspath(path))
-
-
-def check_digest(got: FileDigest, expected: FileDigest, where: str) -> None:
-    """Compares two digests.
-
-    Raises:
-        IntegrityError: if they differ.
-    """
-    if got != expected:
-        raise errors.IntegrityError(
-            f"{where} is damaged\n"
-            f"  got {got.bytes} bytes, sha256 {got.sha256[:16]}...,"
-            f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...",
-            kind="file_damaged",
-        )
 
 
 def kvstore_spec(path: AnyPath) -> str | dict[str, str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Iterable
+import secrets
+from collections.abc import Callable, Collection, Iterable
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.step import read_manifest, read_step
 
 _log = logging.getLogger(__name__)
 
@@ -56,44 +57,101 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
 class Ledger:
     """The step directories of one root, by name.
 
+    Args:
+        is_step: tells names of step directories; None: all that end in a digit.
+
     Attributes:
         entries: committed checkpoints, and at most one that is being written.
         unreadable: step directories whose manifest is missing or damaged, with the reason.
             Nothing older than these may be deleted: they might depend on it.
+        foreign: those of the unreadable ones that hold something, but nothing of this library.
+        withheld: those of the unreadable ones that may be whole: storage did not give them out.
+        damaged: uuids of checkpoints whose rows or process manifests were found damaged, with
+            the reason: neither they nor what rests on them can be restored.
+        spoilt: uuids of checkpoints of which only `dense/` was found damaged, with the reason:
+            they cannot be restored, but others can rest on them.
         pending: the save that is being written.
         doomed: step directories that are deleted once the pending save is committed.
+        leaving: step directories that retention has dropped and that may still be there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
+        self.is_step = is_step or _is_step_name
         self.entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}
+        self.foreign: set[str] = set()
+        self.withheld: set[str] = set()
+        self.damaged: dict[str, str] = {}
+        self.spoilt: dict[str, str] = {}
         self.pending: Entry | None = None
         self.doomed: set[str] = set()
+        self.leaving: set[str] = set()
 
     @classmethod
-    def load(cls, root: AnyPath, item: str) -> Ledger:
-        """Reads the manifests of all step directories below `root`."""
-        ledger = cls()
+    def load(
+        cls, root: AnyPath, item: str, is_step: Callable[[str], bool] | None = None
+    ) -> Ledger:
+        """Reads the manifests of all step directories below `root`.
+
+        Args:
+            root: holds the step directories.
+            item: name of the item in each of them.
+            is_step: tells names of step directories; None: all that end in a digit.
+        """
+        ledger = cls(is_step)
         if not root.exists():
             return ledger
-        for path in sorted(root.iterdir(), key=lambda path: path.name):
-            if _is_step(path):
-                ledger.read(root, path.name, item)
+        for directory in step_directories(root, ledger.is_step):
+            ledger.read(root, directory, item)
         return ledger
+
+    def refresh(self, root: AnyPath, item: str) -> bool:
+        """Takes in what has come to the root or gone from it by other hands than ours.
+
+        Returns:
+            Whether anything has.
+        """
+        found = step_directories(root, self.is_step)
+        self.leaving &= set(found)
+        return self.match(root, item, [d for d in found if d not in self.leaving])
+
+    def match(self, root: AnyPath, item: str, directories: Iterable[str]) -> bool:
+        """Knows of exactly these step directories afterwards; reads those that are new.
+
+        Returns:
+            Whether others were known before.
+        """
+        known, found = self.directories(), set(directories)
+        for directory in known - found:
+            _log.warning("step %s is not in the root any more", directory)
+            self.forget(directory)
+        for directory in sorted(found - known):
+            _log.warning("step %s has appeared in the root", directory)
+            self.read(root, directory, item)
+        return known != found
+
+    def directories(self) -> set[str]:
+        """All step directories that are known, readable or not."""
+        return self.entries.keys() | self.unreadable.keys()
 
     def read(self, root: AnyPath, directory: str, item: str) -> None:
         """Reads one step directory, replacing what was known of it."""
         self.forget(directory)
         try:
-            manifest = read_manifest(root / directory / item)
+            manifest = read_step(root, directory, item)
         except (errors.CnrError, OSError) as error:
             self.unreadable[directory] = str(error)
+            if not isinstance(error, errors.CnrError):
+                self.withheld.add(directory)
+            elif _is_foreign(root / directory):
+                self.foreign.add(directory)
             _log.warning("step %s cannot be restored: %s", directory, error)
         else:
             self.entries[directory] = entry_of(directory, manifest)
 
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
+        self.forget(entry.directory)
         self.pending = entry
         self.entries[entry.directory] = entry
 
@@ -119,12 +177,35 @@ class Ledger:
             return None
         for directory in doomed:
             self.forget(directory)
-        return self.entries[entry.directory]
+        self.leaving |= doomed
+        # None if retention drops the very step that was saved.
+        return self.entries.get(entry.directory)
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
         self.entries.pop(directory, None)
         self.unreadable.pop(directory, None)
+        self.foreign.discard(directory)
+        self.withheld.discard(directory)
+
+    def become(self, fresh: Ledger) -> None:
+        """Takes over what was read anew; of a save that is being written nothing changes."""
+        self.entries, self.unreadable = fresh.entries, fresh.unreadable
+        self.foreign, self.withheld = fresh.foreign, fresh.withheld
+        self.damaged, self.spoilt = {}, {}
+
+    def note_damage(self, path: str, reason: str) -> None:
+        """Notes what was found damaged.
+
+        Args:
+            path: of the file or folder below the root, its step directory first.
+            reason: what is wrong, in a line.
+        """
+        directory, *rest = path.split("/")
+        entry = self.entries.get(directory)
+        if entry is not None:
+            only_dense = rest[1:2] == [names.DENSE]
+            (self.spoilt if only_dense else self.damaged)[entry.uuid] = reason
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the pending save's commit."""
@@ -143,10 +224,49 @@ class Ledger:
         committed = self.committed()
         return committed[-1] if committed else None
 
+    def restorable(self) -> list[Entry]:
+        """Committed checkpoints in whose chains nothing is missing or known to be damaged.
+
+        Newest last.
+        """
+        return [
+            entry
+            for entry in self.committed()
+            if self.is_whole(entry) and entry.uuid not in self.spoilt
+        ]
+
+    def obstacle(self, entry: Entry) -> str:
+        """Why a committed checkpoint is not restorable, in a line."""
+        chain = self.chain(entry)
+        for each in reversed(chain):
+            found = self.damaged.get(each.uuid)
+            if found is not None:
+                below = f"it rests on {each.directory}, which is damaged: "
+                return found if each is entry else f"{below}{found}"
+        last = chain[-1]
+        if last.parent is not None:
+            heir = (
+                "it" if last is entry else f"its chain ends at {last.directory}, which"
+            )
+            return f"{heir} rests on {last.parent.directory}, which is not there"
+        return self.spoilt.get(entry.uuid, "it is not complete")
+
     def by_step(self, step: int) -> Entry | None:
         """The entry of a step; of the highest generation, should there be several."""
         found = [entry for entry in self.entries.values() if entry.step == step]
         return max(found, key=lambda entry: entry.order) if found else None
+
+    def movable(self, directory: str) -> Entry:
+        """The entry of a step directory that goes aside; made up where it is unreadable."""
+        if directory in self.entries:
+            return self.entries[directory]
+        return Entry(
+            directory=directory,
+            step=names.step_number(directory),
+            uuid=secrets.token_hex(16),
+            generation=0,
+            parent=None,
+        )
 
     def chain(self, entry: Entry) -> list[Entry]:
         """An entry and those it rests on, as far as they are known, itself first."""
@@ -159,9 +279,20 @@ class Ledger:
         return found
 
     def is_whole(self, entry: Entry) -> bool:
-        """Whether the chain of an entry leads to a full checkpoint."""
+        """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
         chain = self.chain(entry)
-        return all(e.manifest for e in chain) and chain[-1].parent is None
+        if any(e.manifest is None or e.uuid in self.damaged for e in chain):
+            return False
+        return chain[-1].parent is None
+
+    def is_orphan(self, entry: Entry) -> bool:
+        """Whether a parent is missing that the chain of an entry needs."""
+        return self.chain(entry)[-1].parent is not None
+
+    def orphans(self) -> list[Entry]:
+        """Entries that cannot be restored for want of a parent, oldest first."""
+        found = [entry for entry in self.entries.values() if self.is_orphan(entry)]
+        return sorted(found, key=lambda entry: entry.order)
 
     def dependents(self, directory: str) -> list[Entry]:
         """Every entry whose chain contains `directory`, itself left out, newest first."""
@@ -184,24 +315,59 @@ class Ledger:
         return kept
 
 
+def step_directories(
+    root: AnyPath, is_step: Callable[[str], bool] | None = None
+) -> list[str]:
+    """Names of the directories below a root that may be committed steps, sorted."""
+    wanted = is_step or _is_step_name
+    if not is_local(root):
+        found = [path.name for path in root.iterdir() if _is_step(path)]
+    else:
+        with os.scandir(os.fspath(root)) as entries:
+            found = [e.name for e in entries if _is_step_name(e.name) and e.is_dir()]
+    return sorted(name for name in found if wanted(name))
+
+
 def find_item(root: AnyPath) -> str | None:
-    """The item of a root's steps that holds a checkpoint of this library, if any does."""
+    """The item of a root's steps that holds a checkpoint of this library, if any does.
+
+    Rather one that holds a manifest than one of which only other files are left.
+    """
     if not root.exists():
         return None
-    for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True):
-        if _is_step(step):
-            for item in sorted(step.iterdir(), key=lambda path: path.name):
-                if (item / names.MANIFEST).exists():
-                    return item.name
+    items = [
+        item
+        for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True)
+        if _is_step(step)
+        for item in sorted(step.iterdir(), key=lambda path: path.name)
+        if item.is_dir()
+    ]
+    for item in items:
+        if (item / names.MANIFEST).exists():
+            return item.name
+    for item in items:
+        if any(names.is_own(path.name) for path in item.iterdir()):
+            return item.name
     return None
 
 
 def _is_step(path: AnyPath) -> bool:
     """Whether a path may be a committed step: a folder that ends in a number."""
-    name = path.name
-    if names.TEMPORARY_SUFFIX in name or names.ABANDONED_MARK in name:
-        return False
-    return name[-1:].isdigit() and path.is_dir()
+    return _is_step_name(path.name) and path.is_dir()
+
+
+def _is_step_name(name: str) -> bool:
+    return name[-1:] in set("0123456789") and not names.is_set_aside(name)
+
+
+def _is_foreign(step: AnyPath) -> bool:
+    """Whether a step directory holds something, but nothing that this library writes."""
+    try:
+        held = [path for path in step.iterdir() if path.is_dir()]
+        found = [path.name for item in held for path in item.iterdir()]
+    except OSError:
+        return True  # it is not known, and so left alone
+    return bool(found) and not any(map(names.is_own, found))
 
 
 def describe(entries: Collection[Entry]) -> str:
@@ -210,13 +376,18 @@ def describe(entries: Collection[Entry]) -> str:
     return ", ".join(entry.directory for entry in ordered)
 
 
+def aside_name(entry: Entry) -> str:
+    """What a step directory is called once it is moved out of the way."""
+    return names.abandoned(entry.directory, entry.generation, entry.uuid)
+
+
 def rename_aside(root: AnyPath, entry: Entry) -> str:
     """Moves a step directory of an abandoned branch out of the way; nothing is deleted.
 
     Returns:
         Its new name.
     """
-    name = names.abandoned(entry.directory, entry.generation, entry.uuid)
+    name = aside_name(entry)
     (root / entry.directory).rename(root / name)
     _log.warning(
         "step %s of an abandoned branch is now %s",

@@ -32,6 +32,7 @@ class Plan:
         abandoned: step directories to rename aside before this one is written.
         history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
+        known: step directories of the root, before this save moves any aside.
     """
 
     uuid: str
@@ -49,6 +50,7 @@ class Plan:
     restores: int
     abandoned: tuple[str, ...]
     committed: str | None
+    known: tuple[str, ...]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Request:
             empty if they are not.
         tables: as the manifest will list them.
         guarded: retention is known to keep parents.
+        urgent: the run is about to end: a delta, where one is legal.
     """
 
     step: int
@@ -94,6 +97,7 @@ class Request:
     at_limit: bool
     tables: tuple[TableEntry, ...]
     guarded: bool
+    urgent: bool = False
     doubt: str = ""
 
 
@@ -141,6 +145,7 @@ class Planner:
             restores=branch.restores,
             abandoned=tuple(entry.directory for entry in abandoned),
             committed=committed,
+            known=tuple(sorted(ledger.directories())),
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -193,19 +198,32 @@ class Planner:
         return branch
 
     def _generation(self, ledger: Ledger, branch: Branch) -> int:
-        """The current generation if the branch goes on from its head, else a higher one."""
-        head = ledger.head()
+        """The current generation if the branch goes on from its head, else a higher one.
+
+        Unreadable steps may be of the head's generation and newer, or each of a later one: a
+        restored branch must stay the highest, should they become readable again.
+        """
+        head, tip = ledger.head(), branch.tip
         highest = max((e.generation for e in ledger.committed()), default=0)
-        if head is None:
-            return highest + 1
-        if branch.tip is not None and branch.tip.uuid == head.uuid:
-            return head.generation
-        return highest + 1
+        unknown = len(ledger.unreadable.keys() - ledger.foreign)
+        if head is not None and tip is not None and tip.uuid == head.uuid:
+            if not unknown or tip.uuid.startswith(self._nonce):
+                return head.generation
+        return highest + unknown + 1
 
     def _in_the_way(
         self, ledger: Ledger, branch: Branch, request: Request, generation: int
     ) -> list[Entry]:
         """Abandoned steps that must go aside, dependents first."""
+        if request.directory in ledger.foreign:
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory}"
+                " holds something that cnr_jax did not write\n"
+                "  hint: save into another root, or move that folder away",
+                kind="step_exists",
+            )
+        if request.directory in ledger.unreadable:
+            return [ledger.movable(request.directory)]
         entry = ledger.entries.get(request.directory)
         if entry is None:
             return []
@@ -240,6 +258,13 @@ class Planner:
             for h in branch.history
         ]
         decision = self._policy.decide(records)
+        if request.urgent and decision.kind == "full" and branch.tip is not None:
+            reason = "the run is about to end, and a delta is written sooner"
+            urgent = dataclasses.replace(
+                decision, kind="delta", parent=branch.tip.step, reason=reason
+            )
+            if self._parent(ledger, branch, urgent) is not None:
+                return urgent, reason
         if decision.kind == "delta" and self._parent(ledger, branch, decision) is None:
             reason = f"step {decision.parent} is not a legal parent any more"
             _log.info("step %d is saved full: %s", request.step, reason)

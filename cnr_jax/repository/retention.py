@@ -6,10 +6,10 @@ and keeps, beside what it keeps, all that these rest on.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.ledger import Ledger
 
 
@@ -36,8 +36,10 @@ class ChainPreservation:
     """Keeps what an inner policy keeps, and every checkpoint those depend on.
 
     The inner policy sees checkpoints oldest first in the order of generations, so that "the
-    latest three" are those of the current branch. While a step has no readable manifest,
-    everything older is kept: it may depend on any of it.
+    latest three" are those of the current branch; it does not see steps that cannot be restored,
+    so that those do not take the place of others. Deltas without their parent are kept, in case
+    it is brought back. While a step has no readable manifest, everything older is kept: it may
+    depend on any of it.
 
     Args:
         inner: an Orbax preservation policy; None keeps everything.
@@ -61,10 +63,14 @@ class ChainPreservation:
         ledger = self._ledger()
         if ledger is None or self._inner is None:
             return [True] * len(checkpoints)
-        ordered = sorted(checkpoints, key=lambda info: _order(ledger, info.step))
+        lost = _lost(ledger)
+        ordered = sorted(
+            (info for info in checkpoints if info.step not in lost),
+            key=lambda info: _order(ledger, info.step),
+        )
         kept = self._inner.should_preserve(ordered, context=context)
         wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
-        wanted |= _unsafe(ledger, [info.step for info in checkpoints])
+        wanted |= lost | _unsafe(ledger, [info.step for info in checkpoints])
         found = (ledger.by_step(step) for step in wanted)
         closure = ledger.closure(entry.directory for entry in found if entry)
         steps = {e.step for d, e in ledger.entries.items() if d in closure} | wanted
@@ -82,8 +88,36 @@ def _order(ledger: Ledger, step: int) -> tuple[int, int]:
     return entry.order if entry else (0, step)
 
 
+def _lost(ledger: Ledger) -> set[int]:
+    """Steps that cannot be restored: without parent or manifest, or found damaged."""
+    unreadable = {step_number(directory) for directory in ledger.unreadable}
+    good = {entry.step for entry in ledger.restorable()}
+    return {entry.step for entry in ledger.committed()} - good | unreadable
+
+
+def blockers(ledger: Ledger, directory: str) -> list[str]:
+    """Step directories because of which one must not be deleted, the newest first.
+
+    These are all that depend on it, also those that cannot be restored for another reason, and
+    those of which that is not known.
+    """
+    known = [entry.directory for entry in ledger.dependents(directory)]
+    named = [
+        entry.directory
+        for entry in ledger.entries.values()
+        if entry.parent is not None and entry.parent.directory == directory
+    ]
+    step = step_number(directory)
+    unknown = [
+        other
+        for other in ledger.unreadable
+        if other != directory and step_number(other) > step
+    ]
+    found = {*known, *named, *unknown}
+    return sorted(found, key=lambda name: (step_number(name), name), reverse=True)
+
+
 def _unsafe(ledger: Ledger, steps: Sequence[int]) -> set[int]:
     """Steps up to and including the newest one whose dependencies are not known."""
-    numbers = [re.search(r"\d+$", name) for name in ledger.unreadable]
-    newest = max((int(number[0]) for number in numbers if number), default=-1)
+    newest = max((step_number(name) for name in ledger.unreadable), default=-1)
     return {step for step in steps if step <= newest}

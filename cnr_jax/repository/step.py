@@ -22,7 +22,15 @@ from cnr_jax.format.tiles import (
     check_cover,
     load_process,
 )
-from cnr_jax.repository.files import AnyPath, check_file, read_checked
+from cnr_jax.repository.checked import (
+    Seal,
+    about,
+    check_process,
+    read_checked,
+    reading,
+    sealed,
+)
+from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.joined import (
     as_one,
     ids_of,
@@ -39,19 +47,45 @@ def read_manifest(directory: AnyPath) -> Manifest:
     """The manifest of a checkpoint item.
 
     Raises:
-        IntegrityError: if there is none.
+        IntegrityError: if there is none, or it cannot be read.
         ManifestError: if it is damaged or breaks the format's rules.
         UnsupportedVersionError: if it needs a newer reader.
     """
     path = directory / names.MANIFEST
     try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
+        with reading(path):
+            data = path.read_bytes()
+    except errors.IntegrityError as error:
+        if error.kind != "file_missing":
+            raise
         raise errors.IntegrityError(
             f"{os.fspath(directory)} holds no checkpoint: {names.MANIFEST} is missing",
             kind="manifest_missing",
+            path=os.fspath(path),
         ) from error
-    return load(data, os.fspath(path))
+    with about(path):
+        return load(data, os.fspath(path))
+
+
+def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
+    """The manifest of a step, which must be that of the step whose directory it is in.
+
+    Raises:
+        IntegrityError: if it is missing, or of another step.
+        FormatError: see `read_manifest`.
+    """
+    where = root / directory / item
+    manifest = read_manifest(where)
+    number = names.step_number(directory)
+    if manifest.step != number:
+        raise errors.IntegrityError(
+            f"{os.fspath(where)} holds the checkpoint of another step\n"
+            f"  got step {manifest.step}, expected {number}, as the folder says\n"
+            "  hint: give the folder its name back, if it was copied or renamed",
+            kind="foreign_step",
+            path=os.fspath(where / names.MANIFEST),
+        )
+    return manifest
 
 
 class StepReader:
@@ -99,26 +133,25 @@ class StepReader:
         found: list[ProcessManifest] = []
         for i, expected in enumerate(self.manifest.processes):
             where = os.fspath(self.directory / expected.path)
-            process = load_process(read_checked(self.directory, expected), where)
-            if process.uuid != self.manifest.uuid or process.process != i:
-                raise errors.ManifestError(
-                    f"{where} belongs to another checkpoint\n"
-                    f"  got process {process.process} of {process.uuid},"
-                    f" expected process {i} of {self.manifest.uuid}"
-                )
+            data = read_checked(self.directory, expected)
+            with about(self.directory / expected.path):
+                process = load_process(data, where)
+            check_process(process, i, self.manifest.uuid, where)
             found.append(process)
         tiles = (tile for process in found for tile in process.tiles)
         check_cover(self.manifest.tables, tiles, os.fspath(self.directory))
         return tuple(found)
 
-    def check_dense(self) -> None:
-        """Checks every dense file against its digest.
+    def check_dense(self) -> Seal:
+        """Checks every dense file against its digest, and that there are no others.
+
+        Returns:
+            What tells afterwards whether they are still the same.
 
         Raises:
-            IntegrityError: at the first one that is missing or damaged.
+            IntegrityError: at the first one that is missing, damaged or not named.
         """
-        for expected in self.manifest.dense_files:
-            check_file(self.directory, expected)
+        return sealed(self.directory, names.DENSE, self.manifest.dense_files)
 
     def tiles(
         self, table: TableEntry, leaf: str | None = None
@@ -180,7 +213,8 @@ class StepReader:
         key = (process, index)
         if key not in self._codecs:
             named = self.processes[process].codecs[index]
-            self._codecs[key] = codec_from(named.name, named.configuration)
+            with about(self.directory / names.process_manifest(process)):
+                self._codecs[key] = codec_from(named.name, named.configuration)
         return self._codecs[key]
 
     def read(self, process: int, array: str, start: int, stop: int) -> np.ndarray:
@@ -232,15 +266,16 @@ class StepReader:
 
     def _decode(self, process: int, index: int, rows: int) -> np.ndarray | None:
         ids: RowIds = self.processes[process].row_ids[index]
-        if ids.form == "all":
-            if ids.count != rows:
-                raise errors.FormatError(
-                    f"{os.fspath(self.directory)}: row ids 'all' of {ids.count} rows"
-                    f" for a tile of {rows}"
-                )
-            return None
         data = np.empty(0, np.uint8)
         if ids.bytes:
             stop = ids.offset + ids.bytes
             data = self.read(process, names.ROW_IDS_ARRAY, ids.offset, stop)
-        return rowids.decode_rowids(ids.form, data, rows, ids.count)
+        try:
+            if ids.form == "all" and ids.count == rows and not ids.bytes:
+                return None  # every row, without a list of them
+            return rowids.decode_rowids(ids.form, data, rows, ids.count)
+        except errors.FormatError as error:
+            path = self.directory / names.rows_directory(process) / names.ROW_IDS_ARRAY
+            where = os.fspath(path)
+            message = f"{where}: entry {index}: {error}"
+            raise errors.FormatError(message, kind=error.kind, path=where) from error

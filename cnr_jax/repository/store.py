@@ -11,6 +11,7 @@ import collections
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import tensorstore as ts
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
+from cnr_jax.repository.checked import reading
 from cnr_jax.repository.files import AnyPath, kvstore_spec
 from cnr_jax.repository.kept import KeptChunks
 
@@ -35,7 +37,7 @@ _IN_FLIGHT = 3
 
 
 @functools.cache
-def _context() -> ts.Context:
+def _context(cached: bool = True) -> ts.Context:
     """Limits of our own, so that a save does not take all cores from training."""
     return ts.Context(
         {
@@ -44,7 +46,7 @@ def _context() -> ts.Context:
             # The directory is private until Orbax renames it: no other writer exists.
             "file_io_locking": {"mode": "none"},
             # Neighbouring shards read the two halves of one chunk.
-            "cache_pool": {"total_bytes_limit": 128 << 20},
+            "cache_pool": {"total_bytes_limit": (128 << 20) if cached else 0},
         }
     )
 
@@ -196,6 +198,12 @@ class ArrayWriter:
         self._store = None
         return self._describe()
 
+    def stop(self) -> None:
+        """Waits until nothing is being written, and frees what was to be."""
+        while self._pending:
+            self._pending.popleft().commit.exception()
+        self._store, self._buffer = None, np.empty(0, self._item)
+
     def _describe(self) -> ArrayEntry:
         metadata = (self._path / "zarr.json").read_bytes()
         chunks = -(-self._written // self._chunk)
@@ -216,26 +224,50 @@ def stored_crc32c(path: AnyPath, chunk: int) -> int:
         IntegrityError: if the file is missing or too short to hold one.
     """
     file = path / "c" / str(chunk)
-    try:
-        with file.open("rb") as stream:
-            stream.seek(-4, os.SEEK_END)
-            return int.from_bytes(stream.read(4), "little")
-    except OSError as error:
-        raise errors.IntegrityError(
-            f"{os.fspath(file)} is missing or cut short", kind="file_missing"
-        ) from error
+    with reading(file), file.open("rb") as stream:
+        if stream.seek(0, os.SEEK_END) < 4:
+            raise errors.IntegrityError(
+                f"{os.fspath(file)} is cut short",
+                kind="file_damaged",
+                path=os.fspath(file),
+            )
+        stream.seek(-4, os.SEEK_END)
+        return int.from_bytes(stream.read(4), "little")
+
+
+# What TensorStore says where storage does not give a file out, whatever is in it.
+_NO_DAMAGE = (
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+    "CANCELLED",
+    "ABORTED",
+)
 
 
 class Reading:
-    """Elements that are being read; their chunks are compared with their checksums."""
+    """Elements that are being read; their chunks are compared with their checksums.
+
+    Args:
+        future: of the read; None if they are at hand.
+        out: where they go; None: what the future gives.
+        path: of the array.
+        span: first element, and the one after the last.
+        check: compares the chunks with the manifest, once they were read.
+    """
 
     def __init__(
         self,
         future: ts.Future[Any] | ts.WriteFutures | None,
         out: np.ndarray | None,
-        where: str,
+        path: str = "",
+        span: tuple[int, int] = (0, 0),
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self._future, self._out, self._where = future, out, where
+        self._future, self._out = future, out
+        self._path, self._span, self._check = path, span, check
 
     def result(self) -> np.ndarray:
         """Waits for them.
@@ -246,10 +278,17 @@ class Reading:
         try:
             found = None if self._future is None else self._future.result()
         except ValueError as error:
+            text = str(error).splitlines()[0][:300]
+            if text.startswith(_NO_DAMAGE):
+                raise
+            start, stop = self._span
             raise errors.IntegrityError(
-                f"{self._where}\n  {str(error).splitlines()[0][:300]}",
+                f"{self._path} is damaged in elements {start} to {stop}\n  {text}",
                 kind="data_damaged",
+                path=self._path,
             ) from error
+        if self._check is not None:
+            self._check()
         return self._out if self._out is not None else np.asarray(found)
 
 
@@ -265,6 +304,7 @@ class ArrayReader:
         verify: whether each chunk's checksum is compared with the manifest's. TensorStore
             compares the chunk's data with its checksum in any case.
         kept: holds the chunks that small slices are cut from; None: a store of its own.
+        cached: whether TensorStore may give out again what it has read before.
     """
 
     def __init__(
@@ -274,15 +314,15 @@ class ArrayReader:
         *,
         verify: bool = True,
         kept: KeptChunks | None = None,
+        cached: bool = True,
     ) -> None:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
         self._dtype = numpy_dtype(entry.dtype)
-        self._checked: set[int] = set()
         spec = _spec(path, entry.dtype, entry.length, entry.chunk)
         # Not in the spec: `open=True` would override it there, and read zarr.json.
         self._store = ts.open(
-            spec, open=True, assume_metadata=True, context=_context()
+            spec, open=True, assume_metadata=True, context=_context(cached)
         ).result()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -319,6 +359,14 @@ class ArrayReader:
         ]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
+    def check_chunk(self, chunk: int) -> None:
+        """Reads a chunk from storage, to check it and for nothing else; from any thread.
+
+        Raises:
+            IntegrityError: if it is missing, damaged or not the one of this array.
+        """
+        self._whole(chunk)
+
     def _whole(self, chunk: int) -> np.ndarray:
         start = chunk * self._entry.chunk
         stop = min(start + self._entry.chunk, self._entry.length)
@@ -328,7 +376,8 @@ class ArrayReader:
         if not 0 <= start <= stop <= self._entry.length:
             raise errors.FormatError(
                 f"{os.fspath(self._path)}: elements {start} to {stop} are outside"
-                f" the array of {self._entry.length}"
+                f" the array of {self._entry.length}",
+                path=os.fspath(self._path),
             )
 
     def start(self, start: int, stop: int, out: np.ndarray | None = None) -> Reading:
@@ -350,28 +399,35 @@ class ArrayReader:
             return self._start(start, stop, out)
         if out is not None:
             out[...] = found
-        return Reading(None, found if out is None else out, "")
+        return Reading(None, found if out is None else out)
 
     def _start(self, start: int, stop: int, out: np.ndarray | None) -> Reading:
-        where = f"{os.fspath(self._path)} is damaged in elements {start} to {stop}"
+        check = None
         if self._verify:
-            last = (stop - 1) // self._entry.chunk
-            for chunk in range(start // self._entry.chunk, last + 1):
-                self._check(chunk)
-        source = self._store[start:stop]
-        if out is None:
-            return Reading(source.read(), None, where)
-        target = ts.array(out, copy=False, write=True, context=_context())
-        return Reading(target.write(source.translate_to[0]), out, where)
-
-    def _check(self, chunk: int) -> None:
-        if chunk in self._checked:
-            return
-        got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
-        if got != expected:
-            raise errors.IntegrityError(
-                f"chunk {chunk} of {os.fspath(self._path)} is not the one that was saved"
-                f"\n  got crc32c {got:08x}, expected {expected:08x}",
-                kind="foreign_chunk",
+            chunks = range(
+                start // self._entry.chunk, (stop - 1) // self._entry.chunk + 1
             )
-        self._checked.add(chunk)
+            # Before, so that nothing is read in vain; and after, because a file may have
+            # been replaced in between.
+            self._check(chunks)
+            check = functools.partial(self._check, chunks)
+        source = self._store[start:stop]
+        future: ts.Future[Any] | ts.WriteFutures
+        if out is None:
+            future = source.read()
+        else:
+            target = ts.array(out, copy=False, write=True, context=_context())
+            future = target.write(source.translate_to[0])
+        return Reading(future, out, os.fspath(self._path), (start, stop), check)
+
+    def _check(self, chunks: range) -> None:
+        for chunk in chunks:
+            got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
+            if got != expected:
+                where = os.fspath(self._path / "c" / str(chunk))
+                raise errors.IntegrityError(
+                    f"chunk {chunk} of {os.fspath(self._path)} is not the one that was"
+                    f" saved\n  got crc32c {got:08x}, expected {expected:08x}",
+                    kind="foreign_chunk",
+                    path=where,
+                )

@@ -200,6 +200,11 @@ class RowsWriter:
         sync_directory(self._directory)
         return Written(digest, manifest)
 
+    def stop(self) -> None:
+        """Waits until nothing is being written: a failed save's folder may be removed."""
+        for writer in self._writers.values():
+            writer.stop()
+
     def _write_chunk(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> int:
         for name, values in encoded.parts.items():
             array = names.array_name(chunk.codec.name, name, values.dtype.name)

@@ -8,7 +8,11 @@ for bit.
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
+import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.path import async_path, atomicity
 
 import cnr_jax as cnr
+import cnr_jax.capture
 import cnr_jax.handler
+import cnr_jax.orbax_compat
+from cnr_jax.orbax_compat import ChainDeleter
 from cnr_jax.repository.write import RowsWriter
 
 ROWS = {"user": 512, "item": 128}
@@ -143,6 +152,112 @@ def hold_at(step: int, where: str) -> None:
         cnr_jax.handler.write_manifest = slow_finish  # type: ignore[assignment]
 
 
+class Faults:
+    """Makes chosen saves fail in this process.
+
+    Args:
+        text: `step:where:process` for each fault, separated by commas.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        found = [fault.split(":") for fault in (text or "").split(",") if fault]
+        here = str(jax.process_index())
+        self._faults = {int(s): where for s, where, process in found if process == here}
+        self.hit: list[str] = []
+        self._step = -1
+        for where, (owner, name) in PLACES.items():
+            setattr(owner, name, self._failing(getattr(owner, name), where))
+
+    def begin(self, step: int) -> None:
+        """From now on what is called belongs to the save of this step, until the next."""
+        self._step = step
+
+    def _failing(self, work: Callable[..., Any], where: str) -> Callable[..., Any]:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if self._faults.get(self._step) != where:
+                return work(*args, **kwargs)
+            self.hit.append(f"{self._step} {where}")
+            if where.startswith("hang"):
+                time.sleep(FOREVER_SECS)
+            if where.startswith("kill"):
+                time.sleep(1)  # what is before training goes on is not for us
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.EIO, f"at {where}")
+
+        return failing
+
+
+PLACES = {
+    "gather": (cnr_jax.capture, "capture"),
+    "rows": (RowsWriter, "write"),
+    "dense": (cnr_jax.orbax_compat.DenseStore, "save"),
+    "manifest": (cnr_jax.handler, "write_manifest"),
+    "directories": (async_path, "mkdir"),
+    "rename": (atomicity, "on_commit_callback"),
+    "deletion": (ChainDeleter, "delete_steps"),
+    "kill rows": (RowsWriter, "write"),
+    "hang prepare": (cnr_jax.handler.CnrHandler, "prepare"),
+}
+
+
+def brief(error: cnr.errors.SaveError) -> str:
+    """What must be the same on all processes, and where it was raised first."""
+    lines = str(error).splitlines()
+    return (
+        f"{error.kind} process={error.process} errno={error.errno} {lines[1].strip()}"
+    )
+
+
+def train_and_save(
+    manager: cnr.CheckpointManager, run: Run, steps: range, faults: Faults
+) -> list[str]:
+    """Goes on after saves that failed; returns what was raised, where."""
+    lines: list[str] = []
+    for step in steps:
+        run.train(step)
+        faults.begin(step)
+        try:
+            assert manager.save(step, args=cnr.args.Save(run.state, run.touched))
+        except cnr.errors.SaveError as error:
+            lines.append(f"{step}: {brief(error)}")
+            if error.kind == "process_silent":
+                break
+        while manager._is_busy():  # what fails must belong to this step
+            time.sleep(0.01)
+    return lines
+
+
+def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> str:
+    """Leaves out saves that are due while one is being written; ends with one that is not."""
+    manager._skips_when_busy = True
+    saved: list[bool] = []
+    for step in range(first, first + 6):
+        run.train(step)
+        saved.append(manager.save(step, args=cnr.args.Save(run.state, run.touched)))
+    run.train(first + 6)
+    args = cnr.args.Save(run.state, run.touched)
+    assert manager.save(first + 6, args=args, force=True)
+    manager.wait_until_finished()
+    return f"back to back {saved}"
+
+
+def keys_left() -> int:
+    """How many keys of ours the processes have left in their store."""
+    client = cnr_jax.orbax_compat.distributed_client()
+    return len(client.key_value_dir_get("cnr_jax/"))
+
+
+def train_until_preempted(manager: cnr.CheckpointManager, run: Run) -> list[str]:
+    """Saves when it is due: at first, and before the end."""
+    for step in itertools.count():
+        run.train(step)
+        saved = manager.save(step, args=cnr.args.Save(run.state, run.touched))
+        if manager.reached_preemption(step):
+            return [f"last {step} {saved} {manager.latest_step()}"]
+        time.sleep(0.05)
+    raise AssertionError
+
+
 def refused(save: Callable[[], Any]) -> str:
     """The error of a save, in one line."""
     try:
@@ -183,6 +298,12 @@ def try_bad_saves(manager: cnr.CheckpointManager, run: Run, step: int) -> list[s
     return found
 
 
+def try_bad_restore(manager: cnr.CheckpointManager, run: Run) -> str:
+    """A restore into a state that is wrong on process 1 alone."""
+    wrong = {**run.state, "rate": np.zeros(3)} if jax.process_index() else run.state
+    return refused(lambda: manager.restore(None, args=cnr.args.Restore(wrong)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--process", type=int, default=0)
@@ -197,6 +318,11 @@ def main() -> None:
     parser.add_argument("--hold-where", choices=["rows", "manifest"])
     parser.add_argument("--hold-process", type=int)
     parser.add_argument("--bad-saves", action="store_true")
+    parser.add_argument("--bad-restore", action="store_true")
+    parser.add_argument("--faults")
+    parser.add_argument("--until-preempted", action="store_true")
+    parser.add_argument("--timeout-secs", type=float, default=60.0)
+    parser.add_argument("--keep", type=int)
     args = parser.parse_args()
     faulthandler.dump_traceback_later(60)
     if args.processes > 1:
@@ -206,13 +332,24 @@ def main() -> None:
         hold_at(args.hold_step, args.hold_where)
     run = Run()
     policies = {"consecutive": cnr.Consecutive(), "one_shot": cnr.OneShot()}
+    keep = args.keep and ocp.checkpoint_managers.LatestN(args.keep)
     options = cnr.Options(
-        codec="raw", policy=policies[args.policy], tracking=args.tracking
+        codec="raw",
+        policy=policies[args.policy],
+        tracking=args.tracking,
+        timeout_secs=args.timeout_secs,
+        preservation_policy=keep,
     )
+    interval = 1000 if args.until_preempted else 1
     lines: list[str] = []
     with cnr.CheckpointManager(
-        args.root, tables=run.tables, options=options
+        args.root,
+        tables=run.tables,
+        options=options,
+        orbax_options=ocp.CheckpointManagerOptions(save_interval_steps=interval),
     ) as manager:
+        if args.bad_restore:
+            lines.append(try_bad_restore(manager, run))
         start, latest = 0, manager.latest_step()
         if latest is not None:
             run.state, run.touched = manager.restore(
@@ -220,7 +357,20 @@ def main() -> None:
             )
             start = run.state["step"] + 1
         lines.append(f"restored {latest}, starts at {start}")
-        for step in range(start, args.stop):
+        if args.faults:
+            faults = Faults(args.faults)
+            lines += train_and_save(manager, run, range(start, args.stop), faults)
+            lines.append(f"hit {', '.join(faults.hit)}")
+            if any("process_silent" in line for line in lines):
+                Path(f"{args.out}.{args.process}.txt").write_text("\n".join(lines))
+                os._exit(0)  # jax would wait for the other process
+            lines.append(save_back_to_back(manager, run, args.stop))
+            assert keys_left() < 20
+        elif args.until_preempted:
+            lines += train_until_preempted(manager, run)
+        for step in range(
+            start, 0 if args.faults or args.until_preempted else args.stop
+        ):
             run.train(step)
             touched = None if args.tracking == "fingerprint" else run.touched
             assert manager.save(step, args=cnr.args.Save(run.state, touched))
@@ -232,6 +382,13 @@ def main() -> None:
             assert manager.save(args.stop, args=cnr.args.Save(run.state, run.touched))
         manager.wait_until_finished()
         lines.append(f"latest {manager.latest_step()}")
+        if args.faults or args.until_preempted:
+            truth = run.values()
+            run.state, run.touched = manager.restore(
+                None, args=cnr.args.Restore(run.state)
+            )
+            for path, value in run.values().items():
+                np.testing.assert_array_equal(value, truth[path], err_msg=path)
     np.savez(f"{args.out}.{args.process}.npz", **run.values())
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(lines))
 

@@ -171,6 +171,18 @@ def test_failed_save_is_forgotten(
     assert ledger.entries == {} and ledger.pending is None
 
 
+def test_saved_step_that_retention_drops_but_could_not_remove_is_no_error(
+    tmp_path: Path, manifest_of: Callable[..., Manifest]
+) -> None:
+    ledger = Ledger()
+    manifest = manifest_of(10)
+    ledger.begin(pending(10, manifest.uuid))
+    ledger.doom("10")
+    put(tmp_path, "10", manifest)
+    assert ledger.settle(tmp_path, ITEM) is None
+    assert ledger.entries == {}
+
+
 def test_older_step_in_the_place_of_a_failed_save_is_known_as_what_it_is(
     tmp_path: Path, manifest_of: Callable[..., Manifest]
 ) -> None:

@@ -228,6 +228,22 @@ def test_unguarded_saves_are_full(run: Run) -> None:
     assert plan.kind == "full" and "retention" in plan.reason
 
 
+def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) -> None:
+    full = Asked(Decision(kind="full", parent=None, reason="asked"))
+    run.planner = Planner(full, nonce=NONCE)
+    assert run.save(0, 0).kind == "full"
+    assert run.save(10, 1).kind == "full"
+    plan = run.plan(20, 2, urgent=True)
+    assert plan.parent is not None
+    assert (plan.kind, plan.parent.directory, plan.parent.clock) == ("delta", "10", 1)
+    assert "about to end" in plan.reason
+    assert run.plan(20, 2, urgent=True, doubt="doubt").kind == "full"
+    assert run.plan(20, 2, OTHER, urgent=True).kind == "full"
+    run.ledger.forget("10")
+    assert run.plan(20, 2, urgent=True).kind == "full"
+    assert run.plan(20, 2).kind == "full"
+
+
 def test_changed_tables_make_the_save_full(run: Run, make_table: Any) -> None:
     run.save(0, clock=3)
     plan = run.plan(1, clock=4, tables=(make_table(16),))

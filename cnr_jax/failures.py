@@ -1,0 +1,111 @@
+"""The error of a failed save, made from whatever was raised while it was written."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+
+import jax
+
+from cnr_jax.errors import SaveError
+
+# How TensorStore's errors, which are no OSErrors, name that of the system.
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+# What TensorStore adds to its errors: the whole specification of the array, 400 characters.
+_SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
+_LONGEST = 500
+
+
+def save_error(
+    error: BaseException, step: int | None, directory: str | None = None
+) -> SaveError:
+    """A `SaveError` caused by `error`, or `error` itself if it is one.
+
+    Args:
+        error: what was raised.
+        step: that was being saved, if it is known.
+        directory: where it was to be.
+    """
+    if isinstance(error, SaveError):
+        return error
+    here = jax.process_index()
+    where = f" on process {here}" if jax.process_count() > 1 else ""
+    what = "a save" if step is None else f"the save of step {step}"
+    found = SaveError(
+        f"{what} failed{where}\n  {in_one_line(error)}\n"
+        + (f"  it was to be in {directory}\n" if directory else "")
+        + "  what was committed before is untouched, and the next save contains its rows",
+        kind="timeout" if isinstance(error, TimeoutError) else None,
+        step=step,
+        process=here,
+        errno=errno_of(error),
+    )
+    found.__cause__ = error
+    return found
+
+
+def after_commit(error: BaseException, step: int | None) -> SaveError:
+    """A `SaveError` for what failed when the step was already committed."""
+    if isinstance(error, SaveError):
+        return error
+    found = SaveError(
+        f"step {step} is saved, but what comes after it failed\n  {in_one_line(error)}\n"
+        "  steps that retention does not keep may still be there",
+        kind="after_commit",
+        step=step,
+        process=jax.process_index(),
+        errno=errno_of(error),
+    )
+    found.__cause__ = error
+    return found
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The number of the system's error behind an error, if there is one.
+
+    Example:
+        >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
+        28
+    """
+    for each in _causes(error):
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno
+        named = _OS_ERROR.search(str(each))
+        if named:
+            return int(named.group(1))
+    return None
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as other processes and messages quote it.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device"))
+        'OSError: [Errno 28] No space left on device'
+        >>> in_one_line(ValueError("Failed to rename " + 9000 * "x" + ": no space"))[-10:]
+        ': no space'
+    """
+    text = " ".join(_SPECIFICATION.sub("", str(error)).split())
+    if len(text) > _LONGEST:
+        # TensorStore says first what it was doing, and last what the system said.
+        half = _LONGEST // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def free_frames(error: BaseException) -> None:
+    """Frees the rows that the frames of an error hold, for as long as someone keeps it."""
+    for each in _causes(error):
+        traceback.clear_frames(each.__traceback__)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those it was raised from, or while handling them."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

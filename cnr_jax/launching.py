@@ -1,0 +1,154 @@
+"""The blocking part of a save: rows are gathered while a thread already writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import jax
+
+from cnr_jax import capture
+from cnr_jax.background import Background
+from cnr_jax.channel import Channel
+from cnr_jax.finalizing import Facts
+from cnr_jax.options import Options
+from cnr_jax.orbax_compat import DenseStore, Directories
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.write import RowsWriter, RunPlan
+from cnr_jax.rows.chunk import Chunk, host_device
+from cnr_jax.rows.staging import Stage
+from cnr_jax.saving import InFlight, Prepared
+from cnr_jax.table import Tables
+from cnr_jax.tracking import Tracker
+
+
+def in_flight(prepared: Prepared, tables: Tables) -> InFlight:
+    """A save that begins now."""
+    plan, found = prepared.plan, prepared.found
+    return InFlight(
+        place=prepared.place,
+        plan=plan,
+        fingerprint_secs=found.secs,
+        facts=Facts(
+            plan=plan,
+            tracking=found.mode,
+            recorded_clock=found.recorded.clock if found.recorded else None,
+            fingerprint_clock=plan.clock if found.by_fingerprints else None,
+            tables=capture.table_entries(tables),
+            dense_leaves=prepared.checked.dense_leaves,
+            started_secs=prepared.started_secs,
+        ),
+    )
+
+
+class Launch:
+    """Starts one save.
+
+    Args:
+        flight: the save; gets what goes on behind training.
+        directory: of the item, which Orbax is making.
+        directories: tell when it is there.
+        channel: to the other processes.
+        options: of the run.
+    """
+
+    def __init__(
+        self,
+        flight: InFlight,
+        directory: AnyPath,
+        directories: Directories,
+        channel: Channel,
+        options: Options,
+    ) -> None:
+        self._flight, self._directory, self._directories = (
+            flight,
+            directory,
+            directories,
+        )
+        self._channel, self._options = channel, options
+
+    async def go(self, prepared: Prepared, tracker: Tracker, dense: DenseStore) -> None:
+        """Gathers; nothing of the state is needed afterwards.
+
+        With several processes an error here does not come out here: the others have begun, and
+        wait in Orbax's barriers. This process goes there too, and the error comes out of the
+        background, on all processes alike.
+        """
+        try:
+            await self._gather(prepared, tracker, dense)
+        except BaseException as error:
+            background = self._flight.background or self._in_background(
+                _nothing, _nothing
+            )
+            background.hand_over([], error)
+            if jax.process_count() == 1 or not isinstance(error, Exception):
+                self._flight.stop()
+                raise
+
+    async def _gather(
+        self, prepared: Prepared, tracker: Tracker, dense: DenseStore
+    ) -> None:
+        plan, checked = prepared.plan, prepared.checked
+        choose = tracker.chooser(
+            prepared.found,
+            prepared.args.touched,
+            plan.parent.clock if plan.parent else None,
+        )
+        captured = capture.capture(
+            prepared.found.tiles,
+            checked.arrays,
+            choose,
+            _with_codec(self._options, plan.codec),
+        )
+        # Gathering on the host takes all cores already; on devices it waits for these.
+        stage: Stage[Chunk] = Stage(
+            self._options.max_staging_bytes,
+            self._options.timeout_secs,
+            patient=captured.on_host,
+        )
+        # The writer starts first: a state larger than the staging budget streams through it.
+        background = self._in_background(
+            lambda: self._write(captured.plans, stage), stage.abort
+        )
+        for chunk in captured.chunks():
+            if not stage.put(chunk):
+                break  # the writer has failed; its future says why
+        stage.start()
+        leaves = capture.without_texts(checked.dense)
+        parts = await dense.save(self._directory, leaves)
+        stage.close()
+        background.hand_over(parts)
+
+    def _in_background(
+        self, write: Callable[[], None], end: Callable[[], None]
+    ) -> Background:
+        flight = self._flight
+        flight.background = Background(
+            flight.plan,
+            os.fspath(flight.place.path),
+            self._directories,
+            write,
+            end,
+            self._channel,
+        )
+        return flight.background
+
+    def _write(self, plans: tuple[RunPlan, ...], stage: Stage[Chunk]) -> None:
+        """Writes what comes through the stage; runs in the background."""
+        uuid = self._flight.plan.uuid
+        writer = RowsWriter(self._directory, uuid, jax.process_index(), plans)
+        try:
+            self._flight.written = writer.write(stage, host_device())
+        except BaseException:
+            # Whatever it was: the folder may be removed, and its name used again, at once.
+            writer.stop()
+            raise
+
+
+def _nothing() -> None:
+    """What is left to do of a save that failed before it wrote anything."""
+
+
+def _with_codec(options: Options, codec: str | None) -> Options:
+    return options if codec is None else dataclasses.replace(options, codec=codec)

@@ -1,0 +1,74 @@
+"""SIGTERM as a wish for one last save, in runs where nothing else listens to it.
+
+With several processes jax does: its preemption service makes them agree on a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from cnr_jax import errors
+
+_log = logging.getLogger(__name__)
+_listeners: list[Sigterm] = []
+_before: list[Any] = []
+
+
+class Sigterm:
+    """Notes that SIGTERM has come. Until it is closed, the first one does not end the program.
+
+    A second one does what it did before, so that a program that hangs can be ended.
+
+    Raises:
+        OptionError: if this is not the main thread, which alone can listen to signals.
+    """
+
+    def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise errors.OptionError(
+                "SIGTERM can be listened to in the main thread only\n"
+                "  hint: make the manager there, or leave save_on_sigterm out"
+            )
+        self._noted = False
+        self._refused: int | None = None
+        if not _listeners:
+            _before[:] = [signal.signal(signal.SIGTERM, _note)]
+        _listeners.append(self)
+
+    def note(self) -> None:
+        """SIGTERM has come."""
+        self._noted = True
+
+    def reached(self, step: int) -> bool:
+        """Whether SIGTERM had come when this step was first asked about.
+
+        For one step the answer stays the same: a loop that saves and then asks whether to
+        stop must not stop after a step that was not saved.
+        """
+        if not self._noted:
+            self._refused = step
+        return self._noted and step != self._refused
+
+    def close(self) -> None:
+        """Stops listening; the last one gives SIGTERM back to who had it before."""
+        if self in _listeners:
+            _listeners.remove(self)
+            if not _listeners:
+                _give_back()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    for listener in _listeners:
+        listener.note()
+    _give_back()
+    _log.warning("SIGTERM: the next save is the last one, and is due at once")
+
+
+def _give_back() -> None:
+    if signal.getsignal(signal.SIGTERM) is _note:
+        # None: a handler that was not installed from Python cannot be put back.
+        signal.signal(signal.SIGTERM, _before[0] or signal.SIG_DFL)

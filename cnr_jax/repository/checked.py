@@ -1,0 +1,242 @@
+"""Reading files of a step that must be there and be what their digests say.
+
+Here it is decided which troubles mean that a step is damaged, and which that storage does not
+give it out. Only the former let a restore turn to another step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import FileDigest
+from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository.files import AnyPath, digest_file, digest_of, is_local
+
+# What the kernel says of files that are gone or spoilt, beside "no such file". Of everything
+# else (no permission, too many open files, a server that does not answer) the files know nothing.
+_DAMAGED_ERRNOS = {
+    errno.EIO,
+    errno.EBADMSG,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,
+    getattr(errno, "EUCLEAN", errno.EIO),
+}
+
+
+@contextlib.contextmanager
+def reading(path: AnyPath) -> Iterator[None]:
+    """Reads a file that must be there: an I/O error that means damage says so.
+
+    Raises:
+        IntegrityError: if the file is missing, is none, or cannot be read.
+        OSError: if the storage does not give it out: that says nothing about the file.
+    """
+    where = os.fspath(path)
+    with accessing(path):
+        # Opening a pipe, say, would wait for ever.
+        if is_local(path) and not stat.S_ISREG(os.stat(where).st_mode):
+            raise errors.IntegrityError(
+                f"{where} is not a file", kind="file_damaged", path=where
+            )
+        yield
+
+
+@contextlib.contextmanager
+def accessing(path: AnyPath) -> Iterator[None]:
+    """As `reading`, for what need not be a file."""
+    where = os.fspath(path)
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise errors.IntegrityError(
+            f"{where} is missing", kind="file_missing", path=where
+        ) from error
+    except OSError as error:
+        if isinstance(error, errors.CnrError) or error.errno not in _DAMAGED_ERRNOS:
+            raise
+        raise errors.IntegrityError(
+            f"{where} cannot be read: {error.strerror}",
+            kind="file_unreadable",
+            path=where,
+        ) from error
+
+
+@contextlib.contextmanager
+def about(path: AnyPath) -> Iterator[None]:
+    """Errors of ours that do not say which file they are about are about this one."""
+    try:
+        yield
+    except errors.CnrError as error:
+        error.path = error.path or os.fspath(path)
+        raise
+
+
+def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
+    """The contents of a file whose digest is known.
+
+    Raises:
+        IntegrityError: if it is missing or its size or SHA-256 differs.
+    """
+    path = directory / expected.path
+    with reading(path):
+        data = path.read_bytes()
+    check_digest(digest_of(expected.path, data), expected, os.fspath(path))
+    return data
+
+
+def check_file(directory: AnyPath, expected: FileDigest) -> None:
+    """Checks a file against its digest without keeping its contents.
+
+    Raises:
+        IntegrityError: if it is missing or its size or SHA-256 differs.
+    """
+    path = directory / expected.path
+    with reading(path):
+        got = digest_file(path, expected.path)
+    check_digest(got, expected, os.fspath(path))
+
+
+def check_process(process: ProcessManifest, index: int, uuid: str, where: str) -> None:
+    """Checks that a process manifest is of a process and checkpoint.
+
+    Raises:
+        ManifestError: if it is of another.
+    """
+    if process.uuid != uuid or process.process != index:
+        raise errors.ManifestError(
+            f"{where} belongs to another checkpoint\n"
+            f"  got process {process.process} of {process.uuid},"
+            f" expected process {index} of {uuid}",
+            path=where,
+        )
+
+
+def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> list[str]:
+    """Files in `prefix`, itself included, that are not among `named`.
+
+    Links to folders are not followed, except where named files are behind them.
+
+    Args:
+        directory: that all paths are relative to.
+        prefix: a file or folder in it.
+        named: paths of files.
+    """
+    files = set(named)
+    parents = {path[:at] for path in files for at in _slashes(path)}
+    found: list[str] = []
+    left = [prefix]
+    while left:
+        path = left.pop()
+        entry = directory / path
+        with accessing(entry):
+            linked = is_local(entry) and os.path.islink(os.fspath(entry))
+            if entry.is_dir() and (path in parents or not linked):
+                left += [f"{path}/{inner.name}" for inner in entry.iterdir()]
+            elif path not in files and (linked or entry.exists()):
+                found.append(path)
+    return sorted(found)
+
+
+def _slashes(path: str) -> list[int]:
+    return [at for at, letter in enumerate(path) if letter == "/"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seal:
+    """Files that were compared with their digests, to be read afterwards by others.
+
+    Attributes:
+        directory: the files are below it.
+        prefix: folder in it that holds no other files.
+        named: their digests.
+        states: of each file what changes when somebody writes or replaces it.
+    """
+
+    directory: AnyPath
+    prefix: str
+    named: tuple[FileDigest, ...]
+    states: Mapping[str, tuple[int, ...] | None]
+
+    def check(self) -> None:
+        """Checks that the files are still those that were compared.
+
+        Raises:
+            IntegrityError: if one has changed since, or one came.
+        """
+        for path, state in self.states.items():
+            if _state(self.directory / path) != state:
+                where = os.fspath(self.directory / path)
+                raise errors.IntegrityError(
+                    f"{where} changed while it was read",
+                    kind="file_changed",
+                    path=where,
+                )
+        _refuse_unnamed(self.directory, self.prefix, self.named)
+
+
+def sealed(directory: AnyPath, prefix: str, named: Sequence[FileDigest]) -> Seal:
+    """Compares files with their digests, and notes what would show that they changed.
+
+    Raises:
+        IntegrityError: at the first that is missing or damaged, or that no digest names: a
+            reader that looks for files by itself could take it for one of its own.
+    """
+    _refuse_unnamed(directory, prefix, named)
+    states = {digest.path: _state(directory / digest.path) for digest in named}
+    for digest in named:
+        check_file(directory, digest)
+    return Seal(directory, prefix, tuple(named), states)
+
+
+def _refuse_unnamed(
+    directory: AnyPath, prefix: str, named: Sequence[FileDigest]
+) -> None:
+    unnamed = unnamed_files(directory, prefix, [digest.path for digest in named])
+    if unnamed:
+        where = os.fspath(directory / unnamed[0])
+        raise errors.IntegrityError(
+            f"{where} is not of this checkpoint: {names.MANIFEST} does not name it\n"
+            f"  {len(unnamed)} such files below {os.fspath(directory / prefix)}\n"
+            "  hint: move them away, if nothing else is wrong",
+            kind="file_unknown",
+            path=where,
+        )
+
+
+def _state(path: AnyPath) -> tuple[int, ...] | None:
+    """Changes when a local file is written or replaced; None where that cannot be seen.
+
+    The time of the last change of its inode is left out: a backup that links the file sets it.
+    """
+    if not is_local(path):
+        return None
+    try:
+        found = os.stat(os.fspath(path))
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_digest(got: FileDigest, expected: FileDigest, where: str) -> None:
+    """Compares two digests.
+
+    Raises:
+        IntegrityError: if they differ.
+    """
+    if got != expected:
+        raise errors.IntegrityError(
+            f"{where} is damaged\n"
+            f"  got {got.bytes} bytes, sha256 {got.sha256[:16]}...,"
+            f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...",
+            kind="file_damaged",
+            path=where,
+        )

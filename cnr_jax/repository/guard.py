@@ -1,0 +1,197 @@
+"""What one process of a run does so that a root is never harmed by a crash or a second writer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.repository import leftovers
+from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
+from cnr_jax.repository.durable import missing_directories, sync_made
+from cnr_jax.repository.files import AnyPath, is_local, sync_directory
+from cnr_jax.repository.ledger import Entry, Ledger, aside_name, rename_aside
+from cnr_jax.repository.removal import Remover
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.writing_lock import WritingLock
+
+_log = logging.getLogger(__name__)
+# How long a manager that takes a root over waits for the one before it to notice.
+HAND_OVER_SECS = 60.0
+
+
+class Guard:
+    """Watches over the saves of one manager in one root; lives on the first process only.
+
+    A save goes `begin` (nothing is decided yet), maybe `move_aside`, `check` (right before the
+    commit), then `committed` or `failed`, and `end`.
+    """
+
+    def __init__(self, root: AnyPath, item: str) -> None:
+        self._root, self._item = root, item
+        self._claim, self._lock = Claim(root), WritingLock(root)
+        self._remover = Remover(root, background=True) if is_local(root) else None
+        self._tidy = False
+        self._before: Writer | None = None
+
+    def begin(self, ledger: Ledger) -> bool:
+        """Makes sure that this manager alone writes, and that the ledger is what is there.
+
+        Returns:
+            Whether steps have come or gone by other hands.
+
+        Raises:
+            WriterError: if another manager has taken over, or is still writing.
+        """
+        made = missing_directories(self._root)
+        self._root.mkdir(parents=True, exist_ok=True)
+        sync_made(made)
+        if not self._claim.is_taken:
+            self._before, self._tidy = self._claim.take(), False
+        self._claim.check()
+        if not self._lock.acquire(HAND_OVER_SECS):
+            raise errors.WriterError(
+                f"another manager is writing a save in {os.fspath(self._root)}\n"
+                f"  it is {self._before or 'not known which'}; waited {HAND_OVER_SECS:g} s\n"
+                "  hint: stop the other program, or let it finish; then save again",
+                kind="writer_busy",
+            )
+        # While it waited a third one may have come.
+        self._claim.check()
+        changed = self.failed(ledger)
+        if not self._tidy:
+            self._tidy_up(ledger)
+            self._tidy = True
+        return self._refresh(ledger) or changed
+
+    def _refresh(self, ledger: Ledger) -> bool:
+        """Looks at the root before each save where that is cheap; else the claim must do."""
+        return is_local(self._root) and ledger.refresh(self._root, self._item)
+
+    def _tidy_up(self, ledger: Ledger) -> None:
+        """Deletes what kills have left."""
+        if self._remover is None:
+            return
+        # Without locks, one that is not known to have ended may still be writing.
+        before = self._before
+        alone = before is not None and (self._lock.is_proof or before.is_dead)
+        found = leftovers.find_leftovers(self._root, ledger)
+        leftovers.clear(self._remover, found, temporary=alone)
+
+    def check(self) -> None:
+        """Right before a commit or a removal.
+
+        Raises:
+            WriterError: if another manager has taken over.
+        """
+        self._claim.check()
+
+    def move_aside(self, uuid: str, directory: str, entries: Sequence[Entry]) -> None:
+        """Moves steps of an abandoned branch out of the way of a save, dependents first.
+
+        What is moved is noted in the claim before, so that it comes back if the save fails.
+
+        Args:
+            uuid: of the save.
+            directory: of the save.
+            entries: in the order in which they are moved.
+        """
+        if not entries:
+            return
+        moved = tuple((entry.directory, aside_name(entry)) for entry in entries)
+        aside = Aside(uuid=uuid, directory=directory, item=self._item, moved=moved)
+        self._claim.note_aside(aside)
+        for entry in entries:
+            rename_aside(self._root, entry)
+        sync_directory(self._root)
+
+    def committed(self) -> None:
+        """The save is durable: what was moved out of its way stays there."""
+        if self._claim.aside is not None and self.is_own():
+            try:
+                self._claim.note_aside(None)
+            except OSError as error:
+                # Whether the save is committed can be seen, as long as it is there.
+                _log.warning("cannot note that a rollback is committed: %s", error)
+
+    def failed(self, ledger: Ledger) -> bool:
+        """Brings back what was moved aside for a save that is not there.
+
+        Args:
+            ledger: of the root.
+
+        Returns:
+            Whether steps are back.
+        """
+        aside = self._claim.aside
+        if aside is None or not self.is_own():
+            return False
+        bring_back(self._root, aside)
+        self._claim.note_aside(None)
+        return self._refresh(ledger)
+
+    def is_own(self) -> bool:
+        """Whether the claim still holds; who takes over also takes what was moved aside."""
+        try:
+            self._claim.check()
+        except (errors.WriterError, OSError):
+            return False
+        return True
+
+    def end(self) -> None:
+        """Nothing is being written any more."""
+        self._lock.release()
+
+    def give_up(self) -> None:
+        """Lets the next save claim the root anew."""
+        self._claim.give_up()
+
+    def close(self) -> None:
+        """Waits for what is being deleted and frees what is held."""
+        self.end()
+        if self._remover is not None:
+            self._remover.close()
+
+
+def bring_back(root: AnyPath, aside: Aside) -> None:
+    """Undoes a move aside unless the save that it was for is committed, parents first."""
+    try:
+        if read_manifest(root / aside.directory / aside.item).uuid == aside.uuid:
+            return
+    except (errors.CnrError, OSError):
+        pass
+    back: list[str] = []
+    for name, now in reversed(aside.moved):
+        if (root / now).exists() and not (root / name).exists():
+            (root / now).rename(root / name)
+            back.append(name)
+    if back:
+        sync_directory(root)
+        _log.warning(
+            "steps %s are back: the save that they were moved aside for was not committed",
+            ", ".join(back),
+        )
+
+
+def recover(root: AnyPath) -> None:
+    """Brings back what a killed save had moved aside, if surely nobody is writing.
+
+    For a manager that starts and may save: without claiming the root, and again at will.
+    """
+    lock = WritingLock(root)
+    try:
+        writer = read_writer(root)
+        if writer is None or writer.aside is None or not lock.acquire(0):
+            return
+        if lock.is_proof or writer.is_dead:
+            bring_back(root, writer.aside)
+    except OSError as error:
+        _log.warning(
+            "whether a save that was not committed has moved steps aside in %s cannot"
+            " be seen or undone: %s",
+            os.fspath(root),
+            error,
+        )
+    finally:
+        lock.release()

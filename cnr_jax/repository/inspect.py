@@ -1,0 +1,287 @@
+"""Everything that is wrong with one item of one step: its files, and what they hold.
+
+Parents are looked at elsewhere: see `verify`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+from cnr_jax import errors
+from cnr_jax.format import names, rowids
+from cnr_jax.format.manifest import FileDigest, Manifest
+from cnr_jax.format.tiles import (
+    ArrayEntry,
+    ProcessManifest,
+    Segment,
+    Tile,
+    check_cover,
+    load_process,
+)
+from cnr_jax.repository.checked import (
+    accessing,
+    check_file,
+    check_process,
+    read_checked,
+    reading,
+    unnamed_files,
+)
+from cnr_jax.repository.files import AnyPath, size_of
+from cnr_jax.repository.store import ArrayReader, numpy_dtype
+from cnr_jax.rows.codecs import codec_from
+
+Harm = Literal["none", "step", "chain"]
+
+# Files that are read at the same time: enough to keep a disk busy while others are checked.
+_AT_ONCE = 8
+# What Orbax puts into an item beside what its handler wrote.
+_BY_ORBAX = {"commit_success.txt"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with an item.
+
+    Attributes:
+        file: below the item.
+        kind: stable identifier.
+        message: for people.
+        harms: what cannot be restored because of it: nothing, the step alone, or also
+            everything that rests on it.
+    """
+
+    file: str
+    kind: str
+    message: str
+    harms: Harm
+
+    @classmethod
+    def of(
+        cls, error: Exception, file: str, item: AnyPath, harms: Harm = "chain"
+    ) -> Finding:
+        """An error that was met in `file`, or in another one that it names."""
+        kind, path = "not_readable", None
+        if isinstance(error, errors.CnrError):
+            kind, path = error.kind, error.path
+        above = os.fspath(item).rstrip("/") + "/"
+        if path is not None and path.startswith(above):
+            file = path.removeprefix(above)
+        return cls(file, kind, str(error), harms)
+
+
+Check = Callable[[], list[Finding]]
+
+
+def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Finding]:
+    """Everything that is wrong with an item whose manifest is intact.
+
+    Args:
+        item: its directory.
+        manifest: of it.
+        data: whether every byte is read.
+    """
+    found: list[Finding] = []
+    processes = list(_read_processes(item, manifest, found))
+    if len(processes) == len(manifest.processes):
+        with _noted(found, item, names.MANIFEST):
+            tiles = (tile for process in processes for tile in process.tiles)
+            check_cover(manifest.tables, tiles, os.fspath(item))
+    checks: list[Check] = []
+    for process in processes:
+        rows = names.rows_directory(process.process)
+        for name, entry in process.arrays.items():
+            checks += _array_checks(item, f"{rows}/{name}", entry, data)
+        checks.append(partial(_check_tiles, item, manifest, process, data))
+    for digest in manifest.dense_files:
+        checks.append(partial(_check_dense, item, digest, data))
+    checks.append(partial(_check_unnamed, item, manifest, processes))
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "cnr_verify") as pool:
+        for findings in pool.map(lambda check: check(), checks):
+            found += findings
+    return list(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def _noted(
+    found: list[Finding], item: AnyPath, file: str, harms: Harm = "chain"
+) -> Iterator[None]:
+    """Notes what is raised, and goes on."""
+    try:
+        yield
+    # ValueError: TensorStore's, for storage that does not give a file out.
+    except (errors.CnrError, OSError, ValueError) as error:
+        found.append(Finding.of(error, file, item, harms))
+
+
+def _read_processes(
+    item: AnyPath, manifest: Manifest, found: list[Finding]
+) -> Iterator[ProcessManifest]:
+    for i, expected in enumerate(manifest.processes):
+        with _noted(found, item, expected.path):
+            where = os.fspath(item / expected.path)
+            process = load_process(read_checked(item, expected), where)
+            check_process(process, i, manifest.uuid, where)
+            yield process
+
+
+def _array_checks(
+    item: AnyPath, array: str, entry: ArrayEntry, data: bool
+) -> Iterator[Check]:
+    yield partial(_check_metadata, item, array, entry)
+    reader: list[ArrayReader] = []
+    for chunk in range(len(entry.crc32c)):
+        yield partial(_check_chunk, item, array, entry, chunk, reader, data)
+
+
+def _check_metadata(item: AnyPath, array: str, entry: ArrayEntry) -> list[Finding]:
+    """`zarr.json` is for other programs: a restore goes by the manifest."""
+    found: list[Finding] = []
+    expected = FileDigest(
+        path=f"{array}/zarr.json",
+        bytes=entry.metadata_bytes,
+        sha256=entry.metadata_sha256,
+    )
+    with _noted(found, item, expected.path, "none"):
+        check_file(item, expected)
+    return found
+
+
+def _check_chunk(
+    item: AnyPath,
+    array: str,
+    entry: ArrayEntry,
+    chunk: int,
+    reader: list[ArrayReader],
+    data: bool,
+) -> list[Finding]:
+    found: list[Finding] = []
+    file = f"{array}/c/{chunk}"
+    with _noted(found, item, file):
+        size = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
+        _check_size(item, file, size)
+        if data:
+            if not reader:
+                reader.append(ArrayReader(item / array, entry, cached=False))
+            reader[0].check_chunk(chunk)
+    return found
+
+
+def _check_size(item: AnyPath, file: str, expected: int) -> None:
+    path = item / file
+    with reading(path):
+        got = size_of(path)
+    if got != expected:
+        raise errors.IntegrityError(
+            f"{os.fspath(path)} has another size\n"
+            f"  got {got} bytes, expected {expected}",
+            kind="file_damaged",
+            path=os.fspath(path),
+        )
+
+
+def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> list[Finding]:
+    found: list[Finding] = []
+    with _noted(found, item, digest.path, "step"):
+        _check_size(item, digest.path, digest.bytes)
+        if data:
+            check_file(item, digest)
+    return found
+
+
+def _check_unnamed(
+    item: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
+) -> list[Finding]:
+    """Files that no manifest names."""
+    found: list[Finding] = []
+    with _noted(found, item, names.DENSE, "step"):
+        dense = [digest.path for digest in manifest.dense_files]
+        for file in unnamed_files(item, names.DENSE, dense):
+            text = "is not of this checkpoint, but Orbax could take it for a part of it"
+            found.append(Finding(file, "file_unknown", text, "step"))
+    named = {digest.path for digest in manifest.processes}
+    for process in processes:
+        rows = names.rows_directory(process.process)
+        for name, entry in process.arrays.items():
+            named.add(f"{rows}/{name}/zarr.json")
+            named |= {f"{rows}/{name}/c/{i}" for i in range(len(entry.crc32c))}
+    # Of a process whose manifest cannot be read nobody knows what its files are.
+    known = {process.process for process in processes}
+    unknown = set(range(len(manifest.processes))) - known
+    others = {names.MANIFEST, names.DENSE, *map(names.rows_directory, unknown)}
+    text = "is not of this checkpoint; it is never read"
+    with _noted(found, item, "", "none"), accessing(item):
+        for entry in sorted(item.iterdir(), key=lambda path: path.name):
+            if entry.name not in others | _BY_ORBAX:
+                for file in unnamed_files(item, entry.name, named):
+                    found.append(Finding(file, "file_unknown", text, "none"))
+    return found
+
+
+def _check_tiles(
+    item: AnyPath, manifest: Manifest, process: ProcessManifest, data: bool
+) -> list[Finding]:
+    """Whether codecs are known, rows lie within their arrays, and row ids can be read."""
+    found: list[Finding] = []
+    file = names.process_manifest(process.process)
+    dtypes = {
+        (table.name, leaf.name): leaf.dtype
+        for table in manifest.tables
+        for leaf in table.leaves
+    }
+    rows = f"{names.rows_directory(process.process)}/{names.ROW_IDS_ARRAY}"
+    ids = process.arrays.get(names.ROW_IDS_ARRAY)
+    reader = ArrayReader(item / rows, ids, cached=False) if data and ids else None
+    done: set[tuple[int, int]] = set()
+    for tile in process.tiles:
+        size = tile.box[0][1] - tile.box[0][0]
+        for segment in tile.segments:
+            with _noted(found, item, file):
+                dtype = dtypes.get((tile.table, tile.leaf), "")
+                _check_parts(process, tile, segment, dtype, os.fspath(item / file))
+            key = (segment.row_ids, size)
+            if reader is not None and key not in done:
+                done.add(key)
+                with _noted(found, item, rows):
+                    _check_row_ids(process, segment.row_ids, size, reader)
+        counts = [process.row_ids[s.row_ids].count for s in tile.segments]
+        if manifest.kind == "full" and max(counts, default=0) != size:
+            text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
+            found.append(Finding(file, "rows_missing", text, "chain"))
+    return found
+
+
+def _check_parts(
+    process: ProcessManifest, tile: Tile, segment: Segment, dtype: str, where: str
+) -> None:
+    named = process.codecs[segment.codec]
+    codec = codec_from(named.name, named.configuration)
+    count = process.row_ids[segment.row_ids].count
+    for name, part in codec.parts(tile.width, numpy_dtype(dtype)).items():
+        ref = segment.parts.get(name)
+        array = process.arrays[ref.array] if ref is not None else None
+        if ref is None or array is None or numpy_dtype(array.dtype) != part.dtype:
+            raise errors.FormatError(
+                f"{where}: part {name!r} of a segment of {tile.table}.{tile.leaf} does"
+                " not fit its codec",
+                path=where,
+            )
+        if ref.offset + count * part.width > array.length:
+            raise errors.FormatError(
+                f"{where}: rows of {tile.table}.{tile.leaf} are outside the array"
+                f" {ref.array}",
+                path=where,
+            )
+
+
+def _check_row_ids(
+    process: ProcessManifest, index: int, rows: int, reader: ArrayReader
+) -> None:
+    ids = process.row_ids[index]
+    data = reader.read(ids.offset, ids.offset + ids.bytes)
+    rowids.decode_rowids(ids.form, data, rows, ids.count)

@@ -1,0 +1,179 @@
+"""Removing step directories so that no crash leaves half of one that looks like a step.
+
+A directory is renamed to a name that no reader lists, the root is synced, and only then are its
+files deleted. What a crash leaves of it is deleted later.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cnr_jax.format import names
+from cnr_jax.repository.files import AnyPath, sync_directory
+from cnr_jax.repository.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
+    """Step directories in an order in which none goes before one that depends on it.
+
+    Those of which nothing is known come first: they might depend on any other.
+    """
+
+    def depth(directory: str) -> tuple[float, str]:
+        entry = ledger.entries.get(directory)
+        return (len(ledger.chain(entry)) if entry else float("inf")), directory
+
+    return sorted(directories, key=depth, reverse=True)
+
+
+class Remover:
+    """Removes directories below one local root.
+
+    Args:
+        root: holds the step directories.
+        threads: how many delete files at a time; None: half the cores, at most 16.
+        keep_in: name of a folder below the root that removed steps are moved to instead of
+            being deleted.
+        background: delete files in a thread of its own; `close` waits for it.
+    """
+
+    def __init__(
+        self,
+        root: AnyPath,
+        *,
+        threads: int | None = None,
+        keep_in: str | None = None,
+        background: bool = False,
+    ) -> None:
+        self._root = Path(os.fspath(root))
+        self._threads = threads or min(16, max(1, (os.cpu_count() or 4) // 2))
+        self._keep_in = keep_in
+        self._purger = _Purger(self.purge) if background else None
+
+    def remove(self, directory: str) -> None:
+        """Removes a directory: it is gone for every reader when this returns.
+
+        Raises:
+            OSError: if it cannot be renamed; then it is there as before. That files of it
+                cannot be deleted is logged; the next start tries again.
+        """
+        renamed = self.set_aside(directory)
+        if self._keep_in is None:
+            self.purge_later(renamed.name)
+
+    def purge_later(self, name: str) -> None:
+        """Deletes a directory that no reader lists, in the background if so wished."""
+        if self._purger is not None:
+            self._purger.put(self._root / name)
+        else:
+            self.purge(self._root / name)
+
+    def set_aside(self, directory: str) -> Path:
+        """Renames a directory so that it is no step any more, durably; returns its new path."""
+        source, target = self._root / directory, self._target(directory)
+        os.rename(source, target)
+        if target.parent != self._root:
+            sync_directory(target.parent)
+        sync_directory(self._root)
+        return target
+
+    def _target(self, directory: str) -> Path:
+        if self._keep_in is None:
+            return self._root / names.removed(directory, secrets.token_hex(8))
+        folder = self._root / self._keep_in
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            sync_directory(self._root)
+        target = folder / directory
+        if target.exists():
+            target = folder / names.removed(directory, secrets.token_hex(8))
+        return target
+
+    def purge(self, path: Path) -> bool:
+        """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
+        failed: list[OSError] = []
+        folders, files = _walk(path, failed)
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            failed += [error for error in pool.map(_unlink, files) if error]
+        for folder in folders:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            _log.error(
+                "%s is removed, but %d of its files and folders could not be deleted: %s;"
+                " the first save of the next manager tries again",
+                path,
+                len(failed),
+                failed[0],
+            )
+        return not failed
+
+    def unlink(self, name: str) -> None:
+        """Deletes a file right below the root, if it is there and can be deleted."""
+        error = _unlink(self._root / name)
+        if error is not None:
+            _log.error("%s cannot be deleted: %s", name, error)
+
+    def close(self) -> None:
+        """Waits until all removed files are deleted."""
+        if self._purger is not None:
+            self._purger.close()
+
+
+def _walk(path: Path, failed: list[OSError]) -> tuple[list[Path], list[Path]]:
+    """The folders of a tree, innermost first, and its files."""
+    folders: list[Path] = []
+    files: list[Path] = []
+    for at, inner, names_ in os.walk(path, topdown=False, onerror=failed.append):
+        folders.append(Path(at))
+        files += [Path(at) / name for name in names_]
+        files += [Path(at) / name for name in inner if (Path(at) / name).is_symlink()]
+    return folders, files
+
+
+def _unlink(path: Path) -> OSError | None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return error
+    return None
+
+
+class _Purger:
+    """A thread that deletes files, started when there are some."""
+
+    def __init__(self, purge: Callable[[Path], object]) -> None:
+        self._purge = purge
+        self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, path: Path) -> None:
+        self._queue.put(path)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="cnr_purge", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (path := self._queue.get()) is not None:
+            self._purge(path)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,168 @@
+"""One writer at a time: the newest claim wins, and a save that is being written is waited for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.claim import Aside, Claim, read_writer
+from cnr_jax.repository.guard import Guard, recover
+from cnr_jax.repository.ledger import Ledger
+from cnr_jax.repository.writing_lock import WritingLock
+
+ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", "2.aside"),))
+
+
+def test_the_newest_claim_wins_and_the_older_one_says_whose_it_is(
+    tmp_path: Path,
+) -> None:
+    older, newer = Claim(tmp_path), Claim(tmp_path)
+    assert older.take() is None
+    older.check()
+    before = newer.take()
+    assert before is not None and not before.is_dead
+    newer.check()
+    with pytest.raises(errors.WriterError) as caught:
+        older.check()
+    newest = read_writer(tmp_path)
+    assert newest is not None and str(newest) in str(caught.value)
+    assert caught.value.kind == "writer"
+    older.give_up()
+    older.take()
+    older.check()
+    with pytest.raises(errors.WriterError):
+        newer.check()
+
+
+def test_a_claim_that_was_tidied_away_is_renewed(tmp_path: Path) -> None:
+    claim = Claim(tmp_path)
+    claim.take()
+    (tmp_path / names.WRITER).unlink()
+    claim.check()
+    other = Claim(tmp_path)
+    assert other.take() is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"id": "x", "pid": []}'])
+def test_a_claim_that_cannot_be_read_is_somebody_elses(
+    tmp_path: Path, text: str
+) -> None:
+    claim = Claim(tmp_path)
+    claim.take()
+    (tmp_path / names.WRITER).write_text(text)
+    with pytest.raises(errors.WriterError, match="cannot be read"):
+        claim.check()
+    claim.take()
+    claim.check()
+
+
+def test_clocks_take_no_part(tmp_path: Path) -> None:
+    older, newer = Claim(tmp_path), Claim(tmp_path)
+    older.take()
+    newer.take()
+    path = tmp_path / names.WRITER
+    document = json.loads(path.read_text())
+    document["since"] = "1970-01-01T00:00:00+00:00"
+    path.write_text(json.dumps(document))
+    newer.check()
+    with pytest.raises(errors.WriterError, match="since 1970"):
+        older.check()
+
+
+def test_what_was_moved_aside_is_handed_over_with_the_claim(tmp_path: Path) -> None:
+    older, newer = Claim(tmp_path), Claim(tmp_path)
+    older.take()
+    older.note_aside(ASIDE)
+    newer.take()
+    assert newer.aside == ASIDE
+    newer.note_aside(None)
+    writer = read_writer(tmp_path)
+    assert writer is not None and writer.aside is None
+
+
+_HOLD = """
+import sys, time
+from cnr_jax.repository.claim import Claim
+from cnr_jax.repository.writing_lock import WritingLock
+from pathlib import Path
+root = Path(sys.argv[1])
+Claim(root).take()
+lock = WritingLock(root)
+assert lock.acquire(0)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Any:
+    """Another process that has claimed the root and is writing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
+    other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cnr_jax.repository.guard.HAND_OVER_SECS", 0.1)
+    guard, ledger = Guard(tmp_path, "state"), Ledger()
+    temporary = tmp_path / f"3{names.TEMPORARY_SUFFIX}"
+    temporary.mkdir()
+    with pytest.raises(errors.WriterError, match=f"process {other.pid}") as caught:
+        guard.begin(ledger)
+    assert caught.value.kind == "writer_busy"
+    assert temporary.exists(), "somebody is writing it"
+    other.kill()
+    other.wait()
+    # The system frees a dead one's lock, at the latest when it has been waited for.
+    guard.begin(ledger)
+    guard.close()
+    assert not temporary.exists()
+
+
+def test_a_lock_is_free_again_when_released(tmp_path: Path) -> None:
+    one, two = WritingLock(tmp_path), WritingLock(tmp_path)
+    assert one.acquire(0) and one.acquire(0)
+    assert not two.acquire(0)
+    one.release()
+    one.release()
+    assert two.acquire(0)
+    two.release()
+
+
+def test_an_unfinished_rollback_is_undone_at_a_start_unless_somebody_writes(
+    other: Any, tmp_path: Path
+) -> None:
+    claim = Claim(tmp_path)
+    claim.take()
+    claim.note_aside(ASIDE)
+    (tmp_path / "2.aside").mkdir()
+    recover(tmp_path)
+    assert not (tmp_path / "2").exists(), "a save may be under way"
+    other.kill()
+    other.wait()
+    recover(tmp_path)
+    assert (tmp_path / "2").exists() and not (tmp_path / "2.aside").exists()
+    recover(tmp_path)
+    claim.check()
+
+
+def test_the_guard_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "a" / "b", "state")
+    guard.begin(Ledger())
+    assert (tmp_path / "a" / "b" / names.WRITER).exists()
+    guard.close()

@@ -1,0 +1,129 @@
+"""Removed directories are no steps from one moment to the next, whatever fails afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnr_jax.format import names
+from cnr_jax.repository.ledger import step_directories
+from cnr_jax.repository.removal import Remover, children_first
+
+
+def make_step(root: Path, name: str) -> Path:
+    """A directory with files at several depths, and a link out of it."""
+    (root / name / "a" / "b").mkdir(parents=True)
+    for path in ("top", "a/middle", "a/b/deep"):
+        (root / name / path).write_text(path)
+    (root / name / "a" / "link").symlink_to(root)
+    return root / name
+
+
+def left(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def refuse(error: OSError, *words: str) -> Any:
+    """What a system call does that fails for paths that contain a word."""
+
+    def call(real: Any) -> Any:
+        def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(word in os.fspath(path) for word in words):
+                raise error
+            return real(path, *args, **kwargs)
+
+        return wrapped
+
+    return call
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_removed_directory_and_all_in_it_are_gone(
+    tmp_path: Path, background: bool
+) -> None:
+    make_step(tmp_path, "1")
+    make_step(tmp_path, "2")
+    remover = Remover(tmp_path, background=background, threads=3)
+    remover.remove("1")
+    assert "1" not in left(tmp_path)
+    remover.close()
+    assert left(tmp_path) == {"2"}
+    assert (tmp_path / "2" / "a" / "b" / "deep").read_text() == "a/b/deep"
+
+
+def test_before_a_file_is_deleted_the_directory_is_renamed_and_the_root_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step(tmp_path, "7")
+    seen: list[str] = []
+    unlink, fsync = os.unlink, os.fsync
+
+    def note_unlink(path: Any, **kwargs: Any) -> None:
+        seen.append("unlink")
+        assert step_directories(tmp_path) == []
+        unlink(path, **kwargs)
+
+    def note_fsync(descriptor: int) -> None:
+        seen.append(f"sync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "unlink", note_unlink)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    Remover(tmp_path, threads=1).remove("7")
+    assert seen == [f"sync {tmp_path}", *["unlink"] * 4]
+
+
+def test_a_directory_that_cannot_be_renamed_is_there_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(tmp_path, "1")
+    broken = refuse(OSError(5, "no luck"), "/1")
+    monkeypatch.setattr(os, "rename", broken(os.rename))
+    with pytest.raises(OSError, match="no luck"):
+        Remover(tmp_path).remove("1")
+    assert left(tmp_path) == {"1"}
+    assert (step / "a" / "b" / "deep").exists()
+
+
+def test_files_that_cannot_be_deleted_are_reported_and_are_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(tmp_path, "1")
+    with monkeypatch.context() as patch:
+        broken = refuse(OSError(5, "no luck"), "deep")
+        patch.setattr(os, "unlink", broken(os.unlink))
+        with caplog.at_level(logging.ERROR, logger="cnr_jax"):
+            Remover(tmp_path).remove("1")
+    assert "no luck" in caplog.text and "4 of its files and folders" in caplog.text
+    (name,) = left(tmp_path)
+    assert names.REMOVED_MARK in name and step_directories(tmp_path) == []
+    Remover(tmp_path).purge_later(name)
+    assert left(tmp_path) == set()
+
+
+def test_removed_steps_are_kept_in_a_folder_if_so_wished(tmp_path: Path) -> None:
+    remover = Remover(tmp_path, keep_in="trash")
+    for text in ("first", "second"):
+        make_step(tmp_path, "1").joinpath("top").write_text(text)
+        remover.remove("1")
+    assert left(tmp_path) == {"trash"} and step_directories(tmp_path) == []
+    kept = {path.name: path for path in (tmp_path / "trash").iterdir()}
+    assert kept.pop("1").joinpath("top").read_text() == "first"
+    ((name, path),) = kept.items()
+    assert names.REMOVED_MARK in name and (path / "top").read_text() == "second"
+
+
+def test_no_directory_goes_before_one_that_depends_on_it(root: Any) -> None:
+    zero = root.add(0)
+    one = root.add(1, zero)
+    root.add(2, one)
+    root.add(3, zero)
+    root.add(4)
+    root.ledger.unreadable["5"] = "no manifest"
+    order = children_first(root.ledger, ["0", "1", "2", "3", "4", "5"])
+    assert order[0] == "5" and order[1] == "2"
+    assert order.index("1") < order.index("0") and order.index("3") < order.index("0")

@@ -1,0 +1,153 @@
+"""Saves that fail after steps of an abandoned branch were moved out of their way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.repository.writing_lock import WritingLock
+
+
+class Run:
+    """A manager that has saved some steps and gone back to the first of them."""
+
+    def __init__(self, root: Path, *steps: int, **options: Any) -> None:
+        self.root = root
+        self.state = {"user": jnp.arange(32.0).reshape(8, 4), "w": jnp.ones(3)}
+        tables = cnr.find_tables(self.state, ["user"])
+        self.touched = cnr.init_touched(self.state, tables)
+        self.manager: Any = cnr.CheckpointManager(
+            root, tables=tables, orbax_options=ocp.CheckpointManagerOptions(**options)
+        )
+        for step in steps:
+            self.save(step, loss=step)
+        self.manager.wait_until_finished()
+        self.state, self.touched = self.manager.restore(
+            steps[0], args=cnr.args.Restore(self.state)
+        )
+
+    def save(self, step: int, loss: float = 0.0) -> None:
+        args = cnr.args.Save(self.state, self.touched)
+        self.manager.save(step, args=args, metrics={"loss": loss}, force=True)
+
+    def check(self, steps: list[int]) -> None:
+        """These steps are there, and listed, and restore; the newest can be deleted."""
+        folders = {path.name for path in self.root.iterdir() if path.is_dir()}
+        assert folders == {str(step) for step in steps}
+        assert self.manager.all_steps() == steps
+        for step in steps:
+            self.manager.restore(step, args=cnr.args.Restore(self.state))
+        self.manager.delete(steps[-1])
+        self.manager.close()
+
+
+def no_space(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_failed_save_is_not_taken_for_the_step_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_jax.handler.write_manifest", no_space)
+        run.save(2)
+        with pytest.raises(cnr.errors.SaveError) as raised:
+            run.manager.wait_until_finished()
+    assert raised.value.kind == "save_failed"
+    assert raised.value.errno == errno.ENOSPC
+    run.check([1, 2])
+
+
+def test_a_failed_save_that_retention_would_have_dropped_brings_back_the_old_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "max"}
+    run = Run(tmp_path, 1, 2, max_to_keep=1, **best)
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_jax.handler.write_manifest", no_space)
+        run.save(2, loss=0.1)
+        with pytest.raises(cnr.errors.SaveError, match="step 2 failed"):
+            run.manager.wait_until_finished()
+    run.check([1, 2])
+
+
+def test_an_error_before_orbax_begins_gives_steps_and_lock_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, 1, 2, 3)
+    shutil.rmtree(tmp_path / "3")  # another program: Orbax has to list the steps anew
+    with monkeypatch.context() as patch:
+        patch.setattr(run.manager, "_load_checkpoint_infos", no_space)
+        with pytest.raises(cnr.errors.SaveError, match="no space"):
+            run.save(2)
+    with cnr.CheckpointManager(tmp_path, tables=run.manager._handler.tables) as other:
+        assert other.save(4, args=cnr.args.Save(run.state, run.touched))
+    shutil.rmtree(tmp_path / "4")
+    run.manager.reload()
+    run.check([1, 2])
+
+
+def test_a_save_that_orbax_refuses_leaves_all_steps_usable(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 2, 3)
+    items = ocp.args.Composite(default=cnr.args.Save(run.state, run.touched))
+    with pytest.raises(ValueError, match="Composite"):
+        run.manager.save(2, args=items, force=True)
+    run.check([1, 2, 3])
+
+
+def test_a_read_only_manager_writes_nothing(tmp_path: Path) -> None:
+    Run(tmp_path, 1, 2).manager.close()
+    for name in ("cnr_jax.writer.json", "cnr_jax.writer.lock"):
+        os.remove(tmp_path / name)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    state = {"user": jnp.zeros((8, 4)), "w": jnp.zeros(3)}
+    reader: Any = cnr.CheckpointManager(
+        tmp_path,
+        tables=cnr.find_tables(state, ["user"]),
+        orbax_options=ocp.CheckpointManagerOptions(read_only=True),
+    )
+    found = reader.restore(1, args=cnr.args.Restore(state))
+    args = cnr.args.Save(found.state, found.touched)
+    assert not reader.save(2, args=args, force=True)
+    reader.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system knows no fork")
+def test_a_forked_worker_does_not_hold_the_lock_of_a_killed_trainer(
+    tmp_path: Path,
+) -> None:
+    program = """
+        import os, signal, sys, time
+        from pathlib import Path
+        from cnr_jax.repository.writing_lock import WritingLock
+        lock = WritingLock(Path(sys.argv[1]))
+        assert lock.acquire(0)
+        child = os.fork()
+        if child == 0:
+            os.close(1)  # the test waits for the end of what the trainer prints
+            time.sleep(60)
+            os._exit(0)
+        print(child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    worker = int(done.stdout)
+    try:
+        os.kill(worker, 0)  # it lives
+        assert WritingLock(tmp_path).acquire(10)
+    finally:
+        os.kill(worker, 9)

@@ -1,0 +1,603 @@
+"""Saves that fail: the error comes out once, training goes on, the next save has all rows.
+
+The faults are real ones: a full or read-only file system, no descriptors left, a file system
+that returns errors, signals. What cannot be had here is skipped with a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax import capture, tracking
+from cnr_jax.errors import SaveError
+from cnr_jax.orbax_compat import DenseStore
+from cnr_jax.repository import planner, store
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.write import RowsWriter
+from cnr_jax.rows.chunk import Chunk
+from cnr_jax.rows.staging import Stage
+
+WORKER = Path(__file__).parent / "saving_worker.py"
+PROJECT = Path(__file__).parents[1]
+
+# Orbax leaves coroutines behind when it cannot write its metadata.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """Lets what Orbax leaves behind warn in the test that it belongs to."""
+    yield
+    gc.collect()
+
+
+def open_manager(root: Path, run: Any, **options: Any) -> cnr.CheckpointManager:
+    settings = {"policy": cnr.Consecutive(), "codec": "raw"} | options
+    return cnr.CheckpointManager(
+        root, tables=run.tables, options=cnr.Options(**settings)
+    )
+
+
+def temporaries(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if "orbax-checkpoint-tmp" in p.name)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of 2 MB of its own, where the machine lets us mount one."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def full_disk(disk: Path) -> Iterator[None]:
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@contextlib.contextmanager
+def read_only_disk(disk: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@contextlib.contextmanager
+def no_descriptors(disk: Path) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(open_files()), hard))
+    taken: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_files() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+@contextlib.contextmanager
+def small_files_only(disk: Path) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def file_in_the_way(disk: Path) -> Iterator[None]:
+    """The root is a file for a while, so that no directory can be made in it."""
+    root = disk / "run"
+    root.rename(disk / "aside")
+    root.write_text("not a directory")
+    try:
+        yield
+    finally:
+        root.unlink()
+        (disk / "aside").rename(root)
+
+
+FAULTS = {
+    "full": (full_disk, {errno.ENOSPC}),
+    "read only": (read_only_disk, {errno.EROFS}),
+    "no descriptors": (no_descriptors, {errno.EMFILE}),
+    "small files": (small_files_only, {errno.EFBIG}),
+    "file in the way": (file_in_the_way, {errno.ENOTDIR, errno.EEXIST}),
+}
+
+
+def failed_save(manager: Any, run: Any, step: int) -> SaveError:
+    """Saves, and the error of the save, from whichever call it comes out of."""
+    with pytest.raises(SaveError) as caught:
+        manager.save(step, args=cnr.args.Save(run.state, run.touched))
+        manager.wait_until_finished()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "streams"),
+    [*((fault, False) for fault in FAULTS), ("full", True), ("file in the way", True)],
+)
+def test_a_real_fault_comes_out_once_and_the_next_save_has_all_rows(
+    tiny_run: Any, tmp_path: Path, fault: str, streams: bool
+) -> None:
+    run = tiny_run()
+    inject, numbers = FAULTS[fault]
+    with small_disk(tmp_path / "disk") as disk:
+        budget = {"max_staging_bytes": 64} if streams else {}
+        manager = open_manager(disk / "run", run, **budget)
+        run.run(manager, [1])
+        run.train(2)
+        with inject(disk):
+            error = failed_save(manager, run, 2)
+        manager.check_for_errors()
+        manager.wait_until_finished()
+        assert error.errno in numbers, error
+        assert error.step == 2
+        assert "step 2" in str(error) and str(disk) in str(error)
+        assert "next save contains" in str(error)
+        assert manager.latest_step() == 1
+        run.run(manager, [3])
+        assert temporaries(disk / "run") == []
+        manifest = run.manifest(manager, 3)
+        assert manifest.parent is not None and manifest.parent.directory == "1"
+        run.check(manager, 3)
+        run.check(manager, 1)
+        manager.close()
+
+
+def test_a_run_of_failing_saves_leaks_nothing(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    before = set(threading.enumerate())
+    kept: list[SaveError] = []
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [0])
+    descriptors = len(open_files())
+    for step in range(1, 6):
+        run.train(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.ArrayWriter, "finish", _no_memory)
+            kept.append(failed_save(manager, run, step))
+    assert [error.step for error in kept] == [1, 2, 3, 4, 5]
+    assert all(isinstance(error.__cause__, MemoryError) for error in kept)
+    assert len(open_files()) == descriptors
+    gc.collect()
+    # The errors are kept; the rows that the failed saves had staged are not.
+    assert not [found for found in gc.get_objects() if isinstance(found, Chunk)]
+    assert temporaries(tmp_path) == []
+    run.run(manager, [6])
+    run.check(manager, 6)
+    manager.close()
+    left = {t.name for t in set(threading.enumerate()) - before if t.is_alive()}
+    assert not {name for name in left if "save" in name or "cnr" in name}, left
+
+
+def _no_memory(*args: Any) -> Any:
+    raise MemoryError("on purpose")
+
+
+def test_no_thread_waits_for_directories_that_never_come(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """Orbax's own futures would wait five minutes for each such save."""
+    run = tiny_run()
+    manager = open_manager(tmp_path / "run", run)
+    run.run(manager, [1])
+    before = {t for t in threading.enumerate() if t.is_alive()}
+    for step in (2, 3):
+        run.train(step)
+        with file_in_the_way(tmp_path):
+            failed_save(manager, run, step)
+    assert {t for t in threading.enumerate() if t.is_alive()} <= before
+    run.run(manager, [4])
+    run.check(manager, 4)
+    manager.close()
+
+
+def test_an_error_that_is_not_asked_for_comes_out_of_close_which_still_closes(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run, save_on_sigterm=True)
+    monkeypatch.setattr(RowsWriter, "write", _no_memory)
+    run.train(1)
+    manager.save(1, args=cnr.args.Save(run.state, run.touched))
+    with pytest.raises(SaveError, match="step 1 failed"):
+        manager.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    manager.close()
+
+
+def test_polling_for_errors_neither_waits_nor_swallows(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1])
+    go_on = threading.Event()
+
+    def held(*args: Any) -> Any:
+        assert go_on.wait(60)
+        raise MemoryError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", held)
+        run.train(2)
+        manager.save(2, args=cnr.args.Save(run.state, run.touched))
+        manager.check_for_errors()
+        assert manager.is_saving_in_progress()
+        go_on.set()
+        with pytest.raises(SaveError, match="step 2"):
+            while True:
+                manager.check_for_errors()
+    manager.wait_until_finished()
+    run.run(manager, [3])
+    run.check(manager, 3)
+    manager.close()
+
+
+def test_a_cancelled_save_is_no_success(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax takes a cancelled save for a finished one."""
+    run = tiny_run()
+    keep = ocp.checkpoint_managers.LatestN(1)
+    manager = open_manager(tmp_path, run, policy=cnr.Full(), preservation_policy=keep)
+    run.run(manager, [1])
+    started, go_on = threading.Event(), threading.Event()
+    append = store.ArrayWriter.append
+
+    def held(*args: Any) -> Any:
+        started.set()
+        assert go_on.wait(60)
+        return append(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ArrayWriter, "append", held)
+        run.train(2)
+        manager.save(2, args=cnr.args.Save(run.state, run.touched))
+        assert started.wait(60)
+        checkpointer: Any = manager._checkpointer
+        checkpointer.cancel()
+        go_on.set()
+        with pytest.raises(SaveError, match="step 2"):
+            manager.wait_until_finished()
+    folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert manager.all_steps() == [1] == [int(name) for name in folders]
+    run.run(manager, [3])
+    run.check(manager, 3)
+    manager.close()
+
+
+def test_a_plain_manager_goes_on_too(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=registry.preservation_policy()
+    )
+    manager = ocp.CheckpointManager(
+        tmp_path, options=options, handler_registry=registry
+    )
+    run.run(manager, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", _no_memory)
+        run.train(2)
+        manager.save(2, args=cnr.args.Save(run.state, run.touched))
+        with pytest.raises(SaveError, match="step 2 failed"):
+            manager.wait_until_finished()
+    run.run(manager, [3])
+    assert temporaries(tmp_path) == []
+    run.check(manager, 3)
+    manager.close()
+
+
+def _interrupt(*args: Any, **kwargs: Any) -> Any:
+    signal.raise_signal(signal.SIGINT)
+    raise AssertionError("the signal did not arrive")
+
+
+INTERRUPTED = {
+    "finding rows": (tracking.Tracker, "find"),
+    "planning": (planner.Planner, "plan"),
+    "gathering": (capture, "capture"),
+    "staging": (Stage, "put"),
+    "dense leaves": (DenseStore, "save"),
+    "Orbax, while it is written": (ocp.CheckpointManager, "_add_checkpoint_info"),
+    "Orbax, after the policy": (ocp.CheckpointManager, "_get_old_steps_to_remove"),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1, 2])
+    owner, name = INTERRUPTED[where]
+    run.train(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(3, args=cnr.args.Save(run.state, run.touched))
+    assert not manager.is_saving_in_progress()
+    truth = run.values()
+    if 3 in manager.all_steps():  # it had been written already
+        run.check(manager, 3, {3: truth})
+    else:
+        assert run.save(manager, 3), "the same step can be saved again"
+    run.run(manager, [4])
+    run.check(manager, 4)
+    assert temporaries(tmp_path) == []
+    manager.close()
+
+
+def test_an_interrupt_while_waiting_loses_no_step(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    main = threading.main_thread().ident
+    assert main is not None
+    with slow_writes(monkeypatch) as go_on:
+        run.train(1)
+        assert run.save(manager, 1)
+        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            manager.wait_until_finished()
+        go_on()
+        manager.wait_until_finished()
+    assert manager.all_steps() == [1]
+    run.run(manager, [2])
+    run.check(manager, 1)
+    run.check(manager, 2)
+    manager.close()
+
+
+# ---- saves while one is being written -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Rows are not written before the returned function is called."""
+    go_on = threading.Event()
+    write = RowsWriter.write
+
+    def held(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", held)
+        yield go_on.set
+        go_on.set()
+
+
+def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(
+    tiny_run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run, when_busy="skip")
+    with slow_writes(monkeypatch) as go_on, caplog.at_level("INFO"):
+        run.train(1)
+        assert run.save(manager, 1)
+        run.train(2)
+        assert not run.save(manager, 2)
+        assert "step 2 is not saved" in caplog.text
+        run.train(3)
+        threading.Timer(0.2, go_on).start()
+        assert run.save(manager, 3, force=True), "a forced save waits"
+        manager.wait_until_finished()
+        run.run(manager, [4])
+    assert manager.all_steps() == [1, 3, 4]
+    for step in (1, 3, 4):
+        run.check(manager, step)
+    manager.close()
+
+
+def test_a_save_that_is_due_while_one_is_written_waits_by_default(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    with slow_writes(monkeypatch) as go_on:
+        run.train(1)
+        assert run.save(manager, 1)
+        threading.Timer(0.2, go_on).start()
+        for step in (2, 3):  # back to back
+            run.train(step)
+            assert run.save(manager, step)
+        manager.wait_until_finished()
+    assert manager.all_steps() == [1, 2, 3]
+    for step in (1, 2, 3):
+        run.check(manager, step)
+    manager.close()
+
+
+def test_unknown_ways_of_being_busy_and_times_that_cannot_be_are_refused() -> None:
+    with pytest.raises(cnr.errors.OptionError, match="when_busy 'later'"):
+        cnr.Options(when_busy="later")  # type: ignore[arg-type]
+    with pytest.raises(cnr.errors.OptionError, match="timeout_secs"):
+        cnr.Options(timeout_secs=0)
+
+
+# ---- signals and errors of the file system, in a program of their own -----------------------
+
+
+@contextlib.contextmanager
+def worker(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A training run that says what it does, line by line."""
+    env = dict(os.environ, PYTHONPATH=str(PROJECT), JAX_PLATFORMS="cpu")
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    child = subprocess.Popen(
+        [sys.executable, str(WORKER), str(root), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+    killer = threading.Timer(120, child.kill)
+    killer.start()
+    try:
+        yield child
+    finally:
+        killer.cancel()
+        child.kill()
+        child.communicate()
+
+
+def said(child: subprocess.Popen[str], start: str) -> str:
+    """The next line that starts so."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(start):
+            return line.strip()
+    pytest.fail(f"the run ended with {child.wait()} before it said {start!r}")
+
+
+def tell(child: subprocess.Popen[str], word: str) -> None:
+    assert child.stdin is not None
+    child.stdin.write(f"{word}\n")
+    child.stdin.flush()
+
+
+def test_sigterm_leads_to_a_last_delta_and_a_second_one_ends_the_program(
+    tmp_path: Path,
+) -> None:
+    with worker(tmp_path / "root") as child:
+        said(child, "step 3")
+        child.send_signal(signal.SIGTERM)
+        last = int(said(child, "last").split()[1])
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+    manifest = read_manifest(tmp_path / "root" / str(last) / "default")
+    # The interval is far off, and the policy alone would have saved everything.
+    assert (manifest.kind, manifest.step) == ("delta", last)
+    assert "about to end" in manifest.reason
+    steps = {int(p.name) for p in (tmp_path / "root").iterdir() if p.name.isdigit()}
+    assert steps == {0, last}
+    with cnr.CheckpointManager(tmp_path / "root") as reader:
+        state = reader.restore(None).state
+    with np.load(tmp_path / "root.npz") as truth:
+        np.testing.assert_array_equal(state["user"], truth["user"])
+
+
+def test_sigterm_is_left_alone_unless_asked_for_and_given_back(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with open_manager(tmp_path / "a", tiny_run()) as manager:
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert not manager.reached_preemption(1)
+    run = tiny_run()
+    with open_manager(tmp_path / "b", run, save_on_sigterm=True) as manager:
+        assert not manager.reached_preemption(1)
+        signal.raise_signal(signal.SIGTERM)
+        # A loop that has saved, or not, at step 1 must not stop after it.
+        assert not manager.reached_preemption(1)
+        assert manager.reached_preemption(2)
+        assert signal.getsignal(signal.SIGTERM) is before
+    found: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            open_manager(tmp_path / "c", run, save_on_sigterm=True)
+        except cnr.errors.OptionError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(found[0])
+
+
+@contextlib.contextmanager
+def failing_calls(
+    child: subprocess.Popen[str], calls: str, out: Path
+) -> Iterator[None]:
+    """The system returns EIO for these calls of a running program, for a while."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("needs strace")
+    inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO"]
+    command = [strace, "-f", "-qq", "-o", str(out), "-p", str(child.pid), *inject]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while "TracerPid:\t0" in Path(f"/proc/{child.pid}/status").read_text():
+            if tracer.poll() is not None:
+                pytest.skip(f"strace may not attach: {tracer.communicate()[1]}")
+            assert time.monotonic() < deadline, "strace does not attach"
+            time.sleep(0.05)
+        yield
+    finally:
+        tracer.terminate()
+        tracer.communicate()
+    assert "INJECTED" in out.read_text(), "nothing was hit"
+
+
+def test_a_file_system_that_returns_errors_for_a_while(tmp_path: Path) -> None:
+    with worker(tmp_path / "root", "--asks") as child:
+        said(child, "ready")
+        for calls in ("fsync,fdatasync", "mkdir,mkdirat", "rename,renameat,renameat2"):
+            with failing_calls(child, calls, tmp_path / "trace"):
+                tell(child, "save")
+                assert f"errno={errno.EIO}" in said(child, "error"), calls
+            tell(child, "save")
+            last = int(said(child, "saved").split()[1])
+        tell(child, "end")
+        assert child.wait(60) == 0
+    with cnr.CheckpointManager(tmp_path / "root") as reader:
+        state = reader.restore(last).state
+    with np.load(tmp_path / "root.npz") as truth:
+        np.testing.assert_array_equal(state["user"], truth["user"])
