@@ -1,0 +1,275 @@
+"""Damage to stored files that can be undone: bit flips, truncation, removal, exchange.
+
+Each function damages at once and returns a `Damage`, whose `undo` (or the end of its `with`)
+puts everything back, times of last change too, so that thousands of cases run on one root.
+
+Example:
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> file = Path(tempfile.mkdtemp(), "file")
+    >>> _ = file.write_bytes(b"ab")
+    >>> with flip_bit(file, 8):
+    ...     file.read_bytes()
+    b'ac'
+    >>> file.read_bytes()
+    b'ab'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from cnr_jax import errors
+from cnr_jax.format import names
+
+AnyPath = str | os.PathLike[str]
+Kind = Literal[
+    "array", "zarr_metadata", "process_manifest", "manifest", "dense", "orbax"
+]
+# `<step>` or `<prefix>_<step>`, as Orbax names the directories of committed steps.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_PROCESS_MANIFEST = re.compile(r"manifest\.p\d{5}\.json")
+_ROWS = re.compile(r"rows\.p\d{5}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a committed step.
+
+    Attributes:
+        path: where it is.
+        step: the step.
+        kind: `"array"`: a chunk of rows, row ids or what codecs store. `"zarr_metadata"`: of
+            such an array. `"process_manifest"`, `"manifest"`: what names and commits them.
+            `"dense"`: below `dense/`, all that is not a table. `"orbax"`: what Orbax writes
+            beside, and other items.
+        array: name of the array, of `"array"` and `"zarr_metadata"`; else "".
+    """
+
+    path: Path
+    step: int
+    kind: Kind
+    array: str = ""
+
+
+def files_of(root: AnyPath) -> list[StoredFile]:
+    """All files of the committed steps in a root, by step and path.
+
+    Steps that are being written, abandoned or removed are left out.
+    """
+    found = []
+    for folder in sorted(Path(root).iterdir()):
+        match = _STEP.fullmatch(folder.name)
+        if match is None or not folder.is_dir():
+            continue
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                kind, array = _kind_of(folder, path)
+                found.append(StoredFile(path, int(match[1]), kind, array))
+    return sorted(found, key=lambda file: (file.step, file.path))
+
+
+def _kind_of(folder: Path, path: Path) -> tuple[Kind, str]:
+    item, *parts = path.relative_to(folder).parts
+    if not parts or not _is_ours(folder / item):
+        return "orbax", ""
+    if parts == [names.MANIFEST]:
+        return "manifest", ""
+    if _PROCESS_MANIFEST.fullmatch(parts[0]) and len(parts) == 1:
+        return "process_manifest", ""
+    if parts[0] == names.DENSE:
+        return "dense", ""
+    if _ROWS.fullmatch(parts[0]) and len(parts) > 2:
+        return "array" if parts[2] == "c" else "zarr_metadata", parts[1]
+    return "orbax", ""
+
+
+def _is_ours(item: Path) -> bool:
+    return (item / names.MANIFEST).exists() or any(item.glob("manifest.p*.json"))
+
+
+class Damage(contextlib.AbstractContextManager["Damage"]):
+    """Something was damaged; `undo` puts it back, once."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo: Callable[[], object] | None = undo
+
+    def undo(self) -> None:
+        """Puts back what was there. Several damages are undone last first."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def flip_bit(path: AnyPath, bit: int) -> Damage:
+    """Flips one bit: `bit % 8` (0 is worth 1) of byte `bit // 8`.
+
+    Raises:
+        OptionError: if the file is shorter.
+    """
+    path = Path(path)
+    size_bytes = path.stat().st_size
+    if not 0 <= bit < 8 * size_bytes:
+        raise errors.OptionError(
+            f"bit {bit} is not in {path}, which has {8 * size_bytes}"
+        )
+    with path.open("rb") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+    return overwrite(path, bytes([byte ^ (1 << bit % 8)]), at_bytes=bit // 8)
+
+
+def overwrite(path: AnyPath, data: bytes, *, at_bytes: int = 0) -> Damage:
+    """Puts other bytes in the place of some, such as the zeros that a power cut leaves.
+
+    Raises:
+        OptionError: if the file ends before they do.
+    """
+    path = Path(path)
+    before = path.stat()
+    if at_bytes < 0 or at_bytes + len(data) > before.st_size:
+        raise errors.OptionError(
+            f"{len(data)} bytes at {at_bytes} are not in {path}, which has"
+            f" {before.st_size}"
+        )
+    with path.open("rb") as file:
+        file.seek(at_bytes)
+        old = file.read(len(data))
+    _put(path, at_bytes, data)
+
+    def undo() -> None:
+        _put(path, at_bytes, old)
+        _set_times(path, before)
+
+    return Damage(undo)
+
+
+def truncate(path: AnyPath, size_bytes: int) -> Damage:
+    """Cuts a file off after so many bytes.
+
+    Raises:
+        OptionError: if it has no more than that.
+    """
+    path = Path(path)
+    before = path.stat()
+    if not 0 <= size_bytes < before.st_size:
+        raise errors.OptionError(
+            f"{path} cannot be cut to {size_bytes} bytes, it has {before.st_size}"
+        )
+    with path.open("rb") as file:
+        file.seek(size_bytes)
+        tail = file.read()
+    os.truncate(path, size_bytes)
+
+    def undo() -> None:
+        _put(path, size_bytes, tail)
+        _set_times(path, before)
+
+    return Damage(undo)
+
+
+def extend(path: AnyPath, data: bytes = b"\0") -> Damage:
+    """Adds bytes to the end of a file."""
+    path = Path(path)
+    before = path.stat()
+    _put(path, before.st_size, data)
+
+    def undo() -> None:
+        os.truncate(path, before.st_size)
+        _set_times(path, before)
+
+    return Damage(undo)
+
+
+def remove(path: AnyPath) -> Damage:
+    """Removes a file, or a directory with all that is in it."""
+    path = Path(path)
+    undo = contextlib.ExitStack()
+    undo.callback(_set_times, path.parent, path.parent.stat())
+    undo.callback(_move_aside(path))
+    return Damage(undo.close)
+
+
+def duplicate(source: AnyPath, target: AnyPath) -> Damage:
+    """Puts a copy of a file or directory where another is, or where nothing is."""
+    source, target = Path(source), Path(target)
+    undo = contextlib.ExitStack()
+    undo.callback(_set_times, target.parent, target.parent.stat())
+    if os.path.lexists(target):
+        undo.callback(_move_aside(target))
+    _copy(source, target)
+    undo.callback(_delete, target)
+    return Damage(undo.close)
+
+
+def exchange(first: AnyPath, second: AnyPath) -> Damage:
+    """Lets two files or directories change places."""
+    first, second = Path(first), Path(second)
+    parents = [(path.parent, path.parent.stat()) for path in (first, second)]
+
+    def swap() -> None:
+        aside = first.with_name(first.name + ".exchanged")
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
+
+    def undo() -> None:
+        swap()
+        for parent, before in parents:
+            _set_times(parent, before)
+
+    swap()
+    return Damage(undo)
+
+
+def _put(path: Path, at_bytes: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at_bytes)
+        file.write(data)
+
+
+def _set_times(path: Path, before: os.stat_result) -> None:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _move_aside(path: Path) -> Callable[[], None]:
+    """Moves to a folder that no checkpoint lies in; returns what moves it back."""
+    folder = Path(tempfile.mkdtemp(prefix="cnr_jax_damage_"))
+    shutil.move(path, folder / path.name)
+
+    def back() -> None:
+        shutil.move(folder / path.name, path)
+        folder.rmdir()
+
+    return back
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

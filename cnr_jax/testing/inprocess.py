@@ -1,0 +1,220 @@
+"""Faults within this process, for tests that are too many to start a program for each.
+
+Only calls that Python code makes are met, such as those of Orbax and `cnr_jax`: manifests,
+directories, renames, removal. TensorStore's own writes are not; `faults` meets these too.
+Kinds of calls are those of `faults`, without writes. Linux only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import errno
+import io
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cnr_jax import errors
+from cnr_jax.testing.faults import Call, Fault, check_hit
+
+# Of the `os` module: the kind of call each counts as, how many paths it has.
+_FUNCTIONS = {
+    "fsync": ("fsync", 0),
+    "fdatasync": ("fsync", 0),
+    "mkdir": ("mkdir", 1),
+    "unlink": ("unlink", 1),
+    "remove": ("unlink", 1),
+    "rmdir": ("rmdir", 1),
+    "truncate": ("truncate", 1),
+    "rename": ("rename", 2),
+    "replace": ("rename", 2),
+    "link": ("link", 2),
+}
+Callback = Callable[[Call], object]
+
+
+class _Watch:
+    def __init__(self, below: Path, before: Callback, after: Callback) -> None:
+        self.calls: list[Call] = []
+        self._below = os.path.realpath(below)
+        self._before, self._after = before, after
+        self._lock = threading.Lock()
+
+    def call(self, kind: str, paths: list[str], do: Callable[[], Any]) -> Any:
+        """Counts a call if one of its paths is below, and makes it."""
+        if not any(self._is_below(path) for path in paths):
+            return do()
+        with self._lock:
+            number = len(self.calls) + 1
+            to = paths[1] if len(paths) > 1 else ""
+            call = Call(number, os.getpid(), kind, paths[0], False, to)
+            self.calls.append(call)
+        self._before(call)
+        result = do()
+        self._after(call)
+        return result
+
+    def _is_below(self, path: str) -> bool:
+        return path == self._below or path.startswith(self._below + os.sep)
+
+
+@contextlib.contextmanager
+def watching(
+    below: str | os.PathLike[str],
+    *,
+    before: Callback = lambda call: None,
+    after: Callback = lambda call: None,
+) -> Iterator[list[Call]]:
+    """Calls `before` and `after` around every call, in its thread.
+
+    What `before` raises is what the call raises, which is then not made.
+
+    Args:
+        below: calls on this folder and what is below it count.
+        before: is given the call, which has been counted.
+        after: likewise.
+
+    Yields:
+        The calls so far, a list that grows.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with watching(root) as calls:
+        ...     (root / "folder").mkdir()
+        >>> [call.call for call in calls]
+        ['mkdir']
+    """
+    watch = _Watch(Path(below), before, after)
+    with contextlib.ExitStack() as patches:
+        for name, (kind, paths) in _FUNCTIONS.items():
+            wrapped = _wrapped(watch, getattr(os, name), kind, paths)
+            patches.enter_context(mock.patch.object(os, name, wrapped))
+        opener = _opener(watch, io.open)
+        for module in (io, builtins):
+            patches.enter_context(mock.patch.object(module, "open", opener))
+        yield watch.calls
+
+
+@contextlib.contextmanager
+def failing(below: str | os.PathLike[str], fault: Fault) -> Iterator[list[Call]]:
+    """Lets calls fail in this process, as `Fault` describes it.
+
+    Leaving the context without an exception and without a hit fails.
+
+    Raises:
+        OptionError: if its action is not the name of an error number.
+        FaultNotHitError: if the fault was not hit.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with failing(root, Fault("mkdir", action="ENOSPC")):
+        ...     try:
+        ...         (root / "folder").mkdir()
+        ...     except OSError as error:
+        ...         print(error.strerror)
+        No space left on device
+    """
+    number = getattr(errno, fault.action, None)
+    if number is None:
+        raise errors.OptionError(
+            f"action {fault.action!r} cannot strike in this process, expected the name"
+            " of an error number"
+        )
+    lock = threading.Lock()
+    fitting, hits = 0, []
+
+    def strike(call: Call) -> None:
+        nonlocal fitting
+        if fault.call not in ("any", call.call):
+            return
+        if fault.match not in call.path and fault.match not in call.to:
+            return
+        with lock:
+            fitting += 1
+            if fitting < fault.nth or 0 < fault.times <= fitting - fault.nth:
+                return
+            hits.append(dataclasses.replace(call, hit=True))
+        raise OSError(number, os.strerror(number), call.path)
+
+    with watching(below, before=strike) as calls:
+        yield hits
+        if not hits:
+            check_hit(calls, fault)
+
+
+@contextlib.contextmanager
+def copying(
+    below: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    nth: int,
+    after: bool = False,
+) -> Iterator[list[Call]]:
+    """Copies a folder right before its nth call: as it is should the process die there.
+
+    Args:
+        below: the folder.
+        to: where the copy goes; must not exist. There is none if there were fewer calls.
+        nth: from 1.
+        after: copies after the call instead.
+    """
+
+    def copy(call: Call) -> None:
+        if call.number == nth:
+            with contextlib.suppress(shutil.Error):
+                # Files that other threads rename meanwhile, as they may at any time.
+                shutil.copytree(below, to)
+
+    watch = {"after" if after else "before": copy}
+    with watching(below, **watch) as calls:
+        yield calls
+
+
+def _wrapped(
+    watch: _Watch, real: Callable[..., Any], kind: str, count: int
+) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if count == 0:
+            descriptor = args[0] if isinstance(args[0], int) else args[0].fileno()
+            paths = [_path_of(descriptor)]
+        else:
+            keys = ["dir_fd"] if count == 1 else ["src_dir_fd", "dst_dir_fd"]
+            given = [*args, *(kwargs[k] for k in ("path", "src", "dst") if k in kwargs)]
+            paths = [
+                _absolute(path, kwargs.get(key))
+                for path, key in zip(given[:count], keys, strict=True)
+            ]
+        return watch.call(kind, paths, lambda: real(*args, **kwargs))
+
+    return wrapper
+
+
+def _opener(watch: _Watch, real: Callable[..., Any]) -> Callable[..., Any]:
+    def opener(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not set("wax+") & set(mode):
+            return real(file, mode, *args, **kwargs)
+        paths = [_absolute(file, None)]
+        return watch.call("open", paths, lambda: real(file, mode, *args, **kwargs))
+
+    return opener
+
+
+def _absolute(path: Any, folder: int | None) -> str:
+    if isinstance(path, int):
+        return _path_of(path)
+    start = os.getcwd() if folder is None else _path_of(folder)
+    # Links in the folder are resolved, the last component is what is renamed or removed.
+    parent, name = os.path.split(os.path.join(start, os.fsdecode(path)))
+    return os.path.join(os.path.realpath(parent), name)
+
+
+def _path_of(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")

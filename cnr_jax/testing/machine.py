@@ -1,0 +1,137 @@
+"""A hypothesis state machine that plays any run against the model, faults included.
+
+Example:
+    >>> import hypothesis, jax
+    >>> from cnr_jax.testing import strategies
+    >>> class Mine(RunMachine):
+    ...     setups = strategies.setups(devices=jax.devices()[:1])  # or a run of your own
+    >>> few = hypothesis.settings(max_examples=2, stateful_step_count=5, deadline=None)
+    >>> run_state_machine_as_test(Mine, settings=few)
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import run_state_machine_as_test as run_state_machine_as_test
+
+from cnr_jax.testing import strategies
+from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.playing import Player, Setup
+
+_INDEX = st.integers(0, 5)
+_GAP = st.sampled_from([1, 1, 2, 3])
+_NTH = st.integers(1, 60)
+
+
+class RunMachine(RuleBasedStateMachine):
+    """Trains, saves, fails, crashes, restores, deletes; every step must restore bit for bit.
+
+    Subclass it and set `setups` to play a run of your own.
+
+    Attributes:
+        setups: strategy of the runs to be played.
+        folder: where the folders of checkpoints go; None: the system's for temporary files.
+        counts: how often what has happened, over all examples.
+    """
+
+    setups: ClassVar[st.SearchStrategy[Setup]] = strategies.setups()
+    folder: ClassVar[str | None] = None
+    counts: ClassVar[Counter[str]] = Counter()
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        """Chooses a run and saves once."""
+        self.place = tempfile.mkdtemp(dir=self.folder, prefix="cnr_jax_machine_")
+        setup = data.draw(type(self).setups, label="setup")
+        self.player = Player(Path(self.place, "root"), setup)
+        self.player.save()
+
+    @rule(seed=st.integers(0, 2**16))
+    def train(self, seed: int) -> None:
+        """One train step."""
+        self.player.train(seed)
+
+    @rule(seed=st.integers(0, 2**16), gap=_GAP)
+    def train_and_save(self, seed: int, gap: int) -> None:
+        """A train step and a save."""
+        self.player.train(seed)
+        self.player.save(gap)
+
+    @rule(gap=_GAP)
+    def save(self, gap: int) -> None:
+        """A save, perhaps with nothing changed."""
+        self.player.save(gap)
+
+    @rule(seed=st.integers(0, 2**16), fault=strategies.faults_in_process(), gap=_GAP)
+    def fail_while_saving(self, seed: int, fault: Fault, gap: int) -> None:
+        """A save that fails, after a train step."""
+        self.player.train(seed)
+        self.player.fail_while_saving(fault, gap)
+
+    @rule(seed=st.integers(0, 2**16), nth=_NTH, after=st.booleans(), gap=_GAP)
+    def crash_while_saving(self, seed: int, nth: int, after: bool, gap: int) -> None:
+        """A process that dies in a save."""
+        self.player.train(seed)
+        self.player.crash_while_saving(nth=nth, after=after, gap=gap)
+
+    @rule(index=_INDEX, nth=_NTH, after=st.booleans())
+    def crash_while_deleting(self, index: int, nth: int, after: bool) -> None:
+        """A process that dies in a deletion."""
+        self.player.crash_while_deleting(index, nth=nth, after=after)
+
+    @rule(index=_INDEX)
+    def restore(self, index: int) -> None:
+        """Goes on from any step: a rollback unless it is the latest."""
+        self.player.restore(index)
+
+    @rule()
+    def restore_latest(self) -> None:
+        """Goes on from the latest step."""
+        self.player.restore_latest()
+
+    @rule(index=_INDEX)
+    def evaluate(self, index: int) -> None:
+        """Looks at a step and goes on without it."""
+        self.player.evaluate(index)
+
+    @rule(anew=st.booleans())
+    def reopen(self, anew: bool) -> None:
+        """A new process, that goes on or starts the run again in the same folder."""
+        self.player.reopen(anew=anew)
+
+    @rule(index=_INDEX)
+    def delete(self, index: int) -> None:
+        """Deletes a step, if none rests on it."""
+        self.player.delete(index)
+
+    @rule(index=st.integers(0, 500), do=strategies.damages())
+    def damage(self, index: int, do: Any) -> None:
+        """Damages a file, and undoes it."""
+        self.player.damaged(index, do)
+
+    @invariant()
+    def lists_what_there_is(self) -> None:
+        """The manager lists what it must."""
+        if hasattr(self, "player"):
+            self.player.check_listing()
+
+    def teardown(self) -> None:
+        """Every step must restore, with what is stored alone."""
+        if not hasattr(self, "player"):
+            return
+        try:
+            self.player.check_all()
+        finally:
+            self.player.manager.close()
+            shutil.rmtree(self.place)
+            for what, count in self.player.counts.items():
+                event(what)
+                type(self).counts[what] += count

@@ -1,0 +1,311 @@
+"""What a run's checkpoints must be: a plain model that knows no files, shards or clocks.
+
+It is told what a run does and says which steps there must be, what each restores to, on which
+a delta may rest, and which one is the latest. `playing.Player` holds a real run against it.
+
+Example:
+    >>> model = Model(latest(2))
+    >>> zeros, ones = {"user": np.zeros(2)}, {"user": np.ones(2)}
+    >>> model.saved(0, zeros, parent=None)
+    >>> model.saved(1, ones, parent=0)
+    >>> model.saved(2, ones, parent=0)
+    >>> sorted(model.steps)  # 0 is no longer among the latest two, but 1 and 2 rest on it
+    [0, 1, 2]
+    >>> model.dependents(0)
+    [1, 2]
+    >>> same(model.steps[1].values, ones)
+    True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cnr_jax import errors
+
+Values = Mapping[str, np.ndarray]
+# Which of the steps given, oldest first in the order of branches, are to be kept for themselves.
+Keeps = Callable[[Sequence[int]], Collection[int]]
+
+
+def everything(steps: Sequence[int]) -> Collection[int]:
+    """Keeps every step."""
+    return steps
+
+
+def latest(count: int) -> Keeps:
+    """Keeps the latest steps, as Orbax's `LatestN`."""
+    return lambda steps: steps[-count:]
+
+
+def multiples(interval: int) -> Keeps:
+    """Keeps steps divisible by a number, as Orbax's `EveryNSteps`."""
+    return lambda steps: [step for step in steps if step % interval == 0]
+
+
+def chosen(wanted: Collection[int]) -> Keeps:
+    """Keeps the steps given, as Orbax's `CustomSteps`."""
+    return lambda steps: [step for step in steps if step in wanted]
+
+
+def any_of(*policies: Keeps) -> Keeps:
+    """Keeps what any of the policies keeps, as Orbax's `AnyPreservationPolicy`."""
+    return lambda steps: {step for keeps in policies for step in keeps(steps)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Saved:
+    """A committed checkpoint.
+
+    Attributes:
+        step: its number.
+        values: what it must restore to, each leaf by a name.
+        parent: what a delta rests on.
+        generation: of its branch.
+    """
+
+    step: int
+    values: Values
+    parent: Saved | None
+    generation: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest last: a later branch is newer, whatever its step numbers."""
+        return self.generation, self.step
+
+    def chain(self) -> list[Saved]:
+        """Itself and all it rests on."""
+        return [self, *(self.parent.chain() if self.parent else [])]
+
+
+class PreservationPolicy:
+    """Gives a plain function to Orbax as a preservation policy.
+
+    Args:
+        keeps: which steps to keep.
+    """
+
+    def __init__(self, keeps: Keeps) -> None:
+        self._keeps = keeps
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> list[bool]:
+        """Which of the checkpoints to keep, in the order given."""
+        kept = set(self._keeps([info.step for info in checkpoints]))
+        return [info.step in kept for info in checkpoints]
+
+
+class Model:
+    """A run as it must be.
+
+    Args:
+        keeps: the preservation policy; see `latest` and others, or a function of your own.
+
+    Attributes:
+        steps: the checkpoints that must be there, by step.
+        tip: the checkpoint that saving goes on from; None if the run starts anew.
+        legal: checkpoints that a delta may rest on.
+        leaving: steps that retention has dropped, but an interruption left there.
+    """
+
+    def __init__(self, keeps: Keeps = everything) -> None:
+        self.keeps = keeps
+        self.steps: dict[int, Saved] = {}
+        self.tip: Saved | None = None
+        self.legal: set[Saved] = set()
+        self.leaving: set[int] = set()
+
+    def ordered(self) -> list[Saved]:
+        """All checkpoints, newest last."""
+        return sorted(self.steps.values(), key=lambda saved: saved.order)
+
+    def latest(self) -> set[int | None]:
+        """The step that `restore(None)` takes; two where one of them is leaving."""
+        steps = [saved.step for saved in self.ordered()]
+        staying = [step for step in steps if step not in self.leaving]
+        return {found[-1] if found else None for found in (steps, staying)}
+
+    def dependents(self, step: int) -> list[int]:
+        """The steps that rest on this one."""
+        saved = self.steps[step]
+        return sorted(
+            other.step for other in self._with_dependents(saved) if other is not saved
+        )
+
+    def abandoned_by(self, step: int) -> set[int]:
+        """Steps that saving this one puts aside: an older branch had it too."""
+        old = self.steps.get(step)
+        return {other.step for other in self._with_dependents(old)} if old else set()
+
+    def legal_parents(self) -> set[int]:
+        """Steps that a delta may rest on now, if it is no full checkpoint."""
+        return {saved.step for saved in self.legal if self._is_there(saved)}
+
+    def saved(self, step: int, values: Values, parent: int | None) -> None:
+        """A save was committed, on this parent if it was a delta.
+
+        Raises:
+            ChainError: if no delta may rest on that parent.
+        """
+        tip = self.tip
+        self._add(step, values, parent)
+        new = self.steps[step]
+        self._prune()
+        if not self._is_there(new):
+            self.legal.discard(new)
+            self.tip = tip
+
+    def _add(self, step: int, values: Values, parent: int | None) -> None:
+        if parent is not None and parent not in self.legal_parents():
+            raise errors.ChainError(
+                f"step {step} rests on step {parent}\n"
+                f"  expected a full checkpoint or one of {sorted(self.legal_parents())}"
+            )
+        above = self.steps[parent] if parent is not None else None
+        new = Saved(step, dict(values), above, self._generation())
+        for aside in self.abandoned_by(step):
+            del self.steps[aside]
+        self.steps[step] = new
+        self.legal.add(new)
+        self.tip = new
+
+    def interrupted(
+        self,
+        step: int,
+        values: Values,
+        *,
+        committed: bool,
+        parent: int | None,
+        there: Collection[int],
+    ) -> None:
+        """A save failed or was killed, and these steps were found afterwards.
+
+        Nothing may be gone that was there before, unless the new step is committed: then
+        what retention drops, and what is in its way of an abandoned branch.
+
+        Args:
+            step: of the save.
+            values: what it was to hold.
+            committed: whether it is there; another of this number may be.
+            parent: of a delta, if it is there.
+            there: the steps that are there.
+
+        Raises:
+            ChainError: if they are not what may be there.
+        """
+        before = set(self.steps)
+        after = Model(self.keeps)
+        aside = self.abandoned_by(step)
+        after.steps = {k: v for k, v in self.steps.items() if k not in aside}
+        # As if it were full: a delta keeps what it rests on besides.
+        after.steps[step] = Saved(step, values, None, self._generation())
+        after._prune()
+        # A step that retention drops at once may have been committed and be gone again.
+        replaced = committed or step not in after.steps
+        must = set(after.steps) - {step} if replaced else before
+        may = before | {step} if committed else before
+        if not must <= set(there) <= may:
+            raise errors.ChainError(
+                f"after an interrupted save of step {step} there are steps"
+                f" {sorted(there)}\n  expected {sorted(must)},"
+                f" and perhaps {sorted(may - must)}"
+            )
+        if committed:
+            self._add(step, values, parent)
+            self._keep_track(set(there))
+        self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
+
+    def _keep_track(self, there: set[int]) -> None:
+        kept = Model(self.keeps)
+        kept.steps = dict(self.steps)
+        kept._prune()
+        self.leaving = there - kept.steps.keys()
+
+    def restored(self, step: int) -> None:
+        """The run goes on from a step, through the manager."""
+        self.tip = self.steps[step]
+        self.legal = set(self.tip.chain())
+
+    def started_anew(self) -> None:
+        """The run goes on with a state that rests on no checkpoint."""
+        self.tip = None
+        self.legal = set()
+
+    def deleted(self, step: int) -> None:
+        """A step was deleted.
+
+        Raises:
+            DependentsExistError: if it must not be.
+        """
+        dependents = self.dependents(step)
+        if dependents:
+            raise errors.DependentsExistError(
+                f"step {step} was deleted, but {dependents} depend on it"
+            )
+        del self.steps[step]
+
+    def _is_there(self, saved: Saved) -> bool:
+        return self.steps.get(saved.step) is saved
+
+    def _with_dependents(self, saved: Saved) -> list[Saved]:
+        return [other for other in self.steps.values() if saved in other.chain()]
+
+    def _generation(self) -> int:
+        """That of the tip if it is the newest checkpoint, else a new one."""
+        ordered = self.ordered()
+        if not ordered:
+            return 1
+        head = ordered[-1]
+        return head.generation if head is self.tip else head.generation + 1
+
+    def _prune(self) -> None:
+        """Drops what is not kept, nor rested on by what is."""
+        ordered = self.ordered()
+        wanted = set(self.keeps([saved.step for saved in ordered]))
+        kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
+        self.steps = {saved.step: saved for saved in ordered if saved in kept}
+        self.leaving = set()
+
+
+def same(got: Values, expected: Values) -> bool:
+    """Whether all leaves are equal bit for bit, NaNs and signs of zeros included."""
+    return not differences(got, expected)
+
+
+def differences(got: Values, expected: Values) -> list[str]:
+    """One line for each leaf that differs; NaNs and signs of zeros count.
+
+    Example:
+        >>> differences({"a": np.array([0.0, 1.0])}, {"a": np.array([-0.0, 1.0])})
+        ['a: 1 of 2 elements differ, first at (0,): got 0.0, expected -0.0']
+    """
+    found = [f"{key}: only expected" for key in expected.keys() - got.keys()]
+    found += [f"{key}: not expected" for key in got.keys() - expected.keys()]
+    for key in sorted(got.keys() & expected.keys()):
+        ours, theirs = np.asarray(got[key]), np.asarray(expected[key])
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            found.append(
+                f"{key}: got {ours.shape} {ours.dtype},"
+                f" expected {theirs.shape} {theirs.dtype}"
+            )
+            continue
+        where = np.argwhere((_bits(ours) != _bits(theirs)).any(axis=-1))
+        if len(where):
+            at = tuple(int(i) for i in where[0])
+            found.append(
+                f"{key}: {len(where)} of {ours.size} elements differ, first at {at}:"
+                f" got {ours[at]}, expected {theirs[at]}"
+            )
+    return sorted(found)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The bytes of each element, as one more axis."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)

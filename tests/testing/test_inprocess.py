@@ -1,0 +1,117 @@
+"""Calls of Python code are met, counted and made to fail, and are Python's own afterwards."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cnr_jax import errors
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault, FaultNotHitError
+
+
+def work(root: Path) -> None:
+    (root / "d").mkdir()
+    with (root / "d/a").open("w") as file:
+        file.write("1")
+        os.fsync(file)
+    with open(root / "d/a") as file:
+        file.read()
+    folder = os.open(root, os.O_RDONLY)
+    os.fsync(folder)
+    os.rename("d", "e", src_dir_fd=folder, dst_dir_fd=folder)
+    os.close(folder)
+    os.link(root / "e/a", root / "b")
+    os.replace(root / "b", root / "c")
+    (root / "c").unlink()
+    (root.parent / "outside").write_text("2")
+    shutil.rmtree(root / "e")
+
+
+EXPECTED = [
+    ("mkdir", "d", ""),
+    ("open", "d/a", ""),
+    ("fsync", "d/a", ""),
+    ("fsync", ".", ""),
+    ("rename", "d", "e"),
+    ("link", "e/a", "b"),
+    ("rename", "b", "c"),
+    ("unlink", "c", ""),
+    ("unlink", "e/a", ""),
+    ("rmdir", "e", ""),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+def test_calls_are_seen_with_their_paths_and_only_meanwhile(root: Path) -> None:
+    own = os.fsync, os.rename, io.open, builtins.open
+    with inprocess.watching(root) as calls:
+        work(root)
+    assert (os.fsync, os.rename, io.open, builtins.open) == own
+    seen = [
+        (c.call, os.path.relpath(c.path, root), c.to and os.path.relpath(c.to, root))
+        for c in calls
+    ]
+    assert seen == EXPECTED
+    assert [call.number for call in calls] == list(range(1, len(EXPECTED) + 1))
+
+
+@pytest.mark.parametrize("nth", range(1, len(EXPECTED) + 1))
+def test_any_call_can_fail_and_is_then_not_made(nth: int, root: Path) -> None:
+    with inprocess.failing(root, Fault(nth=nth, action="ENOSPC")) as hits:
+        with pytest.raises(OSError, match="No space left"):
+            work(root)
+    assert [(hit.number, hit.call, hit.hit) for hit in hits] == [
+        (nth, EXPECTED[nth - 1][0], True)
+    ]
+
+
+def test_a_fault_strikes_as_often_as_it_says(root: Path) -> None:
+    def attempts(fault: Fault) -> list[bool]:
+        done = []
+        with inprocess.failing(root, fault):
+            for i in range(5):
+                try:
+                    (root / f"{fault.times}{i}x").mkdir()
+                    done.append(True)
+                except OSError:
+                    done.append(False)
+        return done
+
+    assert attempts(Fault("mkdir", 2, "EIO")) == [True, False, True, True, True]
+    assert attempts(Fault("mkdir", 2, "EIO", 2)) == [True, False, False, True, True]
+    assert attempts(Fault("mkdir", 2, "EIO", 0)) == [True] + [False] * 4
+
+
+def test_a_fault_that_is_not_hit_or_cannot_be_fails(root: Path) -> None:
+    with pytest.raises(FaultNotHitError, match="was not hit"):
+        with inprocess.failing(root, Fault("rename", 3, "EIO", match="/c")):
+            work(root)
+    with pytest.raises(errors.OptionError, match="'kill' cannot strike"):
+        with inprocess.failing(root, Fault(action="kill")):
+            pass
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_copy_shows_the_folder_before_or_after_the_call(
+    after: bool, root: Path
+) -> None:
+    copy = root.parent / "copy"
+    with inprocess.copying(root, copy, nth=5, after=after):
+        work(root)
+    assert sorted(p.name for p in copy.rglob("*")) == (
+        ["a", "e"] if after else ["a", "d"]
+    )
+    with inprocess.copying(root, root.parent / "none", nth=99):
+        work(root)
+    assert not (root.parent / "none").exists()

@@ -1,0 +1,182 @@
+"""The model says what must be, and its comparison notices what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.testing import damage, model, playing
+from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.model import Model, differences
+
+NOTHING: dict[str, np.ndarray] = {}
+
+
+def saved(keeps: Any, *steps: tuple[int, int | None]) -> Model:
+    made = Model(keeps)
+    for step, parent in steps:
+        made.saved(step, NOTHING, parent)
+    return made
+
+
+def test_retention_keeps_what_it_says_and_what_that_rests_on() -> None:
+    made = saved(model.latest(1), (0, None), (1, 0), (2, 1), (3, None))
+    assert set(made.steps) == {3}
+    made = saved(model.latest(1), (0, None), (1, 0), (2, 1))
+    assert set(made.steps) == {0, 1, 2}
+    made = saved(model.multiples(2), (0, None), (1, 0), (2, 0), (3, 0))
+    assert set(made.steps) == {0, 2}  # 3 itself was not kept
+    either = model.any_of(model.latest(1), model.chosen({1}))
+    assert set(saved(either, *[(i, None) for i in range(4)]).steps) == {1, 3}
+
+
+def test_a_rollback_makes_a_later_branch_that_puts_steps_aside() -> None:
+    made = saved(model.everything, (0, None), (1, 0), (2, 1), (3, 2))
+    made.restored(1)
+    assert made.legal_parents() == {0, 1}
+    made.saved(2, NOTHING, 1)
+    assert set(made.steps) == {0, 1, 2} and made.latest() == {2}
+    made = saved(model.everything, (0, None), (5, 0))
+    made.restored(0)
+    made.saved(1, NOTHING, 0)
+    assert set(made.steps) == {0, 1, 5} and made.latest() == {1}
+
+
+def test_no_delta_may_rest_on_what_the_state_was_not_counted_from() -> None:
+    made = saved(model.everything, (0, None), (1, 0))
+    made.started_anew()
+    with pytest.raises(errors.ChainError, match="rests on step 1"):
+        made.saved(2, NOTHING, 1)
+    with pytest.raises(errors.ChainError, match="rests on step 7"):
+        made.saved(2, NOTHING, 7)
+    with pytest.raises(errors.DependentsExistError):
+        made.deleted(0)
+
+
+@pytest.mark.parametrize(
+    ("committed", "there", "right"),
+    [
+        (False, {0, 1}, True),
+        (False, {1}, False),  # gone before anything replaced it
+        (False, {0, 1, 2}, False),  # there, but not committed
+        (True, {0, 1, 2}, True),  # deletion did not come to its end
+        (True, {1, 2}, True),
+        (True, {2}, False),
+    ],
+)
+def test_after_an_interrupted_save_only_what_it_replaces_may_be_gone(
+    committed: bool, there: set[int], right: bool
+) -> None:
+    made = saved(model.latest(2), (0, None), (1, None))
+    arguments: Any = {"committed": committed, "parent": None, "there": there}
+    if right:
+        made.interrupted(2, NOTHING, **arguments)
+        assert set(made.steps) == there
+        assert made.leaving == ({0} & there if committed else set())
+    else:
+        with pytest.raises(errors.ChainError, match="interrupted save of step 2"):
+            made.interrupted(2, NOTHING, **arguments)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.int8, np.complex128]
+)
+def test_every_bit_counts_in_a_comparison(dtype: Any) -> None:
+    array = np.zeros((2, 3), dtype)
+    other = array.copy()
+    other.view(np.uint8)[1, -1] = 0x80
+    assert differences({"a": array}, {"a": array}) == []
+    (line,) = differences({"a": array}, {"a": other})
+    assert line.startswith("a: 1 of 6 elements differ, first at (1, 2)")
+
+
+def test_nans_are_equal_to_themselves_and_shapes_and_names_count() -> None:
+    nan = np.array([np.nan], np.float32)
+    assert model.same({"a": nan}, {"a": nan.copy()})
+    got = differences({"a": nan, "b": nan}, {"a": nan.astype(np.float64), "c": nan})
+    assert got == [
+        "a: got (1,) float32, expected (1,) float64",
+        "b: not expected",
+        "c: only expected",
+    ]
+
+
+# ---- a player notices a checkpointer that lies --------------------------------------------
+
+
+@pytest.fixture
+def player(tmp_path: Any) -> Any:
+    state = {"user": jnp.zeros((8, 2)), "step": jnp.int32(0)}
+
+    def train(state: Any, touched: Any, seed: int) -> Any:
+        touched = cnr.record(touched, {"user": jnp.array([seed % 8])})
+        user = state["user"].at[seed % 8].add(1 + seed)
+        return {"user": user, "step": state["step"] + 1}, touched
+
+    setup = playing.Setup(
+        state=jax.device_put(state, jax.devices()[0]),
+        tables=cnr.find_tables(state, ["user"]),
+        train=train,
+        options=cnr.Options(
+            codec="raw",
+            policy=cnr.Consecutive(),
+            preservation_policy=ocp.checkpoint_managers.LatestN(2),
+        ),
+        keeps=model.latest(2),
+    )
+    with playing.Player(tmp_path / "root", setup) as player:
+        for seed in range(3):
+            player.train(seed)
+            player.save()
+        yield player
+
+
+def test_a_wrong_value_is_noticed(player: Any) -> None:
+    player.model.steps[1].values["['user']"][0, 0] += 1
+    with pytest.raises(
+        playing.WrongError, match=r"step 1 restored other values.*\n.*user"
+    ):
+        player.check_all()
+
+
+def test_a_lost_step_is_noticed(player: Any) -> None:
+    with damage.remove(player.root / "2"):
+        with pytest.raises(playing.WrongError, match="stored are steps"):
+            player.check_all()
+    player.check_all()
+
+
+def test_retention_that_keeps_too_much_or_too_little_is_noticed(player: Any) -> None:
+    player.model.keeps = model.latest(1)
+    player.model.steps[2] = model.Saved(2, player.model.steps[2].values, None, 1)
+    player.model._prune()
+    with pytest.raises(playing.WrongError, match="got steps"):
+        player.check_listing()
+
+
+def test_damage_that_goes_unseen_is_noticed(player: Any, monkeypatch: Any) -> None:
+    files = damage.files_of(player.root)
+    index = next(i for i, file in enumerate(files) if file.kind == "array")
+    player.damaged(index, lambda path: damage.flip_bit(path, 0))
+    assert player.counts["damage detected"] == 1
+    monkeypatch.setattr(cnr, "verify", lambda root: ())
+    with pytest.raises(playing.WrongError, match="verify names"):
+        player.damaged(index, lambda path: damage.flip_bit(path, 0))
+
+
+def test_faults_and_crashes_are_counted_as_what_they_were(player: Any) -> None:
+    player.fail_while_saving(Fault("rename", action="EIO"))
+    player.crash_while_saving(nth=20)
+    player.fail_while_saving(Fault("rename", nth=1000, action="EIO"))
+    player.crash_while_saving(nth=1000)
+    assert player.counts["failed save"] == player.counts["crash"] == 1
+    assert player.counts["full"] + player.counts["delta"] == 5
+    player.check_all()
