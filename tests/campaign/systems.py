@@ -1,0 +1,168 @@
+"""What is put to the test: this library and plain Orbax, behind one interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+import training
+
+import cnr_jax as cnr
+from cnr_jax.policy import Policy
+
+# As one program: a process of the campaign lives for a second.
+_record = jax.jit(cnr.record)
+
+
+class Trainer(Protocol):
+    """A train loop in one root.
+
+    Attributes:
+        state: of numpy arrays.
+        step: that the state is of; -1 at first.
+    """
+
+    state: dict[str, Any]
+    step: int
+
+    def go_on(self, step: int | None = None) -> int | None:
+        """Restores a step, by default the newest; returns it, None if there is none."""
+        ...
+
+    def train(self, step: int, salt: int = 0) -> None:
+        """One train step."""
+        ...
+
+    def save(self, step: int) -> bool:
+        """Starts to save the state."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until the last save is done; raises what it raised."""
+        ...
+
+    def steps(self) -> list[int]:
+        """Steps that are listed."""
+        ...
+
+    def delete(self, step: int) -> None:
+        """Deletes a step."""
+        ...
+
+    def close(self) -> None:
+        """Ends the loop."""
+        ...
+
+
+class _Loop:
+    """What both systems have in common."""
+
+    manager: Any
+
+    def __init__(self) -> None:
+        self.state = training.first_state()
+        self.step = -1
+
+    def wait(self) -> None:
+        self.manager.wait_until_finished()
+
+    def steps(self) -> list[int]:
+        return sorted(self.manager.all_steps())
+
+    def delete(self, step: int) -> None:
+        self.manager.delete(step)
+
+    def close(self) -> None:
+        self.manager.close()
+
+    def _restored(self, state: Any) -> int:
+        self.state = training.on_host(state)
+        self.step = int(self.state["step"])
+        return self.step
+
+
+class Ours(_Loop):
+    """`cnr_jax` with recorded rows, one table exact and one in 4 bits."""
+
+    name = "cnr_jax"
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int | None = None,
+        policy: Policy | None = None,
+        audited: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        state = training.on_device(self.state)
+        self.tables = training.tables_of(state)
+        self.touched = cnr.init_touched(state, self.tables)
+        self.manager = cnr.CheckpointManager(
+            root,
+            tables=self.tables,
+            options=cnr.Options(
+                policy=policy or cnr.Consecutive(),
+                tables={"user": cnr.TableOptions(codec="raw")},
+                audit_saves=10 if audited else 0,
+                preservation_policy=latest(keep),
+                **options,
+            ),
+        )
+
+    def go_on(self, step: int | None = None) -> int | None:
+        if step is None and self.manager.latest_step() is None:
+            return None
+        args = cnr.args.Restore(training.on_device(self.state))
+        state, self.touched = self.manager.restore(step, args=args)
+        return self._restored(state)
+
+    def train(self, step: int, salt: int = 0) -> None:
+        self.state = training.trained(self.state, step, salt)
+        self.touched = _record(self.touched, training.ids_of(step, salt))
+
+    def save(self, step: int) -> bool:
+        state = training.on_device(self.state)
+        return self.manager.save(step, args=cnr.args.Save(state, self.touched))
+
+
+class PlainOrbax(_Loop):
+    """`ocp.CheckpointManager` with `StandardSave` of the same state, as its guide shows it."""
+
+    name = "Orbax"
+
+    def __init__(self, root: Path, *, keep: int | None = None, **_: Any) -> None:
+        super().__init__()
+        self.manager = ocp.CheckpointManager(
+            root,
+            options=ocp.CheckpointManagerOptions(preservation_policy=latest(keep)),
+        )
+
+    def go_on(self, step: int | None = None) -> int | None:
+        if step is None and self.manager.latest_step() is None:
+            return None
+        abstract = jax.tree.map(
+            ocp.utils.to_shape_dtype_struct, training.on_device(self.state)
+        )
+        args = ocp.args.StandardRestore(abstract)
+        return self._restored(self.manager.restore(step, args=args))
+
+    def train(self, step: int, salt: int = 0) -> None:
+        self.state = training.trained(self.state, step, salt)
+
+    def save(self, step: int) -> bool:
+        state = training.on_device(self.state)
+        return self.manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def latest(keep: int | None) -> Any:
+    """Orbax's policy that keeps so many; None keeps all."""
+    return None if keep is None else ocp.checkpoint_managers.LatestN(keep)
+
+
+SYSTEMS: dict[str, type[Ours] | type[PlainOrbax]] = {
+    system.name: system for system in (Ours, PlainOrbax)
+}
