@@ -487,8 +487,9 @@ class CheckpointManager(ocp.CheckpointManager):
         """Waits for the save that is being written.
 
         Raises:
-            SaveError: if it failed; once. Also if it is committed but old steps could not be
-                deleted: its `kind` then is `"after_commit"`.
+            SaveError: if it failed; once. Also if it is committed but what comes after that
+                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
+                cannot be deleted are logged, and stay.
         """
         failure: Exception | None = None
         thread = self._finalize_thread.get()
@@ -605,7 +606,6 @@ class CheckpointManager(ocp.CheckpointManager):
         """Ends a save of which the blocking part was left by an error or an interrupt."""
         self._settle()
         self._failure = None  # it is on its way
-        self._reread()
         if jax.process_count() == 1:
             self._save_progress_tracker.set(False)
 
