@@ -103,16 +103,16 @@ def hash_on_host(
     with jax.enable_x64(True):
         # Not put on a device first, which takes longer than to hash a small table: they
         # follow the seed.
-        views = tuple(_view(leaf) for leaf in leaves)
+        views = tuple(row_words(leaf) for leaf in leaves)
         return _hash_views(views, seed, tagged=tagged)
 
 
-def flips_on_host(
+def differ_on_host(
     leaves: Sequence[np.ndarray], seed: jax.Array, before: np.ndarray
 ) -> jax.Array:
-    """Returns which bits of the hashes differ from those of `before`; not waited for.
+    """Returns whether the hashes of rows differ from `before`, bool[rows]; not waited for.
 
-    One pass without a copy of the hashes: uint64[rows], zero where a hash is the same.
+    Hashes themselves are not written: a third less time for rows of 32 bytes.
 
     Args:
         leaves: as in `hash_on_host`.
@@ -123,12 +123,28 @@ def flips_on_host(
         >>> leaves, seed = [np.ones((3, 2), np.float32)], jnp.uint32([1, 2])
         >>> old = np.asarray(hash_on_host(leaves, seed, tagged=False)[0])
         >>> leaves = [leaves[0] + np.float32([[0], [1], [0]])]
-        >>> np.asarray(flips_on_host(leaves, seed, old)) != 0
-        array([False,  True, False])
+        >>> differ_on_host(leaves, seed, old)
+        Array([False,  True, False], dtype=bool)
     """
     _check(leaves, seed)
     with jax.enable_x64(True):
-        return _flip_views(tuple(_view(leaf) for leaf in leaves), seed, before)
+        return _differ_views(tuple(row_words(leaf) for leaf in leaves), seed, before)
+
+
+def row_words(leaf: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each row as the widest words they fill, [rows, words].
+
+    A view where rows lie one after the other.
+
+    Example:
+        >>> row_words(np.zeros((3, 5), np.float16)).dtype
+        dtype('uint16')
+    """
+    leaf = np.ascontiguousarray(leaf)
+    size = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+    width = next(width for width in (8, 4, 2, 1) if size % width == 0)
+    flat = leaf.reshape(len(leaf), math.prod(leaf.shape[1:]))
+    return flat.view(f"u{width}")
 
 
 @jax.jit
@@ -174,10 +190,10 @@ def _hash_views(
 
 
 @jax.jit
-def _flip_views(
+def _differ_views(
     views: tuple[jax.Array, ...], seed: jax.Array, before: jax.Array
 ) -> jax.Array:
-    return hash_words(_words_of(views), seed, tagged=False)[0] ^ before
+    return hash_words(_words_of(views), seed, tagged=False)[0] != before
 
 
 def _words_of(views: Sequence[jax.Array]) -> list[jax.Array]:
@@ -224,12 +240,3 @@ def _bits(leaf: jax.Array) -> jax.Array:
         raise TableError(f"leaf of dtype {dtype} cannot be hashed, expected numbers")
     width = np.dtype(leaf.dtype).itemsize
     return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(width, 4)}"))
-
-
-def _view(leaf: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each row as the widest words they fill, [rows, words]."""
-    leaf = np.ascontiguousarray(leaf)
-    size = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-    width = next(width for width in (8, 4, 2, 1) if size % width == 0)
-    flat = leaf.reshape(len(leaf), math.prod(leaf.shape[1:]))
-    return flat.view(f"u{width}")

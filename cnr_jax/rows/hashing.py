@@ -1,13 +1,10 @@
 """Hashing the rows of tiles where they lie: on their device, or in host memory by chunks.
 
-On CPU rows are hashed chunk by chunk from a view of the buffer, by one program for all tables
-of the same row shape: a thousand tables of distinct lengths cost no compilation each. On
-accelerators one program hashes a whole shard.
+On accelerators one program hashes a whole shard.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,38 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.meshes import outside_mesh
-from cnr_jax.rows.chunk import (
-    SMALL_ROWS,
-    Program,
-    Way,
-    Where,
-    aligned_empty,
-    host_device,
-    padded,
-)
-from cnr_jax.rows.fingerprint import (
-    changed_rows,
-    flips_on_host,
-    hash_on_host,
-    hash_rows,
-    hash_with_tags,
-)
+from cnr_jax.rows.chunk import Program, Way, Where, aligned_empty
+from cnr_jax.rows.fingerprint import changed_rows, hash_rows, hash_with_tags
+from cnr_jax.rows.hash_chunks import Part, chunk_programs, hash_chunks
 from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
 
-# Bytes of rows that are hashed at once on the host. A call costs as much as hashing half a MiB to
-# one; a pass against a sum, measured on 2 cores, bfloat16 of dim 16, medians of two rounds: 3.3 and
-# 2.4 in chunks of 8 MiB, 3.2 and 2.9 in 32 MiB, 2.9 and 2.9 in 64 MiB.
-CHUNK_BYTES = 64 << 20
-# Chunks that are being hashed or compared.
-_AHEAD = 3
-# Of a chunk of which fewer rows differ, one in this many, only theirs are kept.
-_FEW = 8
-
 Arrays = Mapping[str, Mapping[str, jax.Array]]
-# A shard, the row of it at which a tile starts, and the rows of the tile.
-Part = tuple[jax.Array, int, int]
-
 
 # Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
 # uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
@@ -58,18 +29,16 @@ class Hashed(NamedTuple):
     """Rows of the tiles of one group, hashed.
 
     Attributes:
-        hashes: of each row; None if there are flips.
+        hashes: of each row; on the host, if something was compared, of some chunks only of
+            the rows that differ: `settled` makes hashes of all rows.
         tags: of each row and tile, if asked for.
         differ: what `changed_of` makes positions of, on the host positions by chunk; None
             if nothing was compared.
-        flips: bits in which hashes differ from those before, by chunk: of the rows of
-            `differ`, or of all rows. With them `settled` makes hashes.
     """
 
-    hashes: Hashes | None
+    hashes: Hashes
     tags: Hashes | None = None
     differ: Hashes | None = None
-    flips: list[np.ndarray] | None = None
 
 
 def hash_tiles(
@@ -97,12 +66,12 @@ def hash_tiles(
     parts = [_part(arrays[tile.table.name][tile.leaf.name], tile) for tile in tiles]
     if where == "host":
         assert not isinstance(before, jax.Array)
-        return _hash_on_host(parts, seed, before, tagged)
+        return Hashed(*hash_chunks(parts, seed, before, tagged))
     assert not isinstance(before, list)
     return _hash_on_device(parts, seed, before, tagged)
 
 
-def _part(array: jax.Array, tile: OwnTile) -> tuple[jax.Array, int, int]:
+def _part(array: jax.Array, tile: OwnTile) -> Part:
     """The shard that holds a tile, where the tile starts in it, and how many rows it has."""
     data, first = LocalShards(array).on(tile.piece.device)
     start, stop = tile.rows
@@ -155,73 +124,6 @@ def _hash(
     return hash_with_tags(leaves, seed) if tagged else (hash_rows(leaves, seed), None)
 
 
-@outside_mesh()
-def _hash_on_host(
-    parts: Sequence[Part],
-    seed: np.ndarray,
-    before: list[np.ndarray] | None,
-    tagged: bool,
-) -> Hashed:
-    """Hashes chunk by chunk, so that one program serves tables of any number of rows.
-
-    Without tags hashes are compared as they are made, which spares a second pass over them
-    and the memory they would take beside those of before.
-    """
-    rows = parts[0][2]
-    made: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    there = jax.device_put(seed, host_device())
-    step = _host_rows([x for x, _, _ in parts])
-    ahead: collections.deque[Callable[[], None]] = collections.deque()
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        size = _size(count, step)
-        chunk = _chunk(parts, start, count, size)
-        old = None if before is None else before[start // step]
-        if old is None or tagged:
-            hashes, tags = hash_on_host(chunk, there, tagged=tagged)
-            append = functools.partial(_append, made, old, start, count, hashes, tags)
-        else:
-            flips = flips_on_host(chunk, there, padded(old, size))
-            append = functools.partial(_append_flips, made, start, count, flips)
-        ahead.append(append)
-        # A chunk is compared while others are hashed, and no computation of another thread
-        # queues behind more than these.
-        if len(ahead) == _AHEAD:
-            ahead.popleft()()
-    for append in ahead:
-        append()
-    found = {name: made.get(name) for name in Hashed._fields}
-    return Hashed(**found)
-
-
-def _append(
-    made: dict[str, list[np.ndarray]],
-    before: np.ndarray | None,
-    start: int,
-    count: int,
-    hashes: jax.Array,
-    tags: jax.Array | None,
-) -> None:
-    """Waits for a chunk, and appends it to what was made of those before it."""
-    made["hashes"].append(_front(hashes, count))
-    if tags is not None:
-        made["tags"].append(_front(tags, count))
-    if before is not None:
-        differ = np.flatnonzero(made["hashes"][-1] != before)
-        made["differ"].append(np.add(differ, start, out=differ))
-
-
-def _append_flips(
-    made: dict[str, list[np.ndarray]], start: int, count: int, flips: jax.Array
-) -> None:
-    """Waits for the flips of a chunk, and appends them to those before it."""
-    found = _front(flips, count)
-    differ = np.flatnonzero(found != 0)
-    few = len(differ) * _FEW < count
-    made["flips"].append(found[differ] if few else found)
-    made["differ"].append(np.add(differ, start, out=differ))
-
-
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
     """What is to be remembered of `hashed`: all hashes, and tags.
 
@@ -229,63 +131,27 @@ def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
         hashed: as `hash_tiles` returned it.
         before: what it was compared with, which must not be used any more.
     """
-    if hashed.flips is None:
+    if not isinstance(hashed.hashes, list) or not isinstance(hashed.differ, list):
         return hashed._replace(differ=None)
-    assert isinstance(before, list) and isinstance(hashed.differ, list)
+    assert isinstance(before, list)
     hashes, start = [], 0
-    for old, differ, flips in zip(before, hashed.differ, hashed.flips, strict=True):
-        chunk = old if old.flags.writeable else _own(old)
-        if len(flips) == len(chunk):
-            np.bitwise_xor(chunk, flips, out=chunk)
-        else:
-            chunk[differ - start] ^= flips
-        hashes.append(chunk)
-        start += len(chunk)
-    return Hashed(hashes)
+    for old, new, differ in zip(before, hashed.hashes, hashed.differ, strict=True):
+        hashes.append(
+            _renewed(old, new, differ - start) if len(new) < len(old) else new
+        )
+        start += len(old)
+    return hashed._replace(hashes=hashes, differ=None)
 
 
-def _own(values: np.ndarray) -> np.ndarray:
-    """A copy that may be changed, and which a program need not copy again."""
-    copy = aligned_empty(values.shape, values.dtype)
-    copy[...] = values
-    return copy
-
-
-def _chunk(
-    parts: Sequence[Part], start: int, count: int, size: int
-) -> list[np.ndarray]:
-    """Some rows of all parts, as views where nothing is to be padded."""
-    # Views live for one chunk only: see `_copy_rows` in rows/gather.py.
-    return [
-        padded(np.asarray(x)[first + start : first + start + count], size)
-        for x, first, _ in parts
-    ]
-
-
-def _host_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Rows of a large chunk: a multiple of the rows of a small one, or a power of two."""
-    width = sum(
-        int(np.prod(x.shape[1:], dtype=np.int64)) * np.dtype(x.dtype).itemsize
-        for x in data
-    )
-    rows = max(1, CHUNK_BYTES // max(1, width))
-    if rows >= SMALL_ROWS:
-        return rows - rows % SMALL_ROWS
-    return 1 << (rows.bit_length() - 1)
-
-
-def _size(count: int, step: int) -> int:
-    """Rows of the program that hashes a chunk: few sizes, none far larger than the chunk."""
-    size = SMALL_ROWS
-    while size < count:
-        size *= 8
-    return min(size, step)
-
-
-def _front(found: jax.Array, count: int) -> np.ndarray:
-    """The first of the results, without keeping the others."""
-    whole = np.asarray(found)
-    return whole if len(whole) == count else whole[:count].copy()
+def _renewed(old: np.ndarray, new: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """`old` with some rows replaced, in place where that can be."""
+    if not old.flags.writeable:
+        # What may be changed, and a program need not copy again.
+        copy = aligned_empty(old.shape, old.dtype)
+        copy[...] = old
+        old = copy
+    old[rows] = new
+    return old
 
 
 def changed_of(differ: Hashes, rows: int) -> np.ndarray:
@@ -337,21 +203,7 @@ def programs(
             yield _bits_program, (rows, device)
             continue
         kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))
-        step = _host_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
-        # The first chunk and the last.
-        for count in (min(step, rows), rows % step or step):
-            yield _hash_zeros, (kinds, _size(count, step), tagged)
-
-
-def _hash_zeros(
-    kinds: Sequence[tuple[tuple[int, ...], np.dtype]], rows: int, tagged: bool
-) -> None:
-    chunk = [np.zeros((rows, *shape), dtype) for shape, dtype in kinds]
-    seed = jax.device_put(np.zeros(2, np.uint32), host_device())
-    with outside_mesh():
-        hash_on_host(chunk, seed, tagged=tagged)
-        if not tagged:
-            flips_on_host(chunk, seed, aligned_empty((rows,), np.dtype(np.uint64)))
+        yield from chunk_programs(kinds, rows, tagged)
 
 
 def _shard_shape(tile: OwnTile) -> tuple[int, ...]:

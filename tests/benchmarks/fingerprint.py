@@ -85,7 +85,7 @@ class Pass:
         arrays = split(state, self._tables)[0]
         look = self._watch.look(self._tiles, arrays, "host")
         hashed = [seen.hashed for seen in look.seen.values()]
-        new = sum(sum(map(bytes_of, (x.hashes, x.differ, x.flips))) for x in hashed)
+        new = sum(sum(map(bytes_of, (x.hashes, x.differ))) for x in hashed)
         self.peak = self._watch.nbytes + new
         self._watch.keep(look, len(self.found) + 1)
         self.kept = self._watch.nbytes

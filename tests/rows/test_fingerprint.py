@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import TableError
 from cnr_jax.rows.fingerprint import (
-    _view,
     changed_rows,
     hash_on_host,
     hash_rows,
     hash_with_tags,
+    row_words,
 )
 from cnr_jax.rows.nh import _fold_halves
 
@@ -410,12 +410,12 @@ def test_keys_are_drawn_once_not_for_each_row() -> None:
 def test_host_hashes_views_of_rows() -> None:
     leaf = np.zeros((64, 8), jnp.bfloat16)
     for view, dtype in (
-        (_view(leaf), np.uint64),
-        (_view(leaf[:, :6].copy()), np.uint32),
+        (row_words(leaf), np.uint64),
+        (row_words(leaf[:, :6].copy()), np.uint32),
     ):
         assert view.dtype == dtype
-    assert np.shares_memory(_view(leaf), leaf)
-    assert np.shares_memory(_view(leaf[16:32]), leaf)
+    assert np.shares_memory(row_words(leaf), leaf)
+    assert np.shares_memory(row_words(leaf[16:32]), leaf)
 
 
 # --- Errors ------------------------------------------------------------------------------
