@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, str | None, float]] = {
     "dcp-async": ("dcp-async", None, 0.26),
     "torchsnapshot-async": ("torchsnapshot-async", None, 0.26),
 }
-EVERY_TURN = ("orbax", "orbax-uncompressed", "cnr 26 %", "cnr 1 %")
+EVERY_TURN = ("orbax", "orbax-uncompressed", "cnr 26 %", "cnr 1 %", "cnr full")
 QUICK = ("orbax-uncompressed", "cnr 26 %", "cnr 1 %", "dcp-async")
 BITS = {"cnr-4bit": 4}
 
