@@ -359,6 +359,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._not_durable = ""
             self._committed()
         else:
+            # So nothing is deleted in its favour.
+            if self.ledger is not None:
+                self.ledger.doomed.clear()
             self._not_durable = f"the save before may not be durable: {error}"
 
     def end_writing(self) -> None:
@@ -408,10 +411,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if self.ledger is None or flight is None:
             return None
         self._failure = None
-        dropped = flight.place.directory in self.ledger.doomed
+        dropped, seen = flight.place.directory in self.ledger.doomed, None
         if self._guard is not None and self.managed:
-            dropped = dropped and self._seen == flight.plan.uuid
-        entry = self.ledger.settle(flight.place.root, flight.place.item)
+            seen = self._seen == flight.plan.uuid
+            dropped = dropped and seen
+        entry = self.ledger.settle(flight.place.root, flight.place.item, seen)
         if entry is None and dropped:
             self._committed()
             _log.info("retention did not keep step %d, the newest", flight.plan.step)

@@ -33,6 +33,8 @@ class Guard:
         self._claim, self._lock = Claim(root), WritingLock(root)
         self._remover = Remover(root, background=True) if is_local(root) else None
         self._tidy = False
+        # Whether steps may be there, or gone, that the ledger does not know to be.
+        self._doubtful = False
         self._before: Writer | None = None
 
     def begin(self, ledger: Ledger) -> bool:
@@ -59,15 +61,19 @@ class Guard:
             )
         # While it waited a third one may have come.
         self._claim.check()
-        changed = self.failed(ledger)
+        changed = self._bring_back(ledger)
         if not self._tidy:
             self._tidy_up(ledger)
             self._tidy = True
         return self._refresh(ledger) or changed
 
     def _refresh(self, ledger: Ledger) -> bool:
-        """Looks at the root before each save where that is cheap; else the claim must do."""
-        return is_local(self._root) and ledger.refresh(self._root, self._item)
+        """Looks at the root before each save where that is cheap; else only in doubt."""
+        if not self._doubtful and not is_local(self._root):
+            return False
+        changed = ledger.refresh(self._root, self._item)
+        self._doubtful = False
+        return changed
 
     def _tidy_up(self, ledger: Ledger) -> None:
         """Deletes what kills have left."""
@@ -118,16 +124,24 @@ class Guard:
     def failed(self, ledger: Ledger) -> bool:
         """Brings back what was moved aside for a save that is not there.
 
+        It may be there after all: storage that fails to show its manifest looks alike. So the
+        next save looks at the root first, whatever that costs.
+
         Args:
             ledger: of the root.
 
         Returns:
             Whether steps are back.
         """
+        self._doubtful = True
+        return self._bring_back(ledger)
+
+    def _bring_back(self, ledger: Ledger) -> bool:
         aside = self._claim.aside
         if aside is None or not self.is_own():
             return False
         bring_back(self._root, aside)
+        self._doubtful = True
         self._claim.note_aside(None)
         return self._refresh(ledger)
 

@@ -155,8 +155,16 @@ class Ledger:
         self.pending = entry
         self.entries[entry.directory] = entry
 
-    def settle(self, root: AnyPath, item: str) -> Entry | None:
+    def settle(
+        self, root: AnyPath, item: str, committed: bool | None = None
+    ) -> Entry | None:
         """Finds out whether the save that was being written is committed.
+
+        Args:
+            root: holds the step directories.
+            item: name of the item in each of them.
+            committed: whether it is known to be, though storage may not give out its manifest:
+                then what it made superfluous is gone all the same. None: not known.
 
         Returns:
             Its entry with its manifest, or None if there was none or it failed; a failed save
@@ -169,17 +177,23 @@ class Ledger:
         self.entries.pop(entry.directory, None)
         try:
             manifest = read_manifest(root / entry.directory / item)
-        except (errors.CnrError, OSError):
+        except (errors.CnrError, OSError) as error:
+            if committed or (committed is None and not _is_missing(error)):
+                self._let_go(doomed)
             return None
         # An older step may stand where a failed save was to be.
         self.entries[entry.directory] = entry_of(entry.directory, manifest)
         if manifest.uuid != entry.uuid:
             return None
-        for directory in doomed:
-            self.forget(directory)
-        self.leaving |= doomed
+        self._let_go(doomed)
         # None if retention drops the very step that was saved.
         return self.entries.get(entry.directory)
+
+    def _let_go(self, doomed: Iterable[str]) -> None:
+        """Drops steps that are being deleted, or may be."""
+        for directory in doomed:
+            self.forget(directory)
+            self.leaving.add(directory)
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
@@ -358,6 +372,11 @@ def _is_step(path: AnyPath) -> bool:
 
 def _is_step_name(name: str) -> bool:
     return name[-1:] in set("0123456789") and not names.is_set_aside(name)
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether a manifest is not there, rather than damaged or out of reach."""
+    return getattr(error, "kind", None) == "manifest_missing"
 
 
 def _is_foreign(step: AnyPath) -> bool:
