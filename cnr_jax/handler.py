@@ -48,7 +48,6 @@ from cnr_jax.saving import (
     Checked,
     InFlight,
     Prepared,
-    Unfinished,
     check,
     pending_entry,
     report_of,
@@ -116,7 +115,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._changed = False
         self._last_plan: Plan | None = None
         self._failure: errors.SaveError | None = None
-        self._unfinished = Unfinished()
         self._tracker = Tracker(self.options)
         self._attempt: Attempt | None = None
         # Tells names of step directories from others; None: all that end in a digit.
@@ -175,7 +173,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         ledger = self.open(place.root, place.item)
-        self._clear_unfinished()
         tables = self._writable_tables()
         tracking = self._tracker.mode(args.touched)
         checked, found = self._look(args, tables, tracking)
@@ -436,20 +433,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             flight.plan.step,
         )
         self._failure = flight.failure()
-        self._unfinished.add(flight.place)
-        self._clear_unfinished()
+        if self._guard is not None:
+            self._guard.discard(flight.place.directory)
         self._undo()
 
     def take_failure(self) -> errors.SaveError | None:
         """The error of the last save, if it failed; once."""
         failure, self._failure = self._failure, None
         return failure
-
-    def _clear_unfinished(self) -> None:
-        """Removes what failed saves have written, as far as it can be."""
-        # Of a manager that has taken over, a folder may have the same name.
-        if self._guard is not None and self._guard.is_own():
-            self._unfinished.clear()
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save in flight has failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from typing import Any
 
@@ -25,8 +24,6 @@ from cnr_jax.splitting import split
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,33 +118,6 @@ def _check_alive(tree: Any, what: str) -> None:
                 f"{what}{jax.tree_util.keystr(path)} was donated to a computation\n"
                 "  hint: save what the train step returned, not what it was given"
             )
-
-
-class Unfinished:
-    """Folders of failed saves, to be removed: the next save may need the room."""
-
-    def __init__(self) -> None:
-        self._places: list[Place] = []
-
-    def add(self, place: Place) -> None:
-        """Notes a save that was to be at a place and is not committed."""
-        self._places.append(place)
-
-    def clear(self) -> None:
-        """Removes what is there. What is not part of the state may still be written."""
-        self._places = [place for place in self._places if not _remove(place)]
-
-
-def _remove(place: Place) -> bool:
-    """Whether the folder of a failed save is gone."""
-    path: Any = place.root / (place.directory + names.TEMPORARY_SUFFIX)
-    try:
-        if path.exists():
-            path.rmtree()
-    except OSError as error:
-        _log.warning("%s of a failed save remains for now: %s", path, error)
-        return False
-    return True
 
 
 def pending_entry(plan: Plan) -> Entry:

@@ -28,6 +28,7 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax import capture, tracking
 from cnr_jax.errors import SaveError
+from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.orbax_compat import DenseStore
 from cnr_jax.repository import planner, store
 from cnr_jax.repository.step import read_manifest
@@ -60,7 +61,16 @@ def open_manager(root: Path, run: Any, **options: Any) -> cnr.CheckpointManager:
 
 
 def temporaries(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir() if "orbax-checkpoint-tmp" in p.name)
+    """Folders that saves may write into; those that are being deleted have other names."""
+    return sorted(p.name for p in root.iterdir() if p.name.endswith(TEMPORARY_SUFFIX))
+
+
+def wait_for_removal(root: Path) -> None:
+    """Until everything that was removed is deleted, which goes on behind training."""
+    deadline = time.monotonic() + 60
+    while any(REMOVED_MARK in path.name for path in root.iterdir()):
+        assert time.monotonic() < deadline, sorted(root.iterdir())
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -205,6 +215,7 @@ def test_a_run_of_failing_saves_leaks_nothing(
             kept.append(failed_save(manager, run, step))
     assert [error.step for error in kept] == [1, 2, 3, 4, 5]
     assert all(isinstance(error.__cause__, MemoryError) for error in kept)
+    wait_for_removal(tmp_path)
     assert len(open_files()) == descriptors
     gc.collect()
     # The errors are kept; the rows that the failed saves had staged are not.

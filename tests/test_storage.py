@@ -19,6 +19,7 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.format import names
+from cnr_jax.repository import unfinished
 from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.write import RowsWriter
 
@@ -414,6 +415,67 @@ def test_what_a_failed_save_has_written_is_deleted(
             with pytest.raises(OSError, match="no space"):
                 manager.wait_until_finished()
         assert f"2{names.TEMPORARY_SUFFIX}" not in marked(tmp_path, "2")
+    assert marked(tmp_path, "2") == []
+
+
+def test_what_a_failed_save_has_written_is_deleted_behind_training(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is out of the way at once, and deleted however long that takes."""
+    run, may_delete, by = tiny_run(), threading.Event(), list[str]()
+    unlink = os.unlink
+
+    def held(path: Any, **kwargs: Any) -> None:
+        if names.REMOVED_MARK in os.fspath(path):
+            by.append(threading.current_thread().name)
+            assert may_delete.wait(60)
+        unlink(path, **kwargs)
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(unfinished, "ROOM_SECS", 0.1)
+    with open_manager(tmp_path, run) as manager:
+        run.run(manager, [1])
+        monkeypatch.setattr(os, "unlink", held)
+        with monkeypatch.context() as patch:
+            patch.setattr("cnr_jax.handler.write_manifest", fail)
+            run.train(2)
+            run.save(manager, 2)
+            with pytest.raises(OSError, match="no space"):
+                manager.wait_until_finished()
+        (name,) = marked(tmp_path, "2")
+        assert names.REMOVED_MARK in name
+        run.run(manager, [2, 3])
+        assert marked(tmp_path, names.REMOVED_MARK) == [name], "still there"
+        may_delete.set()
+    assert by and threading.main_thread().name not in by
+    assert marked(tmp_path, names.REMOVED_MARK) == []
+    run.check(manager, 3)
+
+
+def test_what_a_failed_save_has_written_and_cannot_be_moved_goes_before_the_next(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flaky = tiny_run(), Flaky(tmp_path, monkeypatch)
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no space")
+
+    temporary = f"2{names.TEMPORARY_SUFFIX}"
+    with open_manager(tmp_path, run) as manager:
+        run.run(manager, [1])
+        with monkeypatch.context() as patch:
+            patch.setattr("cnr_jax.handler.write_manifest", fail)
+            flaky.broken = {temporary}
+            run.train(2)
+            run.save(manager, 2)
+            with pytest.raises(OSError, match="no space"):
+                manager.wait_until_finished()
+        assert flaky.hits == 1 and temporary in marked(tmp_path, "2")
+        flaky.broken = set()
+        run.run(manager, [3])
+        assert temporary not in marked(tmp_path, "2")
     assert marked(tmp_path, "2") == []
 
 

@@ -14,6 +14,7 @@ from cnr_jax.repository.files import AnyPath, is_local, sync_directory
 from cnr_jax.repository.ledger import Entry, Ledger, aside_name, rename_aside
 from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.unfinished import Unfinished
 from cnr_jax.repository.writing_lock import WritingLock
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Guard:
         self._root, self._item = root, item
         self._claim, self._lock = Claim(root), WritingLock(root)
         self._remover = Remover(root, background=True) if is_local(root) else None
+        self._unfinished = Unfinished(root, self._remover)
         self._tidy = False
         # Whether steps may be there, or gone, that the ledger does not know to be.
         self._doubtful = False
@@ -51,6 +53,7 @@ class Guard:
         sync_made(made)
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
+            self._unfinished.forget()
         self._claim.check()
         if not self._lock.acquire(HAND_OVER_SECS):
             raise errors.WriterError(
@@ -61,6 +64,8 @@ class Guard:
             )
         # While it waited a third one may have come.
         self._claim.check()
+        self._unfinished.clear()
+        self._unfinished.wait_for_room()
         changed = self._bring_back(ledger)
         if not self._tidy:
             self._tidy_up(ledger)
@@ -144,6 +149,24 @@ class Guard:
         self._doubtful = True
         self._claim.note_aside(None)
         return self._refresh(ledger)
+
+    def discard(self, directory: str) -> None:
+        """Removes what a failed save has written, at once if nobody is writing, else later.
+
+        Args:
+            directory: step directory of the save, which is not there.
+        """
+        self._unfinished.add(directory)
+        held = self._lock.is_held
+        try:
+            # Whoever takes over uses the same names, but writes with the lock only.
+            if self._lock.acquire(0) and self.is_own():
+                self._unfinished.clear()
+        except OSError as error:
+            _log.warning("what a failed save has written remains for now: %s", error)
+        finally:
+            if not held:
+                self._lock.release()
 
     def is_own(self) -> bool:
         """Whether the claim still holds; who takes over also takes what was moved aside."""

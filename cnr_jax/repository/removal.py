@@ -127,6 +127,10 @@ class Remover:
         if error is not None:
             _log.error("%s cannot be deleted: %s", name, error)
 
+    def wait(self, timeout_secs: float) -> bool:
+        """Waits for what is being deleted in the background; returns whether it is."""
+        return self._purger is None or self._purger.wait(timeout_secs)
+
     def close(self) -> None:
         """Waits until all removed files are deleted."""
         if self._purger is not None:
@@ -153,14 +157,26 @@ def _unlink(path: Path) -> OSError | None:
 
 
 class _Purger:
-    """A thread that deletes files, started when there are some."""
+    """A thread that deletes files, started when there are some.
 
-    def __init__(self, purge: Callable[[Path], object]) -> None:
+    What cannot be deleted, such as a folder that somebody still writes into, is tried again
+    with the next ones, and at the end.
+
+    Args:
+        purge: deletes a directory; returns whether all of it is gone.
+    """
+
+    def __init__(self, purge: Callable[[Path], bool]) -> None:
         self._purge = purge
         self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._left: list[Path] = []
+        self._pending = 0
+        self._changed = threading.Condition()
 
     def put(self, path: Path) -> None:
+        with self._changed:
+            self._pending += 1
         self._queue.put(path)
         if self._thread is None:
             self._thread = threading.Thread(
@@ -170,7 +186,19 @@ class _Purger:
 
     def _run(self) -> None:
         while (path := self._queue.get()) is not None:
-            self._purge(path)
+            self._try([*self._left, path])
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+        self._try(self._left)
+
+    def _try(self, paths: list[Path]) -> None:
+        self._left = [path for path in paths if not self._purge(path)]
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Whether all was tried that was put, at last after `timeout_secs`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending == 0, timeout_secs)
 
     def close(self) -> None:
         if self._thread is not None:

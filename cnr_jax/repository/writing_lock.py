@@ -73,6 +73,11 @@ class WritingLock:
         return True
 
     @property
+    def is_held(self) -> bool:
+        """Whether this manager holds it."""
+        return self._descriptor is not None
+
+    @property
     def is_proof(self) -> bool:
         """Whether holding it means something: not where there are no locks."""
         return self._supported

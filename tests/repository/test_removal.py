@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,45 @@ def test_files_that_cannot_be_deleted_are_reported_and_are_no_step(
     assert names.REMOVED_MARK in name and step_directories(tmp_path) == []
     Remover(tmp_path).purge_later(name)
     assert left(tmp_path) == set()
+
+
+def test_what_cannot_be_deleted_in_the_background_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a folder that somebody was still writing into."""
+    for name in ("1", "2", "3"):
+        make_step(tmp_path, name)
+    remover = Remover(tmp_path, background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse(OSError(5, "no luck"), "1.")(os.unlink))
+        remover.remove("1")
+        assert remover.wait(60)
+        remover.remove("2")
+        assert remover.wait(60)
+        assert {name[0] for name in left(tmp_path)} == {"1", "3"}
+    remover.close()
+    assert left(tmp_path) == {"3"}
+
+
+def test_waiting_for_deletion_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, unlink = threading.Event(), os.unlink
+
+    def held(path: Any, **kwargs: Any) -> None:
+        assert go_on.wait(60)
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", held)
+    make_step(tmp_path, "1")
+    remover = Remover(tmp_path, background=True)
+    assert remover.wait(60)
+    remover.remove("1")
+    assert not remover.wait(0.01)
+    go_on.set()
+    assert remover.wait(60)
+    assert left(tmp_path) == set()
+    remover.close()
 
 
 def test_removed_steps_are_kept_in_a_folder_if_so_wished(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""What failed saves have written: taken out of the way at once, or before the next save."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from cnr_jax.format import names
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.removal import Remover
+
+_log = logging.getLogger(__name__)
+# How long a save waits for the room that failed ones have taken.
+ROOM_SECS = 10.0
+
+
+class Unfinished:
+    """Folders of failed saves in one root, whose names the next saves use again.
+
+    Args:
+        root: holds the step directories.
+        remover: renames them, and deletes them in the background. None, as in storage
+            services: they are deleted where they are, by whoever calls `clear`.
+    """
+
+    def __init__(self, root: AnyPath, remover: Remover | None) -> None:
+        self._root, self._remover = root, remover
+        self._names: list[str] = []
+        self._waits = False
+
+    def add(self, directory: str) -> None:
+        """Notes a save that was to be in a step directory and is not committed."""
+        self._names.append(directory + names.TEMPORARY_SUFFIX)
+
+    def forget(self) -> None:
+        """Another manager has saved here: a folder of the same name may be its own."""
+        self._names.clear()
+
+    def clear(self) -> None:
+        """Takes out of the way what is there; what cannot be is tried again next time.
+
+        Nobody may be writing a save. What is not part of the state may still be written.
+        """
+        self._names = [name for name in self._names if not self._remove(name)]
+
+    def wait_for_room(self) -> None:
+        """Waits until what was taken out of the way is deleted: a save may need the room."""
+        if self._waits and self._remover is not None:
+            if not self._remover.wait(ROOM_SECS):
+                _log.warning("files of a failed save are still being deleted")
+        self._waits = False
+
+    def _remove(self, name: str) -> bool:
+        """Whether a folder is out of the way."""
+        path: Any = self._root / name
+        try:
+            if not path.exists():
+                return True  # nothing was written, or it is committed after all
+            if self._remover is None:
+                path.rmtree()
+            else:
+                self._remover.remove(name)
+                self._waits = True
+        except OSError as error:
+            where = os.fspath(path)
+            _log.warning("%s of a failed save remains for now: %s", where, error)
+            return False
+        return True
