@@ -49,6 +49,10 @@ class Restorer(Generic[T]):
     def _ledger(self) -> Ledger:
         return self._read()
 
+    def look(self) -> None:
+        """Reads what is known of the steps, unless that was done; else it is, when needed."""
+        _ = self._ledger
+
     def newest(self, agreed: Callable[[Callable[[], int]], int]) -> tuple[int, T]:
         """Restores the newest step that can be.
 

@@ -26,7 +26,7 @@ from cnr_jax.background import STOP_SECS
 from cnr_jax.channel import Barriers, Channel
 from cnr_jax.failures import save_error
 from cnr_jax.finalizing import write_manifest
-from cnr_jax.format.manifest import Tracking, to_json
+from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
 from cnr_jax.launching import Launch, in_flight
 from cnr_jax.meshes import outside_mesh
@@ -125,12 +125,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             OptionError: if the handler serves another root or item already.
+            OSError: if the root cannot be read; nothing has changed then.
         """
-        place = Place(root=root, directory="", item=item)
         if self._place is None or self.ledger is None:
-            self._place, self.ledger = place, Ledger.load(root, item, self.is_step)
-            if jax.process_index() == 0:
-                self._guard = Guard(root, item)
+            self._serve(root, item, Ledger.load(root, item, self.is_step))
         elif (str(self._place.root), self._place.item) != (str(root), item):
             raise errors.OptionError(
                 "a handler serves one item of one root\n"
@@ -138,7 +136,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 f" item {self._place.item!r}\n"
                 "  hint: make a handler registry for each manager, save one state in it"
             )
+        assert self.ledger is not None
         return self.ledger
+
+    def _serve(self, root: Any, item: str, ledger: Ledger) -> None:
+        """Saves go to this root from now on."""
+        self._place = Place(root=root, directory="", item=item)
+        self.ledger = ledger
+        if jax.process_index() == 0:
+            self._guard = Guard(root, item)
 
     def preservation_policy(self, inner: Preserving | None) -> ChainPreservation:
         """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
@@ -172,10 +178,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             DependentsExistError: if a step is in the way that must be kept.
         """
         started = time.perf_counter()
-        ledger = self.open(place.root, place.item)
-        tables = self._writable_tables()
-        tracking = self._tracker.mode(args.touched)
-        checked, found = self._look(args, tables, tracking)
+        ledger, tables, checked, found = self._look(place, args)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -187,7 +190,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             urgent=urgent,
         )
         try:
-            plan = self._agree(None, checked.dense, tracking, found.doubt, request)
+            plan = self._agree(None, checked.dense, found.mode, found.doubt, request)
             self._tracker.keep(found, Moment(plan.lineage, plan.clock))
             for abandoned in plan.abandoned:
                 ledger.forget(abandoned)
@@ -210,21 +213,21 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             with contextlib.suppress(errors.CnrError):
                 self._agree(obstacle, {}, "", "", None)
 
-    def _look(
-        self, args: Save, tables: Tables, tracking: Tracking
-    ) -> tuple[Checked, Found]:
+    def _look(self, place: Place, args: Save) -> tuple[Ledger, Tables, Checked, Found]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
+            ledger = self.open(place.root, place.item)
+            tables = self._writable_tables()
+            tracking = self._tracker.mode(args.touched)
             checked = check(args.state, args.touched, tables, tracking)
             found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
-            return checked, found
+            return ledger, tables, checked, found
         except errors.CnrError as error:
-            self._agree(error, {}, tracking, "", None)
+            self._agree(error, {}, "", "", None)
             raise
         except Exception as error:
             # Such as memory that ran out: the others must not wait for this process.
-            with contextlib.suppress(errors.CnrError):
-                self._agree(save_error(error, None), {}, tracking, "", None)
+            self.refuse(save_error(error, step_number(place.directory)))
             raise
 
     def _writable_tables(self) -> Tables:
@@ -252,6 +255,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._changed |= self._guard.begin(self.ledger)
             asked = dataclasses.replace(request, doubt=doubt or self._not_durable)
             plan = self._planner.plan(self.ledger, asked, committed)
+            plan = dataclasses.replace(plan, changed=self._changed)
             # Before the others hear of the plan, and of an error here instead.
             entries = [self.ledger.movable(directory) for directory in plan.abandoned]
             self._guard.move_aside(plan.uuid, plan.directory, entries)
@@ -259,6 +263,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         step = request.step if request else None
         plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
+        self._changed = False
         if jax.process_index() != 0:
             self._settle_as(plan.committed)
             self._know(plan.known)
@@ -268,12 +273,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Holds the same steps as process 0, whoever brought them to the root."""
         assert self.ledger is not None and self._place is not None
         place = self._place
-        self._changed |= self.ledger.match(place.root, place.item, directories)
+        self.ledger.match(place.root, place.item, directories)
 
-    def take_changed(self) -> bool:
-        """Whether steps came to the root, or went, by other hands since this was asked."""
-        changed, self._changed = self._changed, False
-        return changed
+    def note_changed(self) -> None:
+        """Says that steps may have come to the root, or gone: the next plan tells all."""
+        self._changed = True
 
     def _settle_as(self, committed: str | None) -> None:
         """Notes what process 0 found, though this process' view of the root may be older."""
@@ -473,19 +477,23 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         place = place_of(directory)
         attempt = self._attempt or Attempt()
         attempt.told = True
-        found = alike(
-            self._channel,
-            lambda: read_back(
+
+        def read() -> tuple[ReadBack, Ledger | None]:
+            found = read_back(
                 directory,
                 args.state,
                 args.tables or self.tables,
                 self._dense,
                 partial=args.partial,
                 verify=self.options.verify_reads,
-            ),
-        )
+            )
+            return found, self._ledger_to_be(place)
+
+        found, ledger = alike(self._channel, read)
         restored = found.put_together()
-        note = functools.partial(self._note_restore, place, found, restored.touched)
+        note = functools.partial(
+            self._note_restore, place, found, ledger, restored.touched
+        )
         if self._attempt is None:
             note()
         attempt.note = note
@@ -515,11 +523,23 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             with outside_mesh():
                 attempt.note()
 
-    def _note_restore(self, place: Place, found: ReadBack, touched: Touched) -> None:
+    def _ledger_to_be(self, place: Place) -> Ledger | None:
+        """The ledger of a restored place, if saves are to go there but none has come yet."""
+        if self._place is None and self.root in (None, place.root):
+            return Ledger.load(place.root, place.item, self.is_step)
+        return None
+
+    def _note_restore(
+        self,
+        place: Place,
+        found: ReadBack,
+        ledger: Ledger | None,
+        touched: Touched,
+    ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
         chain = found.chain
-        if self._place is None and self.root in (None, place.root):
-            self.open(place.root, place.item)
+        if ledger is not None and self._place is None:
+            self._serve(place.root, place.item, ledger)
         self.settle()  # Orbax has waited for the save in flight
         # Nothing is a legal parent until all that makes it one is known.
         self._planner.end_lineages()

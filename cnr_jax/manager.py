@@ -37,6 +37,7 @@ from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger, find_item
 from cnr_jax.repository.leftovers import find_leftovers, report
+from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.retention import blockers
 from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.retaining import inner_policy
@@ -106,9 +107,9 @@ class CheckpointManager(ocp.CheckpointManager):
         made = missing_directories(self._root)
         if tables is not None and not (orbax_options and orbax_options.read_only):
             self._recover()
-        self._item = item or find_item(self._root)
-        if self._item is not None:
-            self._handler.open(self._root, self._item)
+            self._item = alike(self._channel, lambda: self._open(item))
+        else:
+            self._item = self._open(item)  # maybe on one process alone, to look at it
         self._skips_when_busy = options.when_busy == "skip"
         self._failure: errors.SaveError | None = None
         # Whether Orbax's list of steps must be read again.
@@ -292,18 +293,18 @@ class CheckpointManager(ocp.CheckpointManager):
         if not force and not last and self._is_left_out(step):
             return False
         self._wait_before_save(state)
-        abandoned: tuple[str, ...] = ()
+        plan: Plan | None = None
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
-            abandoned = self._prepared(place, state, last)
+            plan = self._prepared(place, state, last)
         try:
             # What was renamed aside must not be in the way of the new steps.
-            self._forget_steps(abandoned)
+            self._forget_steps(plan.abandoned if plan else ())
             self._handler.barriers.begin(self._barrier_keys(step))
             self._tip_before = self._tip
             self._saving, self._is_synced = self._step_directory(step), False
-            if self._handler.take_changed():
-                self._relist()
+            if plan is not None and plan.changed:
+                alike(self._channel, super().reload)
             with self._all_directories():
                 if state is None:
                     self._check_not_in_the_way(step)
@@ -416,8 +417,8 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> tuple[int, Any]:
         """The step that is taken, and what an attempt at it has restored."""
         root = elsewhere or self._root
-
-        item = self._item or find_item(root) or DEFAULT_ITEM
+        item = self._item or alike(self._channel, lambda: find_item(root))
+        item = item or DEFAULT_ITEM
 
         def ledger() -> Ledger:
             if elsewhere is None:
@@ -426,6 +427,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
         restorer = Restorer(root, item, ledger, attempt)
         if step is None:
+            alike(self._channel, restorer.look)
             return restorer.newest(lambda choose: decide(self._channel, choose))
         if elsewhere is None:
             decide(self._channel, lambda: self._check_exists(step))
@@ -469,7 +471,7 @@ class CheckpointManager(ocp.CheckpointManager):
             super().delete(step)
         failures = self._deleter.take_failures()
         if failures:
-            self._relist()
+            self._reread()
             raise failures[0]
         self._ledger.forget(directory)
 
@@ -567,7 +569,10 @@ class CheckpointManager(ocp.CheckpointManager):
     def _reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
         if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
-            return  # it is a broadcast, to which the others may not come
+            # It is a broadcast, to which the others come in the next save.
+            self._handler.note_changed()
+            self._is_stale = False
+            return
         try:
             super().reload()
         except OSError as error:
@@ -623,10 +628,10 @@ class CheckpointManager(ocp.CheckpointManager):
             return after_commit(error, step)
         return save_error(error, step, str(self._root))
 
-    def _prepared(self, place: Place, state: Save, urgent: bool) -> tuple[str, ...]:
-        """Prepares a save; returns which step directories it has moved aside."""
+    def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:
+        """Prepares a save."""
         try:
-            return self._handler.prepare(place, state, urgent=urgent).abandoned
+            return self._handler.prepare(place, state, urgent=urgent)
         except Exception as error:
             # The root could not be read or claimed.
             if isinstance(error, errors.CnrError) or errno_of(error) is None:
@@ -671,6 +676,13 @@ class CheckpointManager(ocp.CheckpointManager):
             recover(self._root)
         self._channel.broadcast("recovered")
 
+    def _open(self, item: str | None) -> str | None:
+        """The item that holds the state, if it is known; then also reads what there is."""
+        item = item or find_item(self._root)
+        if item is not None:
+            self._handler.open(self._root, item)
+        return item
+
     def _sync_uncommitted(self) -> None:
         item = str(self._item)
         self._is_synced = sync_uncommitted(self._root, self._saving, item)
@@ -693,11 +705,6 @@ class CheckpointManager(ocp.CheckpointManager):
             super()._finalize(step, steps_to_remove)
         finally:
             self._handler.end_writing()
-
-    def _relist(self) -> None:
-        """Lets Orbax list the steps anew, where it does so on each process for itself."""
-        if not self._options.single_host_load_and_broadcast:
-            super().reload()
 
     def _check_not_in_the_way(self, step: int) -> None:
         """Makes sure that Orbax deletes no folder that it does not know of.

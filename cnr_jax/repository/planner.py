@@ -33,6 +33,7 @@ class Plan:
         history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
         known: step directories of the root, before this save moves any aside.
+        changed: whether steps have come to the root, or gone, by other hands.
     """
 
     uuid: str
@@ -51,6 +52,7 @@ class Plan:
     abandoned: tuple[str, ...]
     committed: str | None
     known: tuple[str, ...]
+    changed: bool = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

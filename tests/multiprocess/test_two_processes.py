@@ -31,7 +31,14 @@ STEPS = 10
 class Processes:
     """The processes of one run. Leaving the context kills what still runs."""
 
-    def __init__(self, count: int, root: Path, out: Path, *options: object) -> None:
+    def __init__(
+        self,
+        count: int,
+        root: Path,
+        out: Path,
+        *options: object,
+        worker: Path = WORKER,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -43,7 +50,7 @@ class Processes:
         self.out, self.logs = out, [Path(f"{out}.{i}.log") for i in range(count)]
         self.children: list[subprocess.Popen[bytes]] = []
         for i, log in enumerate(self.logs):
-            command = [sys.executable, WORKER, "--process", i, *common, *options]
+            command = [sys.executable, worker, "--process", i, *common, *options]
             with log.open("wb") as output:
                 child = subprocess.Popen(
                     [*map(str, command)], env=env, stdout=output, stderr=output
@@ -246,6 +253,10 @@ def test_damage_that_one_process_meets_is_passed_over_by_both(
     found = run(2, root, tmp_path / "a", "--stop", STEPS, "--bad-restore")
     # What one process alone got wrong both raise, and no other step is taken instead.
     refused = [lines.pop(0) for lines in found]
+    damaged = [lines.pop(1) for lines in found]
+    assert all(line.startswith("IntegrityError ") for line in damaged), damaged
+    assert "process 1" in damaged[0] and "rows.p00001" in damaged[0]
+    assert "rows.p00001" in damaged[1]
     assert refused[0].startswith("StateMismatchError state_mismatch on process 1: ")
     assert refused[0].endswith(
         refused[1].removeprefix("StateMismatchError state_mismatch ")

@@ -196,6 +196,7 @@ PLACES = {
     "rename": (atomicity, "on_commit_callback"),
     "deletion": (ChainDeleter, "delete_steps"),
     "kill rows": (RowsWriter, "write"),
+    "open": (cnr_jax.handler.CnrHandler, "open"),
     "hang prepare": (cnr_jax.handler.CnrHandler, "prepare"),
 }
 
@@ -304,6 +305,13 @@ def try_bad_restore(manager: cnr.CheckpointManager, run: Run) -> str:
     return refused(lambda: manager.restore(None, args=cnr.args.Restore(wrong)))
 
 
+def try_damaged_restore(
+    manager: cnr.CheckpointManager, run: Run, step: int | None
+) -> str:
+    """A restore of a damaged step by its number, which must not end with another."""
+    return refused(lambda: manager.restore(step, args=cnr.args.Restore(run.state)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--process", type=int, default=0)
@@ -357,6 +365,8 @@ def main() -> None:
             )
             start = run.state["step"] + 1
         lines.append(f"restored {latest}, starts at {start}")
+        if args.bad_restore:
+            lines.append(try_damaged_restore(manager, run, latest))
         if args.faults:
             faults = Faults(args.faults)
             lines += train_and_save(manager, run, range(start, args.stop), faults)

@@ -1,0 +1,129 @@
+"""One process of a run of two in which one alone meets an error, or another manager comes.
+
+Orbax's own list of steps is read on process 0 and broadcast, where all must come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from worker import Faults, Run, refused
+
+import cnr_jax as cnr
+from cnr_jax.repository.claim import Claim
+from cnr_jax.repository.write import RowsWriter
+
+
+class Seams:
+    """Saves step after step; each method ends with all as it should be."""
+
+    def __init__(self, manager: cnr.CheckpointManager, run: Run) -> None:
+        self.manager, self.run = manager, run
+        self.root = Path(manager.directory)
+        self.lines: list[str] = []
+
+    def save(self, step: int, **kwargs: Any) -> None:
+        """One train step and a save that works."""
+        self.run.train(step)
+        assert self.manager.save(step, args=self.args(), **kwargs)
+        self.manager.wait_until_finished()
+
+    def args(self) -> cnr.args.Save:
+        return cnr.args.Save(self.run.state, self.run.touched)
+
+    def fails(self, step: int, what: str) -> None:
+        """One train step and a save that does not work."""
+        self.run.train(step)
+
+        def save() -> None:
+            self.manager.save(step, args=self.args())
+            self.manager.wait_until_finished()
+
+        self.lines.append(f"{what}: {refused(save)}")
+
+    def one_fails_before_it_says_anything(self, step: int) -> None:
+        faults = Faults(f"{step}:open:1,{step + 1}:open:0")
+        for each in (step, step + 1):
+            faults.begin(each)
+            self.fails(each, "before the first message")
+        faults.begin(step + 2)
+        assert len(faults.hit) == 1
+        self.save(step + 2)
+
+    def another_takes_over_between_saves(self, step: int) -> None:
+        self.take_over()
+        self.fails(step, "between saves")
+        self.manager.reload()
+        self.save(step + 1)
+
+    def another_takes_over_during_a_save(self, step: int) -> None:
+        write = RowsWriter.write
+
+        def taken(writer: RowsWriter, *args: Any) -> Any:
+            self.take_over()
+            return write(writer, *args)
+
+        RowsWriter.write = taken  # type: ignore[method-assign]
+        self.fails(step, "during a save")
+        RowsWriter.write = write  # type: ignore[method-assign]
+        self.manager.reload()
+        self.save(step + 1)
+
+    def take_over(self) -> None:
+        """Another manager claims the root; only process 0 can see that."""
+        if jax.process_index() == 0:
+            Claim(self.root).take()
+
+    def a_rollback_is_refused(self, back_to: int) -> None:
+        """By Orbax, when steps have been moved aside already."""
+        before = self.manager.all_steps()
+        truth = self.manager.latest_step()
+        assert truth is not None
+        self.run.state, self.run.touched = self.manager.restore(
+            back_to, args=cnr.args.Restore(self.run.state)
+        )
+        self.run.train(back_to + 1)
+        items = ocp.args.Composite(default=self.args())
+        try:
+            self.manager.save(before[before.index(back_to) + 1], args=items, force=True)
+        except ValueError as error:
+            self.lines.append(f"rollback: {str(error)[:40]}")
+        self.save(truth + 1)
+        with self.manager._all_directories():
+            assert self.manager.all_steps() == [*before, truth + 1]
+        self.manager.delete(truth)
+        self.lines.append(f"steps {self.manager.all_steps()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--process", "--processes", "--port"):
+        parser.add_argument(name, type=int)
+    for name in ("--root", "--out"):
+        parser.add_argument(name)
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(60)
+    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
+    run = Run()
+    with cnr.CheckpointManager(
+        args.root,
+        tables=run.tables,
+        options=cnr.Options(codec="raw", policy=cnr.Consecutive(), timeout_secs=30),
+        orbax_options=ocp.CheckpointManagerOptions(single_host_load_and_broadcast=True),
+    ) as manager:
+        seams = Seams(manager, run)
+        seams.save(0)
+        seams.one_fails_before_it_says_anything(1)  # and saves step 3
+        seams.another_takes_over_between_saves(4)  # and saves step 5
+        seams.another_takes_over_during_a_save(6)  # and saves step 7
+        seams.a_rollback_is_refused(3)  # and saves step 8, and deletes step 7
+    Path(f"{args.out}.{args.process}.txt").write_text("\n".join(seams.lines))
+
+
+if __name__ == "__main__":
+    main()

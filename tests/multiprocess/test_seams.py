@@ -1,0 +1,34 @@
+"""Errors of one process of two, and other managers: both processes end alike, and go on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_two_processes import Processes
+
+WORKER = Path(__file__).parent / "seams_worker.py"
+
+
+def test_what_one_process_alone_meets_ends_alike_on_both(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Processes(2, root, tmp_path / "out", worker=WORKER) as processes:
+        first, second = processes.finish()
+    for process, line in ((1, 0), (0, 1)):
+        for lines in (first, second):
+            assert lines[line].startswith("before the first message: SaveError "), lines
+            assert f"on process {process} | " in lines[line], lines
+            assert "OSError: [Errno 5] at open" in lines[line], lines
+    for lines in (first, second):
+        assert lines[2].startswith("between saves: WriterError writer"), lines
+        assert "another manager has taken over" in lines[2], lines
+    assert first[3].startswith("during a save: WriterError writer"), first
+    # Orbax's barriers carry errors of saves only.
+    assert second[3].startswith("during a save: SaveError save_failed"), second
+    assert "on process 0 | " in second[3] and "taken over" in second[3], second
+    assert first[4:] == second[4:]
+    assert first[4].startswith("rollback: "), first
+    assert first[5] == "steps [0, 3, 5, 8]"
+    folders = {path.name for path in root.iterdir() if path.is_dir()}
+    assert folders == {"0", "3", "5", "8"}, "nothing is left of what failed"
