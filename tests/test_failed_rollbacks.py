@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
+from cnr_jax.format.names import REMOVED_MARK
 from cnr_jax.repository.writing_lock import WritingLock
 
 
@@ -43,7 +44,11 @@ class Run:
 
     def check(self, steps: list[int]) -> None:
         """These steps are there, and listed, and restore; the newest can be deleted."""
-        folders = {path.name for path in self.root.iterdir() if path.is_dir()}
+        folders = {
+            path.name
+            for path in self.root.iterdir()
+            if path.is_dir() and REMOVED_MARK not in path.name
+        }
         assert folders == {str(step) for step in steps}
         assert self.manager.all_steps() == steps
         for step in steps:

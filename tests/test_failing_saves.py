@@ -318,6 +318,7 @@ def test_a_cancelled_save_is_no_success(
         go_on.set()
         with pytest.raises(SaveError, match="step 2"):
             manager.wait_until_finished()
+    wait_for_removal(tmp_path)
     folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert manager.all_steps() == [1] == [int(name) for name in folders]
     run.run(manager, [3])

@@ -128,7 +128,7 @@ class Remover:
             _log.error("%s cannot be deleted: %s", name, error)
 
     def wait(self, timeout_secs: float) -> bool:
-        """Waits for what is being deleted in the background; returns whether it is."""
+        """Waits for what is being deleted in the background; returns whether that is over."""
         return self._purger is None or self._purger.wait(timeout_secs)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class _Purger:
     """A thread that deletes files, started when there are some.
 
     What cannot be deleted, such as a folder that somebody still writes into, is tried again
-    with the next ones, and at the end.
+    when it is waited for, with the next ones, and at the end.
 
     Args:
         purge: deletes a directory; returns whether all of it is gone.
@@ -168,16 +168,17 @@ class _Purger:
 
     def __init__(self, purge: Callable[[Path], bool]) -> None:
         self._purge = purge
-        self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        # What is to be deleted beside what is left; None at the end.
+        self._queue: queue.SimpleQueue[list[Path] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._left: list[Path] = []
         self._pending = 0
         self._changed = threading.Condition()
 
-    def put(self, path: Path) -> None:
+    def put(self, *paths: Path) -> None:
         with self._changed:
             self._pending += 1
-        self._queue.put(path)
+        self._queue.put([*paths])
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="cnr_purge", daemon=True
@@ -185,8 +186,8 @@ class _Purger:
             self._thread.start()
 
     def _run(self) -> None:
-        while (path := self._queue.get()) is not None:
-            self._try([*self._left, path])
+        while (paths := self._queue.get()) is not None:
+            self._try([*self._left, *paths])
             with self._changed:
                 self._pending -= 1
                 self._changed.notify_all()
@@ -196,7 +197,14 @@ class _Purger:
         self._left = [path for path in paths if not self._purge(path)]
 
     def wait(self, timeout_secs: float) -> bool:
-        """Whether all was tried that was put, at last after `timeout_secs`."""
+        """Whether all is tried that was put, and tried again, each in `timeout_secs`."""
+        done = self._wait(timeout_secs)
+        if done and self._left:
+            self.put()
+            done = self._wait(timeout_secs)
+        return done
+
+    def _wait(self, timeout_secs: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout_secs)
 

@@ -120,8 +120,15 @@ def test_what_cannot_be_deleted_in_the_background_is_tried_again(
         remover.remove("2")
         assert remover.wait(60)
         assert {name[0] for name in left(tmp_path)} == {"1", "3"}
-    remover.close()
+    assert remover.wait(60)
     assert left(tmp_path) == {"3"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse(OSError(5, "no luck"), "3.")(os.unlink))
+        make_step(tmp_path, "4")
+        remover.remove("3")
+        assert remover.wait(60)
+    remover.close()
+    assert left(tmp_path) == {"4"}
 
 
 def test_waiting_for_deletion_ends(
