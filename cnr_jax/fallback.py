@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.checked import accessing
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.ledger import Entry, Ledger
 from cnr_jax.repository.step import read_step
@@ -186,7 +187,34 @@ class Restorer(Generic[T]):
         return found
 
 
-def not_ours(step_directory: AnyPath, item: str) -> errors.IntegrityError:
+def no_such_step(
+    root: AnyPath, step: int, known: list[int], restorable: list[int]
+) -> errors.NoStepError:
+    """The error for a step that is not there."""
+    return errors.NoStepError(
+        f"step {step} does not exist in {os.fspath(root)}\n"
+        f"  steps: {', '.join(map(str, known)) or 'none'}\n"
+        f"  that can be restored: {', '.join(map(str, restorable)) or 'none'}"
+    )
+
+
+def check_ours(step_directory: AnyPath, item: str) -> None:
+    """Tells a step of another kind from ours.
+
+    Raises:
+        IntegrityError: if it is there but holds nothing that this library could restore.
+    """
+    held = step_directory / item
+    with accessing(held):
+        if not step_directory.exists() or (held / names.MANIFEST).exists():
+            return
+        if not held.exists() or not any(
+            names.is_own(path.name) for path in held.iterdir()
+        ):
+            raise _not_ours(step_directory, item)
+
+
+def _not_ours(step_directory: AnyPath, item: str) -> errors.IntegrityError:
     """The error for a step that holds no checkpoint of this library."""
     where = os.fspath(step_directory)
     held = sorted(path.name for path in step_directory.iterdir() if path.is_dir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,15 +14,16 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.channel import Channel
-from cnr_jax.continuing import Continuing, Tip
-from cnr_jax.failures import after_commit, errno_of, save_error
-from cnr_jax.fallback import Restorer, not_ours
+from cnr_jax.continuing import Continuing, Course
+from cnr_jax.ending import EndingManager
+from cnr_jax.failures import errno_of, save_error
+from cnr_jax.fallback import Restorer, check_ours, no_such_step
 from cnr_jax.format import names
-from cnr_jax.handler import CnrHandler, Restore, Restored, Save
-from cnr_jax.keeping import deleter, sync_committed, sync_uncommitted, with_safety
+from cnr_jax.handler import CnrHandler, Restored, Save
+from cnr_jax.items import check_step, reads_state, restore_args, state_to_save
+from cnr_jax.keeping import deleter, with_safety
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import (
-    COMMIT_BARRIERS,
     DEFAULT_ITEM,
     Place,
     checkpoint_infos,
@@ -32,7 +32,6 @@ from cnr_jax.orbax_compat import (
 )
 from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
-from cnr_jax.repository.checked import accessing
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger, find_item
@@ -41,7 +40,6 @@ from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.retention import blockers
 from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.retaining import inner_policy
-from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.verdicts import alike, decide
@@ -50,7 +48,7 @@ from cnr_jax.warming import warm_up
 _log = logging.getLogger(__name__)
 
 
-class CheckpointManager(ocp.CheckpointManager):
+class CheckpointManager(EndingManager):
     """Saves a train state in every call, mostly as deltas, and restores it.
 
     Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
@@ -98,12 +96,9 @@ class CheckpointManager(ocp.CheckpointManager):
         self._handler.root = epath.Path(root).absolute()
         self._channel = Channel(options.timeout_secs)
         self._lists_all = False
-        self._tip: Tip | None = None
-        # Where the tip goes back to when the last save failed: its step is due again.
-        self._tip_before: Tip | None = None
+        self._course = Course(self._handler.uses)
         self._root = epath.Path(root).absolute()
         self._handler.is_step = step_names(orbax_options)
-        self._saving, self._is_synced = "", False
         made = missing_directories(self._root)
         if tables is not None and not (orbax_options and orbax_options.read_only):
             self._recover()
@@ -111,9 +106,6 @@ class CheckpointManager(ocp.CheckpointManager):
         else:
             self._item = self._open(item)  # maybe on one process alone, to look at it
         self._skips_when_busy = options.when_busy == "skip"
-        self._failure: errors.SaveError | None = None
-        # Whether Orbax's list of steps must be read again.
-        self._is_stale = False
         inner = inner_policy(options, orbax_options)
         orbax_options = orbax_options or ocp.CheckpointManagerOptions()
         orbax_options = dataclasses.replace(
@@ -148,11 +140,6 @@ class CheckpointManager(ocp.CheckpointManager):
             self._sigterm = Sigterm()
         if tables is not None:
             warm_up(tables, options)
-
-    @property
-    def _ledger(self) -> Ledger:
-        """What the root holds; nothing, until the first save names the item."""
-        return self._handler.ledger or Ledger()
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -232,9 +219,10 @@ class CheckpointManager(ocp.CheckpointManager):
         A manager that has neither saved nor restored starts anew, whatever its root holds.
         Before a preemption a save is due whatever the interval.
         """
-        if Continuing(self, self._tip).should_save(step):
+        tip = self._course.tip
+        if Continuing(self, tip).should_save(step):
             return True
-        ahead = self._tip is None or step > self._tip.step
+        ahead = tip is None or step > tip.step
         writable = not self._options.read_only
         return ahead and writable and self.reached_preemption(step)
 
@@ -275,20 +263,13 @@ class CheckpointManager(ocp.CheckpointManager):
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
         """
-        _check_step(step)
+        check_step(step)
         if self._options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
-        state = self._state_args(args)
-        if not force and not self.should_save(step):
-            if not self._goes_elsewhere(step, state) or not self.should_save(step):
-                if self._tip is not None and step < self._tip.step:
-                    _log.warning(
-                        "step %d is not saved: the run has gone on to step %d",
-                        step,
-                        self._tip.step,
-                    )
-                return False
+        state, self._item = state_to_save(args, self._item)
+        if not force and not self._is_due(step, state):
+            return False
         last = self.reached_preemption(step)
         if not force and not last and self._is_left_out(step):
             return False
@@ -298,11 +279,7 @@ class CheckpointManager(ocp.CheckpointManager):
             place = Place(self._root, self._step_directory(step), str(self._item))
             plan = self._prepared(place, state, last)
         try:
-            # What was renamed aside must not be in the way of the new steps.
-            self._forget_steps(plan.abandoned if plan else ())
-            self._handler.barriers.begin(self._barrier_keys(step))
-            self._tip_before = self._tip
-            self._saving, self._is_synced = self._step_directory(step), False
+            self._begin(step, plan.abandoned if plan else ())
             if plan is not None and plan.changed:
                 alike(self._channel, super().reload)
             with self._all_directories():
@@ -328,7 +305,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 raise
             raise save_error(error, step, str(self._root)) from error
         if saved:
-            self._tip = self._tip_at(step, state.touched if state else None)
+            self._course.saved(step, state.touched if state else None)
         if last:
             self.wait_until_finished()
         return saved
@@ -371,12 +348,13 @@ class CheckpointManager(ocp.CheckpointManager):
         alike(self._channel, self.wait_until_finished)
         self._settle()
         plain = isinstance(args, ocp.args.StandardRestore)
-        args = self._restore_args(args)
+        args = restore_args(args, self._item)
+        reads = reads_state(args, self._item)
         elsewhere = None if directory is None else epath.Path(directory)
 
         def attempt(step: int) -> Any:
-            with self._handler.attempt(reads=self._reads_state(args)):
-                if self._reads_state(args):
+            with self._handler.attempt(reads=reads):
+                if reads:
                     self._check_ours(elsewhere or self._root, step)
                 return super(CheckpointManager, self).restore(
                     step, items, restore_kwargs, directory=directory, args=args
@@ -387,30 +365,8 @@ class CheckpointManager(ocp.CheckpointManager):
         if isinstance(restored, ocp.args.Composite):
             state = restored.get(str(self._item))
         if directory is None and isinstance(state, Restored):
-            tip = self._tip_at(step, state.touched)
-            # Without touched rows it is not known whether the restored state goes on: if it
-            # does, its next steps are due either way.
-            if tip.lineage or self._tip is None or step < self._tip.step:
-                self._tip = tip
+            self._course.restored(step, state.touched)
         return state.state if plain and isinstance(state, Restored) else restored
-
-    def _restore_args(
-        self, args: ocp.args.CheckpointArgs | None
-    ) -> ocp.args.CheckpointArgs:
-        """What to restore, of this library's own arguments."""
-        if isinstance(args, ocp.args.StandardRestore):
-            return Restore(args.item)
-        if args is not None:
-            return args
-        if self._item in (None, DEFAULT_ITEM):
-            return Restore()
-        return ocp.args.Composite(**{str(self._item): Restore()})
-
-    def _reads_state(self, args: ocp.args.CheckpointArgs) -> bool:
-        """Whether the item that this library saves is among those that are restored."""
-        if isinstance(args, ocp.args.Composite):
-            return isinstance(args.get(self._item or DEFAULT_ITEM), Restore)
-        return isinstance(args, Restore)
 
     def _restore_by(
         self, attempt: Callable[[int], Any], step: int | None, elsewhere: Any
@@ -485,53 +441,6 @@ class CheckpointManager(ocp.CheckpointManager):
             ledger = self._handler.open(self._root, self._item)
             ledger.become(Ledger.load(self._root, self._item, ledger.is_step))
 
-    def wait_until_finished(self) -> None:
-        """Waits for the save that is being written.
-
-        Raises:
-            SaveError: if it failed; once. Also if it is committed but what comes after that
-                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
-                cannot be deleted are logged, and stay.
-        """
-        failure: Exception | None = None
-        thread = self._finalize_thread.get()
-        try:
-            super().wait_until_finished()
-        except Exception as error:
-            # Whatever Orbax or a handler of the user raised: it belongs to this save, and the
-            # manager goes on.
-            failure = error
-            # An error in writing Orbax's metadata comes out while the rest is being written;
-            # what becomes of that must not come out of the next save.
-            with contextlib.suppress(Exception):
-                self._wait_for_checkpointers()
-            self._settle()
-            self._reread()
-            self._forget_finalize_thread()
-        except BaseException:
-            # Orbax has struck off the step, which is written nevertheless.
-            self._is_stale = True
-            raise
-        self._settle()
-        known, self._failure = self._failure, None
-        if failure is not None:
-            step = thread.step() if thread is not None else None
-            # `_settle` notes a failure if, and only if, this save is not committed.
-            raise self._as_save_error(failure, step, committed=known is None)
-        if known is not None:
-            raise known
-
-    def check_for_errors(self) -> None:
-        """Raises what the last save raised, if it has ended; does not wait.
-
-        Orbax's own takes an error away from the thread that is about to delete old steps.
-
-        Raises:
-            SaveError: if it failed; once.
-        """
-        if not self._is_busy():
-            self.wait_until_finished()
-
     def close(self) -> None:
         """Waits for the save that is being written and frees what is held.
 
@@ -545,48 +454,19 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._sigterm.close()
             super().close()
 
-    def _settle(self) -> None:
-        """Notes a committed save, unless one is still being written."""
-        if self._is_busy():
-            return
-        saving = self._handler.is_saving
-        if saving:
-            # After an interrupt there may be no thread that finalizes a save, or one that
-            # Python takes for ended, but one that writes.
-            # Its error is the handler's to tell.
-            with contextlib.suppress(Exception):
-                self._wait_for_checkpointers()
-        if self._is_stale:
-            self._reread()
-        if self._handler.settle() is None and saving:
-            self._tip = self._tip_before
-            self._failure = self._handler.take_failure()
-        if self._deleter.take_failures():
-            # Orbax struck off what it would have deleted after this save, but did not delete,
-            # and lists the step that failed.
-            self._reread()
-
-    def _reread(self) -> None:
-        """Reads which steps there are, after a fault that may last."""
-        if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
-            # It is a broadcast, to which the others come in the next save.
-            self._handler.note_changed()
-            self._is_stale = False
-            return
-        try:
-            super().reload()
-        except OSError as error:
-            _log.warning("%s cannot be read now: %s", self._root, error)
-            self._is_stale = True
-        else:
-            self._is_stale = False
-
-    def _is_busy(self) -> bool:
-        """Whether a save is being written, or old steps are being deleted after it."""
-        thread = self._finalize_thread.get()
-        if thread is threading.current_thread():
+    def _is_due(self, step: int, state: Save | None) -> bool:
+        """Whether a save that is not forced is due; it may have to start anew for that."""
+        if self.should_save(step):
             return True
-        return thread is not None and thread.is_alive()
+        leaves = state is not None and self._course.leaves(step, state.touched)
+        if leaves and self.should_save(step):
+            return True
+        tip = self._course.tip
+        if tip is not None and step < tip.step:
+            _log.warning(
+                "step %d is not saved: the run has gone on to step %d", step, tip.step
+            )
+        return False
 
     def _is_left_out(self, step: int) -> bool:
         """Whether a save that is due is skipped because one is being written."""
@@ -607,27 +487,6 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._handler.refuse(error)
             raise
 
-    def _clear_up(self) -> None:
-        """Ends a save of which the blocking part was left by an error or an interrupt."""
-        self._settle()
-        self._failure = None  # it is on its way
-        if jax.process_count() == 1:
-            self._save_progress_tracker.set(False)
-
-    def _as_save_error(
-        self, error: Exception, step: int | None, *, committed: bool
-    ) -> errors.CnrError:
-        """What was raised in the background as an error that says which save it was."""
-        if isinstance(error, errors.WriterError):
-            return error
-        if isinstance(error.__context__, errors.SaveError):
-            # The last barrier of a save was in vain too.
-            return error.__context__
-        # Another step of this number may be back, which was moved aside for the save.
-        if committed and any(e.step == step for e in self._ledger.committed()):
-            return after_commit(error, step)
-        return save_error(error, step, str(self._root))
-
     def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:
         """Prepares a save."""
         try:
@@ -638,37 +497,6 @@ class CheckpointManager(ocp.CheckpointManager):
                 raise
             step = names.step_number(place.directory)
             raise save_error(error, step, str(self._root)) from error
-
-    def _forget_finalize_thread(self) -> None:
-        """So that the error comes out once, and nothing holds what its frames hold."""
-        self._finalize_thread.set(None)
-
-    def _wait_for_checkpointers(self) -> None:
-        try:
-            super()._wait_for_checkpointers()
-        except BaseException as error:
-            # Nobody comes to Orbax's barriers after an error that all have heard of. Of
-            # another one, such as in another item or in the commit, they must hear there.
-            if self._handler.has_failed():
-                self._handler.barriers.forget()
-            else:
-                self._handler.barriers.leave(error)
-            raise
-        if self._handler.has_failed():
-            # Orbax takes a cancelled save for a finished one, and would delete old steps.
-            raise self._handler.failure()
-
-    def _with_barriers(self, options: Any) -> Any:
-        """Orbax's options of saves in the background, with barriers that do not hang."""
-        options = options or ocp.AsyncOptions()
-        if jax.process_count() == 1 or options.barrier_sync_fn is not None:
-            return options
-        return dataclasses.replace(options, barrier_sync_fn=self._handler.barriers)
-
-    def _barrier_keys(self, step: int) -> list[str]:
-        prefix = self._multiprocessing_options.barrier_sync_key_prefix or ""
-        directory = self._step_directory(step)
-        return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
 
     def _recover(self) -> None:
         """Process 0 undoes an unfinished rollback before any process reads the root."""
@@ -682,29 +510,6 @@ class CheckpointManager(ocp.CheckpointManager):
         if item is not None:
             self._handler.open(self._root, item)
         return item
-
-    def _sync_uncommitted(self) -> None:
-        item = str(self._item)
-        self._is_synced = sync_uncommitted(self._root, self._saving, item)
-
-    def _finalize_checkpoint(self, step: int) -> None:
-        """Makes the step durable; only then does Orbax delete others."""
-        super()._finalize_checkpoint(step)
-        options = self._options
-        if ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
-            directory, whole = self._step_directory(step), not self._is_synced
-            try:
-                sync_committed(self._root, directory, str(self._item), whole=whole)
-            except OSError as error:
-                self._handler.synced(error)
-                raise
-            self._handler.synced(None)
-
-    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
-        try:
-            super()._finalize(step, steps_to_remove)
-        finally:
-            self._handler.end_writing()
 
     def _check_not_in_the_way(self, step: int) -> None:
         """Makes sure that Orbax deletes no folder that it does not know of.
@@ -726,98 +531,16 @@ class CheckpointManager(ocp.CheckpointManager):
             return self._get_read_step_directory(step, self._root).name
         return self._step_directory(step)
 
-    def _goes_elsewhere(self, step: int, state: Save | None) -> bool:
-        """Whether an older step is no repetition but a state that does not rest on the tip.
-
-        Such are a new run in a used root, going on after another step was evaluated, and a
-        rollback in memory. If so, it starts anew: there is no tip.
-        """
-        tip = self._tip
-        if tip is None or step > tip.step or state is None:
-            return False
-        if not self._handler.uses(state.touched):
-            return False
-        # Waits for the train step, but only here: steps after the tip are due or not due.
-        new = self._tip_at(step, state.touched)
-        if new.lineage == tip.lineage and new.clock >= tip.clock:
-            return False
-        self._tip = None
-        return True
-
-    def _tip_at(self, step: int, touched: Touched | None) -> Tip:
-        if touched is None or not self._handler.uses(touched):
-            return Tip(step, "", 0)
-        return Tip(step, lineage_hex(touched), clock_of(touched))
-
-    def _state_args(self, args: ocp.args.CheckpointArgs | None) -> Save | None:
-        """The arguments of the state among those of a save."""
-        items = {DEFAULT_ITEM: args}
-        if isinstance(args, ocp.args.Composite):
-            items = dict(args.items())
-        elif isinstance(args, ocp.args.StandardSave | ocp.args.PyTreeSave):
-            raise errors.OptionError(
-                f"this manager does not take {type(args).__name__} for the state\n"
-                "  hint: cnr.args.Save(state); other items go beside it in a Composite"
-            )
-        found = {key: item for key, item in items.items() if isinstance(item, Save)}
-        if not found:
-            return None
-        if self._item is None and len(found) == 1:
-            self._item = next(iter(found))
-        if set(found) != {self._item}:
-            raise errors.OptionError(
-                "a manager saves one state, always as the same item\n"
-                f"  got {', '.join(map(repr, found))}, expected {self._item!r}\n"
-                "  hint: make another manager with another root for another state"
-            )
-        return found[self._item]
-
-    def _step_directory(self, step: int) -> str:
-        return self._get_write_step_directory(step, self._root).name
-
-    def _forget_steps(self, directories: tuple[str, ...]) -> None:
-        steps = [
-            info.step
-            for info in self._checkpoints
-            if self._step_directory(info.step) in directories
-        ]
-        self._checkpoints.delete_if(lambda info: info.step in steps)
-
     def _check_exists(self, step: int) -> None:
         with self._all_directories():
             known = sorted(self.all_steps())
-        if step in known:
-            return
-        restorable = ", ".join(map(str, self.all_steps())) or "none"
-        raise errors.NoStepError(
-            f"step {step} does not exist in {self._root}\n"
-            f"  steps: {', '.join(map(str, known)) or 'none'}\n"
-            f"  that can be restored: {restorable}"
-        )
+        if step not in known:
+            raise no_such_step(self._root, step, known, self.all_steps())
 
     def _check_ours(self, root: epath.Path, step: int) -> None:
-        """Tells a step of another kind from ours, before Orbax takes it for what it is not.
-
-        Raises:
-            IntegrityError: if it holds nothing that this library could restore.
-        """
+        """Tells a step of another kind from ours, before Orbax takes it for what it is not."""
         try:
             directory = self._get_read_step_directory(step, root)
         except ValueError:
             return  # there is none: Orbax says so
-        item = self._item or DEFAULT_ITEM
-        held = directory / item
-        with accessing(held):
-            if not directory.exists() or (held / names.MANIFEST).exists():
-                return
-            if not held.exists() or not any(
-                names.is_own(path.name) for path in held.iterdir()
-            ):
-                raise not_ours(directory, item)
-
-
-def _check_step(step: object) -> None:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise errors.OptionError(f"a step is an integer, got {step!r}")
-    if step.__index__() < 0:  # type: ignore[attr-defined]
-        raise errors.OptionError(f"a step is at least 0, got {step}")
+        check_ours(directory, self._item or DEFAULT_ITEM)

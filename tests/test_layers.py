@@ -24,7 +24,7 @@ ORBAX = "orbax_compat"
 # What a save is made of that goes on behind training, and may fail there.
 SAVING = "failures channel background saving"
 # What a manager alone is made of.
-MANAGING = "registry retaining continuing keeping"
+MANAGING = "registry retaining continuing keeping ending items"
 ENDING = "failures channel preemption"
 TABLE = {
     "errors": ("", ""),
@@ -65,9 +65,14 @@ TABLE = {
     "args": ("handler", ""),
     "registry": (f"{BELOW_HANDLER} handler", "orbax"),
     "retaining": ("errors options", "orbax"),
-    "continuing": ("", "orbax"),
+    "continuing": (f"{BELOW_ROWS} rows", "orbax"),
     "fallback": (f"{BELOW_HANDLER} {ORBAX} verdicts", ""),
     "keeping": (f"errors format repository {ORBAX}", "orbax"),
+    "items": (f"errors {ORBAX} handler", "orbax"),
+    "ending": (
+        f"errors repository {ORBAX} handler failures continuing keeping",
+        "jax orbax etils",
+    ),
     "preemption": ("errors", ""),
     "manager": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING} {ENDING}"

@@ -9,7 +9,7 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,7 +22,8 @@ from cnr_jax.repository.removal import Remover
 class Told:
     """A policy that does what the test wants: a delta on the step before, or a full one."""
 
-    name, kind = "told", "full"
+    name: ClassVar[str] = "told"
+    kind = "full"
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
         if self.kind == "full" or not history:
@@ -170,7 +171,7 @@ def test_steps_that_are_not_deleted_after_all_stay_in_the_list(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.manager.sync_committed", fail)
+        patch.setattr("cnr_jax.ending.sync_committed", fail)
         patch.setattr(Remover, "remove", fail)
         run.train(2)
         run.save(manager, 2)

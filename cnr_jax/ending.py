@@ -1,0 +1,230 @@
+"""How the saves of a manager end: each is found out to be committed, or raises what it met."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from cnr_jax import errors
+from cnr_jax.continuing import Course
+from cnr_jax.failures import after_commit, save_error
+from cnr_jax.handler import CnrHandler
+from cnr_jax.keeping import sync_committed, sync_uncommitted
+from cnr_jax.orbax_compat import COMMIT_BARRIERS, ChainDeleter
+from cnr_jax.repository.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+class EndingManager(ocp.CheckpointManager):
+    """Orbax's manager, whose saves end once: committed and durable, or with one error.
+
+    What it is made from, and names a save that begins, is for the class below to say.
+    """
+
+    _root: epath.Path
+    _handler: CnrHandler
+    _deleter: ChainDeleter
+    _course: Course
+    _item: str | None
+    _failure: errors.SaveError | None = None
+    # Whether Orbax's list of steps must be read again.
+    _is_stale = False
+    # The directory of the save that is being written, and whether it is durable.
+    _saving, _is_synced = "", False
+
+    @property
+    def _ledger(self) -> Ledger:
+        """What the root holds; nothing, until the first save names the item."""
+        return self._handler.ledger or Ledger()
+
+    def _step_directory(self, step: int) -> str:
+        return self._get_write_step_directory(step, self._root).name
+
+    def _begin(self, step: int, abandoned: tuple[str, ...]) -> None:
+        """Notes that a save begins."""
+        # What was renamed aside must not be in the way of the new steps.
+        self._forget_steps(abandoned)
+        self._handler.barriers.begin(self._barrier_keys(step))
+        self._course.begin()
+        self._saving, self._is_synced = self._step_directory(step), False
+
+    def _forget_steps(self, directories: tuple[str, ...]) -> None:
+        steps = [
+            info.step
+            for info in self._checkpoints
+            if self._step_directory(info.step) in directories
+        ]
+        self._checkpoints.delete_if(lambda info: info.step in steps)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is being written.
+
+        Raises:
+            SaveError: if it failed; once. Also if it is committed but what comes after that
+                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
+                cannot be deleted are logged, and stay.
+        """
+        failure: Exception | None = None
+        thread = self._finalize_thread.get()
+        try:
+            super().wait_until_finished()
+        except Exception as error:
+            # Whatever Orbax or a handler of the user raised: it belongs to this save, and the
+            # manager goes on.
+            failure = error
+            # An error in writing Orbax's metadata comes out while the rest is being written;
+            # what becomes of that must not come out of the next save.
+            with contextlib.suppress(Exception):
+                self._wait_for_checkpointers()
+            self._settle()
+            self._reread()
+            self._forget_finalize_thread()
+        except BaseException:
+            # Orbax has struck off the step, which is written nevertheless.
+            self._is_stale = True
+            raise
+        self._settle()
+        known, self._failure = self._failure, None
+        if failure is not None:
+            step = thread.step() if thread is not None else None
+            # `_settle` notes a failure if, and only if, this save is not committed.
+            raise self._as_save_error(failure, step, committed=known is None)
+        if known is not None:
+            raise known
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save raised, if it has ended; does not wait.
+
+        Orbax's own takes an error away from the thread that is about to delete old steps.
+
+        Raises:
+            SaveError: if it failed; once.
+        """
+        if not self._is_busy():
+            self.wait_until_finished()
+
+    def _settle(self) -> None:
+        """Notes a committed save, unless one is still being written."""
+        if self._is_busy():
+            return
+        saving = self._handler.is_saving
+        if saving:
+            # After an interrupt there may be no thread that finalizes a save, or one that
+            # Python takes for ended, but one that writes.
+            # Its error is the handler's to tell.
+            with contextlib.suppress(Exception):
+                self._wait_for_checkpointers()
+        if self._is_stale:
+            self._reread()
+        if self._handler.settle() is None and saving:
+            self._course.failed()
+            self._failure = self._handler.take_failure()
+        if self._deleter.take_failures():
+            # Orbax struck off what it would have deleted after this save, but did not delete,
+            # and lists the step that failed.
+            self._reread()
+
+    def _reread(self) -> None:
+        """Reads which steps there are, after a fault that may last."""
+        if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
+            # It is a broadcast, to which the others come in the next save.
+            self._handler.note_changed()
+            self._is_stale = False
+            return
+        try:
+            super().reload()
+        except OSError as error:
+            _log.warning("%s cannot be read now: %s", self._root, error)
+            self._is_stale = True
+        else:
+            self._is_stale = False
+
+    def _is_busy(self) -> bool:
+        """Whether a save is being written, or old steps are being deleted after it."""
+        thread = self._finalize_thread.get()
+        if thread is threading.current_thread():
+            return True
+        return thread is not None and thread.is_alive()
+
+    def _clear_up(self) -> None:
+        """Ends a save of which the blocking part was left by an error or an interrupt."""
+        self._settle()
+        self._failure = None  # it is on its way
+        if jax.process_count() == 1:
+            self._save_progress_tracker.set(False)
+
+    def _as_save_error(
+        self, error: Exception, step: int | None, *, committed: bool
+    ) -> errors.CnrError:
+        """What was raised in the background as an error that says which save it was."""
+        if isinstance(error, errors.WriterError):
+            return error
+        if isinstance(error.__context__, errors.SaveError):
+            # The last barrier of a save was in vain too.
+            return error.__context__
+        # Another step of this number may be back, which was moved aside for the save.
+        if committed and any(e.step == step for e in self._ledger.committed()):
+            return after_commit(error, step)
+        return save_error(error, step, str(self._root))
+
+    def _forget_finalize_thread(self) -> None:
+        """So that the error comes out once, and nothing holds what its frames hold."""
+        self._finalize_thread.set(None)
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except BaseException as error:
+            # Nobody comes to Orbax's barriers after an error that all have heard of. Of
+            # another one, such as in another item or in the commit, they must hear there.
+            if self._handler.has_failed():
+                self._handler.barriers.forget()
+            else:
+                self._handler.barriers.leave(error)
+            raise
+        if self._handler.has_failed():
+            # Orbax takes a cancelled save for a finished one, and would delete old steps.
+            raise self._handler.failure()
+
+    def _with_barriers(self, options: Any) -> Any:
+        """Orbax's options of saves in the background, with barriers that do not hang."""
+        options = options or ocp.AsyncOptions()
+        if jax.process_count() == 1 or options.barrier_sync_fn is not None:
+            return options
+        return dataclasses.replace(options, barrier_sync_fn=self._handler.barriers)
+
+    def _barrier_keys(self, step: int) -> list[str]:
+        prefix = self._multiprocessing_options.barrier_sync_key_prefix or ""
+        directory = self._step_directory(step)
+        return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
+
+    def _sync_uncommitted(self) -> None:
+        item = str(self._item)
+        self._is_synced = sync_uncommitted(self._root, self._saving, item)
+
+    def _finalize_checkpoint(self, step: int) -> None:
+        """Makes the step durable; only then does Orbax delete others."""
+        super()._finalize_checkpoint(step)
+        options = self._options
+        if ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
+            directory, whole = self._step_directory(step), not self._is_synced
+            try:
+                sync_committed(self._root, directory, str(self._item), whole=whole)
+            except OSError as error:
+                self._handler.synced(error)
+                raise
+            self._handler.synced(None)
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        try:
+            super()._finalize(step, steps_to_remove)
+        finally:
+            self._handler.end_writing()

@@ -1,0 +1,75 @@
+"""Which of the items that a user names is the state, and what is asked for it."""
+
+from __future__ import annotations
+
+import orbax.checkpoint as ocp
+
+from cnr_jax import errors
+from cnr_jax.handler import Restore, Save
+from cnr_jax.orbax_compat import DEFAULT_ITEM
+
+
+def check_step(step: object) -> None:
+    """Checks that a step is one.
+
+    Raises:
+        OptionError: if it is no integer, or negative.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise errors.OptionError(f"a step is an integer, got {step!r}")
+    if step.__index__() < 0:  # type: ignore[attr-defined]
+        raise errors.OptionError(f"a step is at least 0, got {step}")
+
+
+def state_to_save(
+    args: ocp.args.CheckpointArgs | None, item: str | None
+) -> tuple[Save | None, str | None]:
+    """The arguments of the state among those of a save, and the item that it is.
+
+    Args:
+        args: of the save.
+        item: that holds the state, if it is known.
+
+    Raises:
+        OptionError: if there are several, or one for another item or handler.
+    """
+    items = {DEFAULT_ITEM: args}
+    if isinstance(args, ocp.args.Composite):
+        items = dict(args.items())
+    elif isinstance(args, ocp.args.StandardSave | ocp.args.PyTreeSave):
+        raise errors.OptionError(
+            f"this manager does not take {type(args).__name__} for the state\n"
+            "  hint: cnr.args.Save(state); other items go beside it in a Composite"
+        )
+    found = {key: each for key, each in items.items() if isinstance(each, Save)}
+    if not found:
+        return None, item
+    if item is None and len(found) == 1:
+        item = next(iter(found))
+    if item is None or set(found) != {item}:
+        raise errors.OptionError(
+            "a manager saves one state, always as the same item\n"
+            f"  got {', '.join(map(repr, found))}, expected {item!r}\n"
+            "  hint: make another manager with another root for another state"
+        )
+    return found[item], item
+
+
+def restore_args(
+    args: ocp.args.CheckpointArgs | None, item: str | None
+) -> ocp.args.CheckpointArgs:
+    """What to restore, of this library's own arguments."""
+    if isinstance(args, ocp.args.StandardRestore):
+        return Restore(args.item)
+    if args is not None:
+        return args
+    if item in (None, DEFAULT_ITEM):
+        return Restore()
+    return ocp.args.Composite(**{item: Restore()})
+
+
+def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:
+    """Whether the item that this library saves is among those that are restored."""
+    if isinstance(args, ocp.args.Composite):
+        return isinstance(args.get(item or DEFAULT_ITEM), Restore)
+    return isinstance(args, Restore)
