@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from worker import Faults, Run, refused
 
 import cnr_jax as cnr
+import cnr_jax.handler
 from cnr_jax.repository.claim import Claim
 from cnr_jax.repository.write import RowsWriter
 
@@ -99,6 +100,26 @@ class Seams:
         self.manager.delete(truth)
         self.lines.append(f"steps {self.manager.all_steps()}")
 
+    def one_finds_damage(self) -> None:
+        """Process 1 alone, such as in rows that no other reads."""
+        newest, read = self.manager.latest_step(), cnr_jax.handler.read_back
+
+        def damaged(directory: Any, *args: Any, **kwargs: Any) -> Any:
+            if jax.process_index() == 1 and directory.parent.name == str(newest):
+                path = f"{directory}/rows.p00001"
+                raise cnr.errors.IntegrityError(
+                    f"{path} is damaged", kind="data_damaged", path=path
+                )
+            return read(directory, *args, **kwargs)
+
+        cnr_jax.handler.read_back = damaged
+        restore = cnr.args.Restore(self.run.state)
+        taken = self.manager.restore(None, args=restore).state["step"]
+        self.lines.append(f"took {taken}, left {self.manager.all_steps()}")
+        given = refused(lambda: self.manager.restore(newest, args=restore))
+        self.lines.append(f"given: {given}")
+        cnr_jax.handler.read_back = read
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -122,6 +143,7 @@ def main() -> None:
         seams.another_takes_over_between_saves(4)  # and saves step 5
         seams.another_takes_over_during_a_save(6)  # and saves step 7
         seams.a_rollback_is_refused(3)  # and saves step 8, and deletes step 7
+        seams.one_finds_damage()  # in step 8
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(seams.lines))
 
 

@@ -27,8 +27,13 @@ def test_what_one_process_alone_meets_ends_alike_on_both(tmp_path: Path) -> None
     # Orbax's barriers carry errors of saves only.
     assert second[3].startswith("during a save: SaveError save_failed"), second
     assert "on process 0 | " in second[3] and "taken over" in second[3], second
-    assert first[4:] == second[4:]
+    assert first[4:7] == second[4:7]
     assert first[4].startswith("rollback: "), first
     assert first[5] == "steps [0, 3, 5, 8]"
+    assert first[6] == "took 5, left [0, 3, 5]"
+    for lines, who in ((first, "on process 1: "), (second, "")):
+        start = "given: IntegrityError data_damaged checkpoint 8 cannot be restored: "
+        assert lines[7].startswith(f"{start}{who}{root}/8/"), lines
+        assert "hint: restore step 5" in lines[7], lines
     folders = {path.name for path in root.iterdir() if path.is_dir()}
     assert folders == {"0", "3", "5", "8"}, "nothing is left of what failed"

@@ -236,10 +236,9 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     assert len(manifest.processes) == 1
 
 
-def test_damage_that_one_process_meets_is_passed_over_by_both(
+def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
     twin: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:
-    """Each reads the rows that it wrote, and here finds only these damaged."""
     out, _ = twin
     root = tmp_path / "root"
     shutil.copytree(out / "root", root)
@@ -253,10 +252,6 @@ def test_damage_that_one_process_meets_is_passed_over_by_both(
     found = run(2, root, tmp_path / "a", "--stop", STEPS, "--bad-restore")
     # What one process alone got wrong both raise, and no other step is taken instead.
     refused = [lines.pop(0) for lines in found]
-    damaged = [lines.pop(1) for lines in found]
-    assert all(line.startswith("IntegrityError ") for line in damaged), damaged
-    assert "process 1" in damaged[0] and "rows.p00001" in damaged[0]
-    assert "rows.p00001" in damaged[1]
     assert refused[0].startswith("StateMismatchError state_mismatch on process 1: ")
     assert refused[0].endswith(
         refused[1].removeprefix("StateMismatchError state_mismatch ")

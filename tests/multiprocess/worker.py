@@ -305,13 +305,6 @@ def try_bad_restore(manager: cnr.CheckpointManager, run: Run) -> str:
     return refused(lambda: manager.restore(None, args=cnr.args.Restore(wrong)))
 
 
-def try_damaged_restore(
-    manager: cnr.CheckpointManager, run: Run, step: int | None
-) -> str:
-    """A restore of a damaged step by its number, which must not end with another."""
-    return refused(lambda: manager.restore(step, args=cnr.args.Restore(run.state)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--process", type=int, default=0)
@@ -365,8 +358,6 @@ def main() -> None:
             )
             start = run.state["step"] + 1
         lines.append(f"restored {latest}, starts at {start}")
-        if args.bad_restore:
-            lines.append(try_damaged_restore(manager, run, latest))
         if args.faults:
             faults = Faults(args.faults)
             lines += train_and_save(manager, run, range(start, args.stop), faults)
