@@ -288,6 +288,43 @@ def test_branch_stays_the_newest_when_the_damage_is_repaired(saved: Any) -> None
         run.check(manager, None)
 
 
+def test_newer_steps_that_are_passed_over_may_have_smaller_numbers(
+    tiny_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    with opened(tmp_path, run, policy=cnr.Full()) as manager:
+        run.run(manager, [1, 2, 3])
+        run.restore(manager, 1)
+        run.salt = 1
+        run.run(manager, [2])
+        assert manager.latest_step() == 2
+    flip(chunk(tmp_path / "2" / "default"))
+    with opened(tmp_path) as manager, caplog.at_level(logging.WARNING):
+        run.same(restore(manager, run).state, run.truth[3])
+    (line,) = warnings_of(caplog, "passed over")
+    assert line.startswith("step 2 is passed over, and step 3 restored: ")
+
+
+def test_damage_that_names_no_file_is_noted_with_its_step(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, root = saved
+    read, tried = cnr_jax.handler.read_back, list[str]()
+
+    def damaged(directory: Any, *args: Any, **kwargs: Any) -> Any:
+        tried.append(directory.parent.name)
+        assert len(tried) < 9, tried
+        if directory.parent.name != "1":
+            raise errors.IntegrityError("it is damaged", kind="data_damaged")
+        return read(directory, *args, **kwargs)
+
+    monkeypatch.setattr(cnr_jax.handler, "read_back", damaged)
+    with opened(root) as manager:
+        run.same(restore(manager, run).state, run.truth[1])
+        assert tried == ["3", "2", "1"]
+        assert manager.all_steps() == [0, 1]
+
+
 def test_damage_found_while_training_goes_on_makes_no_parent(saved: Any) -> None:
     """Found by an evaluation through the manager that saves, or by `verify`."""
     run, root = saved

@@ -6,6 +6,7 @@ Orbax's own list of steps is read on process 0 and broadcast, where all must com
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from worker import Faults, Run, refused
 import cnr_jax as cnr
 import cnr_jax.handler
 from cnr_jax.repository.claim import Claim
+from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.write import RowsWriter
 
 
@@ -100,6 +102,24 @@ class Seams:
         self.manager.delete(truth)
         self.lines.append(f"steps {self.manager.all_steps()}")
 
+    def a_deletion_fails(self, step: int) -> None:
+        """Process 0 alone deletes; both must know afterwards what is there."""
+        before, remove = self.manager.all_steps(), Remover.remove
+
+        def failing(remover: Remover, directory: str) -> None:
+            raise OSError(errno.EIO, f"of {directory}")
+
+        Remover.remove = failing  # type: ignore[method-assign]
+        try:
+            self.manager.delete(before[-1])
+        except OSError as error:
+            self.lines.append(f"deletion: {error}")
+        Remover.remove = remove  # type: ignore[method-assign]
+        self.save(step)
+        with self.manager._all_directories():
+            assert self.manager.all_steps() == [*before, step]
+        self.manager.delete(step)
+
     def one_finds_damage(self) -> None:
         """Process 1 alone, such as in rows that no other reads."""
         newest, read = self.manager.latest_step(), cnr_jax.handler.read_back
@@ -144,6 +164,7 @@ def main() -> None:
         seams.another_takes_over_during_a_save(6)  # and saves step 7
         seams.a_rollback_is_refused(3)  # and saves step 8, and deletes step 7
         seams.one_finds_damage()  # in step 8
+        seams.a_deletion_fails(9)  # of step 5, and deletes step 9
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(seams.lines))
 
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -15,7 +16,7 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.format.manifest import ParentRef, dump, load
-from cnr_jax.repository import inspect
+from cnr_jax.repository import inspect, verify
 from cnr_jax.repository.checked import check_file
 
 ALL = ("0", "1", "2", "3")
@@ -309,6 +310,54 @@ def test_removal_meanwhile_is_no_problem(
 
     monkeypatch.setattr(inspect, "check_file", late)
     assert found(root) == []
+
+
+def test_steps_that_go_at_any_moment_are_no_problem(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = verify.step_directories
+
+    def late(path: Any) -> list[str]:
+        names = listed(path)
+        shutil.rmtree(root / "3")
+        return names
+
+    monkeypatch.setattr(verify, "step_directories", late)
+    assert found(root) == []
+    monkeypatch.undo()
+
+    def gone(data: bytes) -> Any:
+        shutil.rmtree(root / "2", ignore_errors=True)
+        raise ValueError("it ends too soon")
+
+    monkeypatch.setattr(verify, "json", SimpleNamespace(loads=gone))
+    assert [each[:3] for each in found(root)] == [
+        (step, "_CHECKPOINT_METADATA", "orbax_metadata") for step in ("0", "1")
+    ]
+
+
+def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
+    root: Path, tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback saves a step of the same number, with other files of the same names."""
+    other, run = tmp_path / "other", tiny_run(salt=1)
+    shutil.copytree(root, other)
+    options = cnr.Options(codec="asymmetric", bits=8, policy=cnr.Consecutive())
+    with cnr.CheckpointManager(other, tables=run.tables, options=options) as manager:
+        run.restore(manager, 2)
+        run.run(manager, [3])
+    replaced: list[Any] = []
+
+    def late(directory: Any, expected: Any) -> None:
+        if directory.parent.name == "3" and not replaced:
+            replaced.append(directory)
+            shutil.rmtree(root / "3")
+            shutil.copytree(other / "3", root / "3")
+        check_file(directory, expected)
+
+    monkeypatch.setattr(inspect, "check_file", late)
+    assert found(root) == []
+    assert replaced
 
 
 def test_save_meanwhile_is_no_problem(tiny_run: Any, tmp_path: Path) -> None:
