@@ -414,7 +414,8 @@ class CheckpointManager(EndingManager):
             WriterError: if another manager saves to this root; nothing was deleted.
             OSError: if the step cannot be removed; it is there as before.
         """
-        self.wait_until_finished()
+        # The others may be about to look whether the last save is there.
+        alike(self._channel, self.wait_until_finished)
         self._settle()
         directory = self._existing_directory(step)
         found = blockers(self._ledger, directory)
@@ -425,11 +426,18 @@ class CheckpointManager(EndingManager):
                     " depend on it, or may\n  hint: delete those first, the newest first"
                 )
             super().delete(step)
+        try:
+            alike(self._channel, self._raise_failures)
+        except Exception:
+            self._reread()
+            raise
+        self._ledger.forget(directory)
+
+    def _raise_failures(self) -> None:
+        """Raises why a step was not deleted; only process 0 deletes any."""
         failures = self._deleter.take_failures()
         if failures:
-            self._reread()
             raise failures[0]
-        self._ledger.forget(directory)
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""

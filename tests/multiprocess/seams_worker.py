@@ -104,17 +104,18 @@ class Seams:
 
     def a_deletion_fails(self, step: int) -> None:
         """Process 0 alone deletes; both must know afterwards what is there."""
-        before, remove = self.manager.all_steps(), Remover.remove
+        with self.manager._all_directories():
+            before, remove = self.manager.all_steps(), Remover.set_aside
 
-        def failing(remover: Remover, directory: str) -> None:
+        def failing(remover: Remover, directory: str) -> Path:
             raise OSError(errno.EIO, f"of {directory}")
 
-        Remover.remove = failing  # type: ignore[method-assign]
+        Remover.set_aside = failing  # type: ignore[method-assign]
         try:
-            self.manager.delete(before[-1])
-        except OSError as error:
+            self.manager.delete(5)
+        except (OSError, cnr.errors.CnrError) as error:
             self.lines.append(f"deletion: {error}")
-        Remover.remove = remove  # type: ignore[method-assign]
+        Remover.set_aside = remove  # type: ignore[method-assign]
         self.save(step)
         with self.manager._all_directories():
             assert self.manager.all_steps() == [*before, step]

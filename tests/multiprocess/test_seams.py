@@ -35,6 +35,7 @@ def test_what_one_process_alone_meets_ends_alike_on_both(tmp_path: Path) -> None
         start = "given: IntegrityError data_damaged checkpoint 8 cannot be restored: "
         assert lines[7].startswith(f"{start}{who}{root}/8/"), lines
         assert "hint: restore step 5" in lines[7], lines
-    assert (first[8:], second[8:]) == (["deletion: [Errno 5] of 5"], [])
+    failed = "deletion: process 0 has failed: OSError: [Errno 5] of 5"
+    assert (first[8:], second[8:]) == (["deletion: [Errno 5] of 5"], [failed])
     folders = {path.name for path in root.iterdir() if path.is_dir()}
     assert folders == {"0", "3", "5", "8"}, "nothing is left of what failed"
