@@ -78,12 +78,13 @@ def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
     manifest = read_manifest(where)
     number = names.step_number(directory)
     if manifest.step != number:
+        path = os.fspath(where / names.MANIFEST)
         raise errors.IntegrityError(
-            f"{os.fspath(where)} holds the checkpoint of another step\n"
+            f"{path} is of the checkpoint of another step\n"
             f"  got step {manifest.step}, expected {number}, as the folder says\n"
             "  hint: give the folder its name back, if it was copied or renamed",
             kind="foreign_step",
-            path=os.fspath(where / names.MANIFEST),
+            path=path,
         )
     return manifest
 

@@ -27,14 +27,14 @@ ABOUT = (
 )
 # Of restores that name a step, and of those that take the newest one.
 EXPLICIT = frozenset({Outcome.EQUAL, Outcome.REFUSED})
-NEWEST = frozenset({Outcome.EQUAL, Outcome.OLDER})
+NEWEST = frozenset({Outcome.EQUAL, Outcome.OLDER, Outcome.NOTHING})
 FLIPS = 1000
 MORE_EVERY = 20
 QUICK_FLIPS, QUICK_EVERY = 5, 41
 BATCHES = {False: 6, True: 2}
 # Two chains, so that there is something to fall back to: full, delta, full, delta, delta.
 STEPS, SECOND_CHAIN = 5, 2
-TIMEOUT_SECS = 1500.0
+TIMEOUT_SECS = 5400.0
 FOREIGN = "another run"
 # What is damaged, of which step, what is done to it in words, and as a function.
 Case = tuple[Path, int, str, Callable[[], Damage]]

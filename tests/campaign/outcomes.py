@@ -21,6 +21,7 @@ class Outcome(enum.StrEnum):
     EQUAL = "restored equal"
     OLDER = "fell back, equal"
     REFUSED = "refused, names the file"
+    NOTHING = "no step restores, said so"
     FAILED_ONCE = "save failed once, rows in the next"
     UNCLEAR = "other error"
     LISTED = "LISTED, NOT RESTORABLE"

@@ -75,7 +75,14 @@ class Reader:
 
     def newest(self, damaged: Path) -> Verdict:
         """Restores whatever the system takes for the newest."""
-        return self._restore(None, damaged)
+        found = self._restore(None, damaged)
+        if found.outcome not in (Outcome.REFUSED, Outcome.LOST):
+            return found
+        # Of exchanged files both may be of full checkpoints, on which all others rest.
+        ways = {self._restore(step, damaged).outcome for step in self.steps}
+        return (
+            found if ways & {Outcome.EQUAL, Outcome.WRONG} else Verdict(Outcome.NOTHING)
+        )
 
     def _restore(self, wanted: int | None, damaged: Path) -> Verdict:
         try:
