@@ -7,6 +7,7 @@ files deleted. What a crash leaves of it is deleted later.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import queue
@@ -70,6 +71,19 @@ class Remover:
         if self._keep_in is None:
             self.purge_later(renamed.name)
 
+    def discard(self, directory: str) -> None:
+        """Removes a directory that no reader lists, so that its name is free.
+
+        Nothing is synced, which may be what fails: after a power cut the rest of it may have
+        its old name again, and is a leftover as before.
+
+        Raises:
+            OSError: if it cannot be renamed; then it is there as before.
+        """
+        target = self._root / names.removed(directory, secrets.token_hex(8))
+        os.rename(self._root / directory, target)
+        self.purge_later(target.name)
+
     def purge_later(self, name: str) -> None:
         """Deletes a directory that no reader lists, in the background if so wished."""
         if self._purger is not None:
@@ -78,12 +92,22 @@ class Remover:
             self.purge(self._root / name)
 
     def set_aside(self, directory: str) -> Path:
-        """Renames a directory so that it is no step any more, durably; returns its new path."""
+        """Renames a directory so that it is no step any more, durably; returns its new path.
+
+        Raises:
+            OSError: if it cannot be renamed, or that not be synced; then it is there as before.
+        """
         source, target = self._root / directory, self._target(directory)
         os.rename(source, target)
-        if target.parent != self._root:
-            sync_directory(target.parent)
-        sync_directory(self._root)
+        try:
+            if target.parent != self._root:
+                sync_directory(target.parent)
+            sync_directory(self._root)
+        except OSError:
+            # Whole still: nothing is deleted before the new name is sure to last.
+            with contextlib.suppress(OSError):
+                os.rename(target, source)
+            raise
         return target
 
     def _target(self, directory: str) -> Path:

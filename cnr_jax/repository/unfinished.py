@@ -60,7 +60,7 @@ class Unfinished:
             if self._remover is None:
                 path.rmtree()
             else:
-                self._remover.remove(name)
+                self._remover.discard(name)
                 self._waits = True
         except OSError as error:
             where = os.fspath(path)

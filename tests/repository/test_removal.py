@@ -90,6 +90,33 @@ def test_a_directory_that_cannot_be_renamed_is_there_as_before(
     assert (step / "a" / "b" / "deep").exists()
 
 
+@pytest.mark.parametrize("keep_in", [None, "trash"])
+def test_a_directory_whose_new_name_cannot_be_synced_is_there_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_in: str | None
+) -> None:
+    make_step(tmp_path, "1")
+    remover = Remover(tmp_path, keep_in=keep_in)
+    if keep_in:
+        (tmp_path / keep_in).mkdir()
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "no")))
+    with pytest.raises(OSError, match="no"):
+        remover.remove("1")
+    assert step_directories(tmp_path) == ["1"]
+    assert (tmp_path / "1" / "a" / "b" / "deep").exists()
+
+
+def test_what_no_reader_lists_is_discarded_also_where_nothing_can_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "no")))
+    make_step(tmp_path, "1.orbax-checkpoint-tmp")
+    remover = Remover(tmp_path, background=True)
+    remover.discard("1.orbax-checkpoint-tmp")
+    assert not (tmp_path / "1.orbax-checkpoint-tmp").exists()
+    remover.close()
+    assert left(tmp_path) == set()
+
+
 def test_files_that_cannot_be_deleted_are_reported_and_are_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
