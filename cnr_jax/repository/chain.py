@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
 from cnr_jax.repository.checked import about
 from cnr_jax.repository.files import AnyPath
@@ -107,7 +108,7 @@ def _read_parent(
         raise errors.ParentMissingError(
             f"checkpoint {child} cannot be restored: {parent.directory} is not the"
             f" parent it was saved with\n  got uuid {manifest.uuid}, expected"
-            f" {parent.uuid}\n"
+            f" {parent.uuid}, as {names.MANIFEST} of {heir} says\n"
             f"  chain: {_picture(chain, parent.directory, 'another run')}\n"
             f"  hint: bring back the {parent.directory} that {heir} was saved on, or"
             " restore another step",

@@ -236,7 +236,8 @@ def check_digest(got: FileDigest, expected: FileDigest, where: str) -> None:
         raise errors.IntegrityError(
             f"{where} is damaged\n"
             f"  got {got.bytes} bytes, sha256 {got.sha256[:16]}...,"
-            f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...",
+            f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...,"
+            f" as {names.MANIFEST} of its step says",
             kind="file_damaged",
             path=where,
         )
