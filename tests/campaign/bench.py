@@ -36,7 +36,7 @@ class Bench:
         quick: take samples instead of everything.
         only: texts of which one must be in `case: part`; empty: everything.
         servers: that fork children.
-        peers: whether plain Orbax is put to the same test.
+        systems: names of those that are put to the test; None: all.
     """
 
     def __init__(
@@ -46,10 +46,14 @@ class Bench:
         *,
         quick: bool,
         only: Sequence[str] = (),
-        peers: bool = True,
+        systems: Sequence[str] | None = None,
     ) -> None:
         self.folder, self.quick, self.only = folder, quick, tuple(only)
-        self.systems: tuple[System, ...] = tuple(SYSTEMS.values()) if peers else (Ours,)
+        self.systems: tuple[System, ...] = tuple(
+            system
+            for name, system in SYSTEMS.items()
+            if systems is None or name in systems
+        )
         self._idle: queue.Queue[Server] = queue.Queue()
         for server in servers:
             self._idle.put(server)

@@ -34,7 +34,7 @@ import power  # noqa: E402
 import runs  # noqa: E402
 from bench import Bench  # noqa: E402
 from outcomes import Tally, print_tallies, write_json  # noqa: E402
-from systems import Ours  # noqa: E402
+from systems import SYSTEMS, Ours  # noqa: E402
 
 CASES = (kills, damages, power, failing, mistakes, runs)
 
@@ -58,7 +58,7 @@ def main() -> None:
                 servers,
                 quick=args.quick,
                 only=args.only,
-                peers=not args.ours_only,
+                systems=args.systems,
             )
             for case in CASES:
                 for tally in case.run(bench):
@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="samples, within 60 s")
     parser.add_argument("--json", type=Path, help="also write the report here")
     parser.add_argument("--only", nargs="+", default=[], help="cases with such a name")
-    parser.add_argument("--ours-only", action="store_true", help="without plain Orbax")
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="all"
+    )
     parser.add_argument("--workers", type=int, default=2, help="children at a time")
     parser.add_argument("--dir", type=Path, help="where to write (default: temporary)")
     return parser
