@@ -103,7 +103,7 @@ def verify(
     for name, items in steps.items():
         if not items and (path / name).is_dir():
             message = "holds no checkpoint of cnr_jax"
-            found.append(Problem(name, "", "no_checkpoint", (), message))
+            found.append(Problem(name, "", "no_checkpoint", (name,), message))
         found += _of_orbax(path, name)
     return tuple(sorted(found))
 

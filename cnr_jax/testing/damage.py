@@ -208,14 +208,21 @@ def remove(path: AnyPath) -> Damage:
 
 
 def duplicate(source: AnyPath, target: AnyPath) -> Damage:
-    """Puts a copy of a file or directory where another is, or where nothing is."""
+    """Puts a copy of a file or directory where another is, or where nothing is.
+
+    Folders that are missing above it are made.
+    """
     source, target = Path(source), Path(target)
+    # What of the path is made here: the copy, or the outermost of the missing folders.
+    made = [path for path in (target, *target.parents) if not path.exists()]
+    made_first = made[-1] if made else target
     undo = contextlib.ExitStack()
-    undo.callback(_set_times, target.parent, target.parent.stat())
+    undo.callback(_set_times, made_first.parent, made_first.parent.stat())
     if os.path.lexists(target):
         undo.callback(_move_aside(target))
+    undo.callback(_delete, made_first)
+    target.parent.mkdir(parents=True, exist_ok=True)
     _copy(source, target)
-    undo.callback(_delete, target)
     return Damage(undo.close)
 
 

@@ -67,6 +67,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], damage.Damage], dict[str, bytes]]] = {
         lambda root: damage.duplicate(root / "a", root / "d/b"),
         {"a": b"\x01\x80", "d/b": b"\x01\x80", "d/empty": b""},
     ),
+    "duplicate into new folders": (
+        lambda root: damage.duplicate(root / "a", root / "new/er/a"),
+        {
+            "a": b"\x01\x80",
+            "d/b": b"other",
+            "d/empty": b"",
+            "new/er/a": b"\x01\x80",
+        },
+    ),
     "duplicate folder": (
         lambda root: damage.duplicate(root / "d", root / "e"),
         {
