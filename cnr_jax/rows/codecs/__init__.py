@@ -7,28 +7,52 @@ codecs are `{"name": "cnr....", "configuration": {...}}`, which `codec_spec` wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cnr_jax.errors import FormatError
 from cnr_jax.rows.codecs.asymmetric import Asymmetric
 from cnr_jax.rows.codecs.base import Codec, Encoded, Part
+from cnr_jax.rows.codecs.bfloat16 import BFloat16
+from cnr_jax.rows.codecs.codebook import SharedCodebook
+from cnr_jax.rows.codecs.greedy import Greedy
+from cnr_jax.rows.codecs.kmeans import KMeans
+from cnr_jax.rows.codecs.log import Log
 from cnr_jax.rows.codecs.raw import Raw
+from cnr_jax.rows.codecs.symmetric import Symmetric
 
 __all__ = [
     "Asymmetric",
+    "BFloat16",
     "Codec",
     "Encoded",
+    "Greedy",
+    "KMeans",
+    "Log",
     "Part",
     "Raw",
+    "SharedCodebook",
+    "Symmetric",
     "codec_from",
     "codec_spec",
     "make_codec",
 ]
 
-_STORED: dict[str, type[Raw] | type[Asymmetric]] = {
-    "cnr.raw": Raw,
-    "cnr.asymmetric": Asymmetric,
+_KINDS = (Raw, Symmetric, Asymmetric, Greedy, KMeans, SharedCodebook, BFloat16, Log)
+_STORED: dict[str, Callable[..., Codec]] = {kind().name: kind for kind in _KINDS}
+
+# What options call a codec: given the width of a code, which some of them ignore.
+_NAMED: dict[str, Callable[[int], Codec]] = {
+    "raw": lambda _: Raw(),
+    "symmetric": lambda bits: Symmetric(bits=bits),
+    "asymmetric": lambda bits: Asymmetric(bits=bits, refits=0),
+    "adaptive": lambda bits: Asymmetric(bits=bits),
+    "greedy": lambda bits: Greedy(bits=bits),
+    "kmeans": lambda bits: KMeans(bits=bits),
+    "codebook": lambda bits: SharedCodebook(bits=bits),
+    "bfloat16": lambda _: BFloat16(),
+    "log": lambda _: Log(bits=16),
+    "log8": lambda _: Log(bits=8),
 }
 
 
@@ -36,9 +60,13 @@ def make_codec(name: str, bits: int) -> Codec:
     """Returns the codec that options call `name`.
 
     Args:
-        name: "raw" (exact; `bits` is ignored), "asymmetric" (over min and max of each
-            row) or "adaptive" (the same, refined by three rounds of least squares).
-        bits: width of a code: 2, 3, 4 or 8.
+        name: "raw" (exact); for tables "asymmetric" (over min and max of each row),
+            "adaptive" (the same, refined by least squares), "symmetric" (over a range
+            about zero), "greedy" (Check-N-Run's search), "kmeans" (values for each row)
+            or "codebook" (levels shared by all rows); for slots "bfloat16", and for
+            slots that are never negative "log" (16 bits) or "log8" (8 bits).
+        bits: width of a code: 2, 3, 4 or, not for "kmeans", 8. Ignored by "raw" and the
+            codecs for slots.
 
     Raises:
         ValueError: if there is no such name or width.
@@ -47,15 +75,11 @@ def make_codec(name: str, bits: int) -> Codec:
         >>> make_codec("adaptive", bits=4)
         Asymmetric(bits=4, refits=3, metadata_bits=16)
     """
-    if name == "raw":
-        return Raw()
-    if name == "asymmetric":
-        return Asymmetric(bits=bits, refits=0)
-    if name == "adaptive":
-        return Asymmetric(bits=bits, refits=3)
-    raise ValueError(
-        f"codec {name!r} is not known, expected one of 'raw', 'asymmetric', 'adaptive'"
-    )
+    if name not in _NAMED:
+        raise ValueError(
+            f"codec {name!r} is not known, expected one of {', '.join(map(repr, _NAMED))}"
+        )
+    return _NAMED[name](bits)
 
 
 def codec_spec(codec: Codec) -> dict[str, Any]:
@@ -96,5 +120,5 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
         )
     try:
         return kind(**configuration)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise FormatError(f"configuration of codec {name!r}: {error}") from error

@@ -16,6 +16,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+# Values that JSON reads back as they were written.
+Configuration = dict[str, int | float | str | list[float]]
+
 
 class Part(NamedTuple):
     """One of the arrays that encoded rows consist of.
@@ -51,7 +54,7 @@ class Codec(Protocol):
         """The codec's name on disk."""
         ...
 
-    def configuration(self) -> dict[str, int | str]:
+    def configuration(self) -> Configuration:
         """Returns what, beside the name, is needed to make an equal codec again."""
         ...
 

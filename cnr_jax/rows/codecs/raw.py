@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Raw:
         """The codec's name on disk."""
         return "cnr.raw"
 
-    def configuration(self) -> dict[str, int | str]:
+    def configuration(self) -> Configuration:
         """Returns the empty configuration: there is nothing to configure."""
         return {}
 

