@@ -34,11 +34,13 @@ class Options:
     Attributes:
         policy: when to save everything, and on which parent deltas rest.
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
-            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), or a codec.
+            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
+            that `cnr_jax.rows.codecs.make_codec` lists, or a codec.
         bits: width of a code: 2, 3, 4 or 8. Error enters training only when a checkpoint is
             restored: Check-N-Run uses 2 bits for one expected restore, 3 for up to three, 4
             for up to twenty, 8 beyond.
-        slot_codec: how optimizer slots are stored, exactly by default.
+        slot_codec: how optimizer slots are stored, exactly by default; `"bfloat16"`, or for
+            slots that are never negative `"log"` (16 bits) or `"log8"`.
         tables: options of single tables, by name.
         tracking: how rows that changed are found. `"recorded"`: those that `record` was told
             of; exact where the optimizer changes no others. `"fingerprint"`: those whose

@@ -157,13 +157,15 @@ class SharedCodebook:
         grid = given.grid
         if self.refits:
             step = (given.high - given.low) / count
-            grid = refit(given.x, [grid], step, self.refits, self._book, self._metadata)
+            grid = refit(
+                given.x, grid, [], step, self.refits, self._book, self._metadata
+            )
         place = jnp.where(given.held, given.x / grid.scale - grid.offset, 0.0)
         packed = bitpack.pack(self._book.index(place).astype(jnp.uint8), self.bits)
-        return Encoded(
-            {"codes": packed, **grids.stored(grid, given.held, self._metadata)},
-            ~(given.held | given.zero)[:, 0],
-        )
+        # With scale 0, what is not below zero reads +0.0: no level is below -count / 2.
+        metadata = grids.stored(grid, given.held, self._metadata, 0.5 * count)
+        escaped = ~(given.held | given.zero)[:, 0]
+        return Encoded({"codes": packed, **metadata}, escaped)
 
     def decode(
         self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike

@@ -28,8 +28,8 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
     return dtype
 
 
-def largest_magnitude(rows: jax.Array) -> tuple[jax.Array, float]:
-    """Returns the bits of the largest |element| per row, [rows, 1], and those of inf.
+def magnitude_bits(rows: jax.Array) -> tuple[jax.Array, float]:
+    """Returns the bits of |element| as float32 numbers, and those of infinity.
 
     Bits, not values: denormals compare equal to zero where they are flushed, and whether a
     maximum propagates NaN is the compiler's choice. As float32 numbers, whose maximum XLA's
@@ -40,7 +40,7 @@ def largest_magnitude(rows: jax.Array) -> tuple[jax.Array, float]:
     integer = np.dtype(f"int{8 * rows.dtype.itemsize}")
     infinity = float(np.array(np.inf, rows.dtype).view(integer))
     bits = lax.bitcast_convert_type(rows, integer) & np.iinfo(integer).max
-    return jnp.max(bits.astype(jnp.float32), axis=1, keepdims=True), infinity
+    return bits.astype(jnp.float32), infinity
 
 
 def rounded_to(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs.base import Encoded, Part
-from cnr_jax.rows.codecs.floats import check_dtype, largest_magnitude, rounded_to
-from cnr_jax.rows.codecs.lanes import sums
+from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
+from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
 # (the smallest nonzero |q - mid + offset| is 2**-25), so platforms that flush denormals
@@ -148,10 +148,9 @@ def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
     """Returns rows with the grid over the range of each."""
     check_dtype(rows.dtype)
     x = rows.astype(jnp.float32)
-    low = jnp.min(x, axis=1, keepdims=True)
-    high = jnp.max(x, axis=1, keepdims=True)
+    magnitudes, infinity = magnitude_bits(rows)
+    low, high, magnitude = (each[:, None] for each in extremes(x, magnitudes))
     grid = metadata.between(low, high, levels)
-    magnitude, infinity = largest_magnitude(rows)
     held = metadata.usable(grid) & (magnitude < infinity)
     return Ranged(x, low, high, grid, held, magnitude == 0)
 
@@ -170,11 +169,15 @@ def encode(given: Ranged, grid: Grid, bits: int, metadata: Metadata) -> Encoded:
     )
 
 
-def stored(grid: Grid, held: jax.Array, metadata: Metadata) -> dict[str, jax.Array]:
-    """Returns the parts `scale` and `offset`, 0 for rows that are not held."""
+def stored(
+    grid: Grid, held: jax.Array, metadata: Metadata, other_offset: float = 0.0
+) -> dict[str, jax.Array]:
+    """Returns the parts `scale` and `offset`; rows that are not held have the scale 0."""
     return {
         "scale": jnp.where(held, grid.scale, 0.0).astype(metadata.scale_dtype),
-        "offset": jnp.where(held, grid.offset, 0.0).astype(metadata.offset_dtype),
+        "offset": jnp.where(held, grid.offset, other_offset).astype(
+            metadata.offset_dtype
+        ),
     }
 
 
@@ -228,21 +231,31 @@ class Even(NamedTuple):
         return jnp.where(nearest < 0, 0.0, nearest)
 
 
-def places(x: jax.Array, grid: Grid, levels: Levels) -> jax.Array:
-    """Returns where elements [rows, dim] lie on `levels`, in scales; grids are [rows]."""
+def placing(grid: Grid, levels: Levels) -> tuple[jax.Array, jax.Array]:
+    """Returns factor and shift that bring elements to their places on `levels`, in scales."""
     # The barrier keeps the division per row: fused, it would run once per element.
-    factor, shift = lax.optimization_barrier(
-        (1.0 / grid.scale, levels.middle - grid.offset)
-    )
-    return x * factor[:, None] + shift[:, None]
+    return lax.optimization_barrier((1.0 / grid.scale, levels.middle - grid.offset))
 
 
 def squared_errors(
-    x: jax.Array, candidates: Sequence[Grid], dim: int, levels: Levels
+    x: jax.Array,
+    candidates: Sequence[Grid],
+    dim: int,
+    levels: Levels,
+    *others: jax.Array,
 ) -> Sequence[jax.Array]:
-    """Returns the squared error of rows on each grid, in its scales, [rows]."""
-    errors = [
-        place - levels.nearest(place)
-        for place in (places(x, grid, levels) for grid in candidates)
-    ]
-    return sums(dim, *(jnp.square(error) for error in errors))
+    """Returns the squared error of each row on each grid, in its scales, [rows].
+
+    Args:
+        x: [rows, width], see `in_lanes`.
+        candidates: [rows] each. Two at a time: so many sums stay in registers.
+        dim: columns that count.
+        levels: what codes stand for.
+        others: terms that are summed in the same pass, after those of the candidates.
+    """
+    terms: list[jax.Array] = []
+    for grid in candidates:
+        factor, shift = placing(grid, levels)
+        place = x * factor[:, None] + shift[:, None]
+        terms.append(jnp.square(place - levels.nearest(place)))
+    return sums(dim, *terms, *others)

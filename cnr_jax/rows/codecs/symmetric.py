@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
-from cnr_jax.rows.codecs.floats import check_dtype, largest_magnitude, rounded_to
+from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
+from cnr_jax.rows.codecs.lanes import extremes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +91,12 @@ class Symmetric:
         """
         check_dtype(rows.dtype)
         x = rows.astype(jnp.float32)
-        far = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+        magnitudes, infinity = magnitude_bits(rows)
+        low, high, magnitude = (each[:, None] for each in extremes(x, magnitudes))
+        far = jnp.maximum(-low, high)
         # Halves: twice the largest magnitude may not be finite.
         scale = self._metadata.round_scale(far / (0.5 * (2**self.bits - 1)))
         grid = grids.Grid(scale, jnp.zeros_like(scale))
-        magnitude, infinity = largest_magnitude(rows)
         held = self._metadata.usable(grid) & (magnitude < infinity)
         given = grids.Ranged(x, -far, far, grid, held, magnitude == 0)
         encoded = grids.encode(given, grid, self.bits, self._metadata)
