@@ -13,12 +13,12 @@ import cnr_jax as cnr
 from cnr_jax.rows.codecs import SharedCodebook
 
 ROWS, DIM = 24, 8
-# Root of the mean square of the errors of a table of normal rows.
+# Root of the mean square of the errors of a table of normal rows, at 2 bits.
 TABLE_CODECS = {
-    "symmetric": 0.2,
-    "greedy": 0.1,
-    "kmeans": 0.1,
-    "codebook": 0.15,
+    "symmetric": 0.6,
+    "greedy": 0.4,
+    "kmeans": 0.35,
+    "codebook": 0.5,
 }
 # Of each element, relative.
 SLOT_CODECS = {"bfloat16": 2.0**-8, "log": 0.0014, "log8": 0.03}
@@ -61,7 +61,7 @@ def test_every_codec_of_tables_and_slots_is_restored_within_its_error(tmp_path) 
     slots = {k: np.asarray(v["user"]) for k, v in state["opt"].items()}
     pairs = zip(TABLE_CODECS, [*SLOT_CODECS, "log"], strict=True)
     for codec, slot_codec in pairs:
-        options = cnr.Options(codec=codec, slot_codec=slot_codec)
+        options = cnr.Options(codec=codec, bits=2, slot_codec=slot_codec)
         back = restored(tmp_path / codec, state, options)
         got = np.asarray(back["params"]["user"])
         np.testing.assert_array_equal(got[4], table[4])

