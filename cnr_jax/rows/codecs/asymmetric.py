@@ -191,7 +191,7 @@ _MOST_DOUBLINGS = 4.0
 def _starts(
     given: grids.Ranged, step: jax.Array, bits: int, metadata: grids.Metadata
 ) -> list[grids.Grid]:
-    """Returns the grids over narrower ranges from which to search, [rows, 1] each."""
+    """Returns the grids over narrower ranges from which to search, [rows] each."""
     near, growth, apart = _INWARDS[bits]
     doublings = min(math.log2(given.x.shape[1] / 64), _MOST_DOUBLINGS)
     near = max(0.0, near + growth * doublings)

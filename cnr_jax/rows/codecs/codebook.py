@@ -160,11 +160,13 @@ class SharedCodebook:
             grid = refit(
                 given.x, grid, [], step, self.refits, self._book, self._metadata
             )
-        place = jnp.where(given.held, given.x / grid.scale - grid.offset, 0.0)
+        factor, shift = grids.placing(grid, self._book)
+        place = given.x * factor[:, None] + shift[:, None]
+        place = jnp.where(given.held[:, None], place, 0.0)
         packed = bitpack.pack(self._book.index(place).astype(jnp.uint8), self.bits)
         # With scale 0, what is not below zero reads +0.0: no level is below -count / 2.
         metadata = grids.stored(grid, given.held, self._metadata, 0.5 * count)
-        escaped = ~(given.held | given.zero)[:, 0]
+        escaped = ~(given.held | given.zero)
         return Encoded({"codes": packed, **metadata}, escaped)
 
     def decode(

@@ -132,9 +132,9 @@ class Greedy:
 def _search(
     given: grids.Ranged, moves: int, bins: int, levels: int, metadata: grids.Metadata
 ) -> grids.Grid:
-    """Returns the grid of least squared error on the way, [rows, 1] each."""
+    """Returns the grid of least squared error on the way, [rows] each."""
     dim = given.x.shape[1]
-    x, low, high = in_lanes(given.x), given.low[:, 0], given.high[:, 0]
+    x, low, high = in_lanes(given.x), given.low, given.high
     notch = (high - low) / bins
     unit = 1.0 / (high - low)
 
@@ -156,5 +156,4 @@ def _search(
         return best, low, jnp.where(raise_low, high, high - notch)
 
     start = judged((low, high))[0]
-    best = lax.fori_loop(0, moves, move, (start, low, high))[0].grid
-    return grids.Grid(best.scale[:, None], best.offset[:, None])
+    return lax.fori_loop(0, moves, move, (start, low, high))[0].grid

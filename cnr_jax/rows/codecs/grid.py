@@ -130,10 +130,10 @@ class Ranged(NamedTuple):
 
     Attributes:
         x: float32[rows, dim].
-        low, high: least and greatest element, [rows, 1].
+        low, high: least and greatest element, [rows].
         grid: from the one to the other.
-        held: whether that grid is within its limits and the row finite, [rows, 1].
-        zero: whether all elements are zeros, [rows, 1].
+        held: whether that grid is within its limits and the row finite, [rows].
+        zero: whether all elements are zeros, [rows].
     """
 
     x: jax.Array
@@ -149,7 +149,7 @@ def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
     check_dtype(rows.dtype)
     x = rows.astype(jnp.float32)
     magnitudes, infinity = magnitude_bits(rows)
-    low, high, magnitude = (each[:, None] for each in extremes(x, magnitudes))
+    low, high, magnitude = extremes(x, magnitudes)
     grid = metadata.between(low, high, levels)
     held = metadata.usable(grid) & (magnitude < infinity)
     return Ranged(x, low, high, grid, held, magnitude == 0)
@@ -159,13 +159,15 @@ def encode(given: Ranged, grid: Grid, bits: int, metadata: Metadata) -> Encoded:
     """Returns the nearest codes on a grid; rows neither held nor zero are escaped."""
     levels = Even(2**bits - 1)
     # Rows of zeros and escaped rows: with scale 0 a code above the middle reads +0.0.
-    factor = jnp.where(given.held, 1.0 / grid.scale, 0.0)
-    shift = jnp.where(given.held, levels.middle - grid.offset, float(levels.last))
-    codes = levels.nearest(jnp.where(given.held, given.x, 0.0) * factor + shift)
+    factor, shift = placing(grid, levels)
+    factor = jnp.where(given.held, factor, 0.0)[:, None]
+    shift = jnp.where(given.held, shift, float(levels.last))[:, None]
+    x = jnp.where(given.held[:, None], given.x, 0.0)
+    codes = levels.nearest(x * factor + shift)
     packed = bitpack.pack(codes.astype(jnp.uint8), bits)
     return Encoded(
         {"codes": packed, **stored(grid, given.held, metadata)},
-        ~(given.held | given.zero)[:, 0],
+        ~(given.held | given.zero),
     )
 
 
@@ -173,11 +175,11 @@ def stored(
     grid: Grid, held: jax.Array, metadata: Metadata, other_offset: float = 0.0
 ) -> dict[str, jax.Array]:
     """Returns the parts `scale` and `offset`; rows that are not held have the scale 0."""
+    scale = jnp.where(held, grid.scale, 0.0)
+    offset = jnp.where(held, grid.offset, other_offset)
     return {
-        "scale": jnp.where(held, grid.scale, 0.0).astype(metadata.scale_dtype),
-        "offset": jnp.where(held, grid.offset, other_offset).astype(
-            metadata.offset_dtype
-        ),
+        "scale": scale[:, None].astype(metadata.scale_dtype),
+        "offset": offset[:, None].astype(metadata.offset_dtype),
     }
 
 

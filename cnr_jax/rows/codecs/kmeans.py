@@ -106,8 +106,9 @@ class KMeans:
         """
         levels = 2**self.bits - 1
         given = grids.ranged(rows, levels, self._metadata)
-        steps = given.x / given.grid.scale - given.grid.offset
-        steps = jnp.where(given.held, steps, 0.0)
+        factor, shift = 1.0 / given.grid.scale, -given.grid.offset
+        steps = given.x * factor[:, None] + shift[:, None]
+        steps = jnp.where(given.held[:, None], steps, 0.0)
         book = _codebook(steps, levels, self.iterations, self._metadata)
         bounds = 0.5 * (book[:, 1:] + book[:, :-1])
         codes = jnp.zeros(steps.shape, jnp.uint8)
@@ -118,7 +119,7 @@ class KMeans:
             **grids.stored(given.grid, given.held, self._metadata),
             "codebook": book.astype(self._metadata.offset_dtype),
         }
-        return Encoded(parts, ~(given.held | given.zero)[:, 0])
+        return Encoded(parts, ~(given.held | given.zero))
 
     def decode(
         self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike

@@ -55,17 +55,16 @@ def refit(
 
     Args:
         x: float32[rows, dim].
-        first: grid from the least to the greatest element, [rows, 1] each.
+        first: grid from the least to the greatest element, [rows] each.
         starts: others from which the search may start.
-        step: an unrounded scale of the rows, [rows, 1]; errors are compared in it.
+        step: an unrounded scale of the rows, [rows]; errors are compared in it.
         rounds: passes over the rows.
         levels: what codes stand for.
         metadata: how scale and offset are stored.
     """
     dim = x.shape[1]
-    x, step = in_lanes(x), step[:, 0]
-    flat = [Grid(grid.scale[:, 0], grid.offset[:, 0]) for grid in (first, *starts)]
-    best, total = _best_of(flat, x, dim, step, levels, metadata)
+    x = in_lanes(x)
+    best, total = _best_of([first, *starts], x, dim, step, levels, metadata)
 
     def improve(_: int, carry: tuple[Judged, Grid]) -> tuple[Judged, Grid]:
         best, grid = carry
@@ -77,8 +76,7 @@ def refit(
         best = best.or_better(Judged(error * unit, solved), metadata)
         return best, _moved(grid, found, _OVERSHOOT, dim, levels, metadata)
 
-    grid = lax.fori_loop(0, rounds, improve, (best, best.grid))[0].grid
-    return Grid(grid.scale[:, None], grid.offset[:, None])
+    return lax.fori_loop(0, rounds, improve, (best, best.grid))[0].grid
 
 
 def _best_of(

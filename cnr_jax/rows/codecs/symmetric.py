@@ -92,7 +92,7 @@ class Symmetric:
         check_dtype(rows.dtype)
         x = rows.astype(jnp.float32)
         magnitudes, infinity = magnitude_bits(rows)
-        low, high, magnitude = (each[:, None] for each in extremes(x, magnitudes))
+        low, high, magnitude = extremes(x, magnitudes)
         far = jnp.maximum(-low, high)
         # Halves: twice the largest magnitude may not be finite.
         scale = self._metadata.round_scale(far / (0.5 * (2**self.bits - 1)))
