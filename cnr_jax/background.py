@@ -51,7 +51,6 @@ class Background:
         self._write, self._release, self._channel = write, release, channel
         self._topic = f"saved/{plan.uuid}"
         self._parts: Sequence[Any] = ()
-        self._failure: BaseException | None = None
         self._begun = threading.Event()
         self._stopped: BaseException | None = None
         self.error: errors.SaveError | concurrent.futures.CancelledError | None = None
@@ -67,7 +66,7 @@ class Background:
             parts: futures of what else is being written.
             failure: what ended the blocking part.
         """
-        self._parts, self._failure = parts, failure
+        self._parts = parts
         if failure is not None:
             self._stop(failure)
         self._begun.set()

@@ -1,0 +1,124 @@
+"""A save behind training ends as its parts did: well only if all of them did."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cnr_jax import errors
+from cnr_jax.background import Background
+from cnr_jax.channel import Channel
+from cnr_jax.orbax_compat import Directories
+
+PLAN: Any = SimpleNamespace(uuid="0" * 32, step=3)
+
+
+class Write:
+    """Writes rows until it is released, as where a save streams through bounded memory."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self.released, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        assert self.released.wait(60)
+        self.ended.set()
+
+
+def begin(write: Write, directories: Directories | None = None) -> Background:
+    there = directories or Directories()
+    release = write.released.set
+    return Background(PLAN, "root/3/default", there, write, release, Channel(60.0))
+
+
+def done(error: BaseException | None = None) -> concurrent.futures.Future[None]:
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    future.set_exception(error) if error else future.set_result(None)
+    return future
+
+
+def test_all_parts_written_is_success() -> None:
+    write = Write()
+    background = begin(write)
+    background.hand_over([done(), done()])
+    with pytest.raises(TimeoutError):
+        background.result(0.01)
+    write.released.set()
+    background.result(60)
+    assert not background.has_failed()
+
+
+def test_what_ends_the_blocking_part_fails_the_save_and_stops_the_writing() -> None:
+    write = Write()
+    background = begin(write)
+    background.hand_over([], OSError(28, "no space"))
+    with pytest.raises(errors.SaveError, match="no space") as caught:
+        background.result(60)
+    assert "step 3" in str(caught.value)
+    assert write.ended.is_set() and background.has_failed()
+
+
+@pytest.mark.parametrize("where", ["rows", "another part"])
+def test_a_part_that_fails_fails_the_save(where: str) -> None:
+    error = OSError(5, "broken disk")
+    write = Write(error if where == "rows" else None)
+    background = begin(write)
+    if where != "rows":
+        write.released.set()
+    background.hand_over([done(), done(error if where != "rows" else None)])
+    with pytest.raises(errors.SaveError, match="broken disk"):
+        background.result(60)
+    # Whoever waits for room among the rows that wait to be written goes on.
+    assert write.released.is_set()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cancelled_save_says_so_whenever_it_is_cancelled(when: str) -> None:
+    write = Write()
+    background = begin(write)
+    if when == "before":
+        background.cancel()
+        background.hand_over([])
+    else:
+        background.hand_over([])
+        background.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        background.result(60)
+    assert write.ended.is_set()
+
+
+def test_stop_waits_until_nothing_is_written_any_more() -> None:
+    write = Write()
+    background = begin(write)
+    background.stop()
+    assert write.ended.is_set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        background.result(60)
+
+
+class LateDirectories(Directories):
+    """Of a file system that takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = threading.Event()
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        assert self.made.wait(60)
+
+
+def test_a_save_that_is_cancelled_before_it_can_write_writes_nothing() -> None:
+    write, directories = Write(), LateDirectories()
+    background = begin(write, directories)
+    background.cancel()
+    directories.made.set()
+    background.hand_over([])
+    with pytest.raises(concurrent.futures.CancelledError):
+        background.result(60)
+    assert not write.ended.is_set()
