@@ -26,6 +26,9 @@ import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
 
+# Programs of their own: what they import is there when they are run.
+collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
+
 _ROWS = {"user": 64, "item": 32}
 
 

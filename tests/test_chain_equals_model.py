@@ -527,7 +527,7 @@ STAGING_BYTES = st.sampled_from([1, 1000, 2 << 30])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@_settings(12)
+@_settings(8)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_exact_chains_equal_model_for_any_placement(
     policy: str, data: st.DataObject, staging_bytes: int
@@ -574,7 +574,7 @@ DEVICE_WORLDS = [
 
 
 @pytest.mark.parametrize("policy", ["one_shot", "consecutive"])
-@_settings(8)
+@_settings(6)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_exact_chains_encoded_on_the_device_equal_model(
     policy: str, data: st.DataObject, staging_bytes: int
@@ -600,7 +600,7 @@ def test_quantized_chains_encoded_on_the_device_equal_model(
 
 
 @pytest.mark.parametrize("policy", ["one_shot", "consecutive"])
-@_settings(10)
+@_settings(7)
 @hypothesis.given(data=st.data())
 def test_fingerprint_chains_equal_model_for_any_placement(
     policy: str, data: st.DataObject
