@@ -8,7 +8,7 @@ of all tables that are 80 MB in memory. Beside it, Orbax saves the same state wh
 over when all of it is synced. Then, the seconds to make a manager in a fresh process, with what
 it compiles: for all tables, for all of them with the programs of an earlier process in jax's
 compilation cache, for one table; and for a few tables encoded on their devices, as on a GPU.
-What was saved last is restored and compared. A full run makes 3 turns in about 10 minutes, a
+What was saved last is restored and compared. A full run makes 3 turns in about 25 minutes, a
 quick one takes 60 s.
 """
 

@@ -10,7 +10,7 @@ the next ten steps take longer than ten median steps without a save. Ten steps m
 the save does, so the same is also stated for all steps until it is complete. Then, with
 saturated steps, a save is issued while one is in flight. A first save is made before, and what
 each case saved is restored and compared once. torchsnapshot does not sync its files: there,
-complete is not durable. A full run takes about 10 minutes: 3 turns, of which the variants and
+complete is not durable. A full run takes about 15 minutes: 3 turns, of which the variants and
 torch take part in the first. A quick one takes 60 s.
 """
 
