@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
-from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded
 from cnr_jax.rows.codecs.refit import refit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asymmetric:
+class Asymmetric(grids.OnGrid):
     """Asymmetric uniform quantization per row, to codes of 2, 3, 4 or 8 bits.
 
     A row is stored as codes `q`, a `scale` and an `offset` in steps, and read as
@@ -114,18 +112,6 @@ class Asymmetric:
             "metadata_bits": self._metadata_bits,
         }
 
-    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row).
-
-        Raises:
-            TypeError: if `dtype` is not float32, bfloat16 or float16.
-        """
-        return grids.parts(dim, dtype, self.bits, self._metadata)
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row: codes, scale and offset."""
-        return bytes_of(self.parts(dim, dtype))
-
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
@@ -150,29 +136,6 @@ class Asymmetric:
                 self._metadata,
             )
         return grids.encode(given, grid, self.bits, self._metadata)
-
-    def decode(
-        self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike
-    ) -> jax.Array:
-        """Returns `dtype[rows, dim]`.
-
-        A decoded value past the largest finite one (float16 rows near 65504) is clamped
-        to it, which only brings it closer to the value that was encoded.
-
-        Raises:
-            TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
-        """
-        return grids.decode(parts, bits=self.bits, dim=dim, dtype=dtype)
-
-    @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
-    def _metadata(self) -> grids.Metadata:
-        return grids.METADATA[self._metadata_bits]
 
 
 # How far from the least and the greatest element a search starts, in steps: both ends

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded
 from cnr_jax.rows.codecs.refit import refit
 
 _ITERATIONS = 100
@@ -30,7 +30,7 @@ _DRAWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedCodebook:
+class SharedCodebook(grids.OnGrid):
     """Quantization to the nearest of 2**bits levels, the same ones for all rows.
 
     A row is stored as codes `q`, a `scale` and an `offset`, as by `Asymmetric`, and read as
@@ -134,18 +134,6 @@ class SharedCodebook:
             "metadata_bits": self._metadata_bits,
         }
 
-    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row).
-
-        Raises:
-            TypeError: if `dtype` is not float32, bfloat16 or float16.
-        """
-        return grids.parts(dim, dtype, self.bits, self._metadata)
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row: codes, scale and offset."""
-        return bytes_of(self.parts(dim, dtype))
-
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
@@ -185,15 +173,6 @@ class SharedCodebook:
     def _book(self) -> _Book:
         assert self.levels is not None  # __post_init__ resolves the default
         return _Book(self.levels)
-
-    @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
-    def _metadata(self) -> grids.Metadata:
-        return grids.METADATA[self._metadata_bits]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,19 @@ share of the range that the search may remove, as in PyTorch's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded
 from cnr_jax.rows.codecs.lanes import in_lanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Greedy:
+class Greedy(grids.OnGrid):
     """Asymmetric quantization over the best of the ranges that a greedy search meets.
 
     The search starts from the least and the greatest element. Each move raises the low
@@ -83,18 +81,6 @@ class Greedy:
             "metadata_bits": self._metadata_bits,
         }
 
-    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row).
-
-        Raises:
-            TypeError: if `dtype` is not float32, bfloat16 or float16.
-        """
-        return grids.parts(dim, dtype, self.bits, self._metadata)
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row: codes, scale and offset."""
-        return bytes_of(self.parts(dim, dtype))
-
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
@@ -107,26 +93,6 @@ class Greedy:
         moves = min(int(self.bins * self.ratio + 1e-9), self.bins - 1)
         grid = _search(given, moves, self.bins, levels, self._metadata)
         return grids.encode(given, grid, self.bits, self._metadata)
-
-    def decode(
-        self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike
-    ) -> jax.Array:
-        """Returns `dtype[rows, dim]`.
-
-        Raises:
-            TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
-        """
-        return grids.decode(parts, bits=self.bits, dim=dim, dtype=dtype)
-
-    @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
-    def _metadata(self) -> grids.Metadata:
-        return grids.METADATA[self._metadata_bits]
 
 
 def _search(

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
-from cnr_jax.rows.codecs.base import Encoded, Part
+from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of
 from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
@@ -123,6 +123,54 @@ def parts(dim: int, dtype: DTypeLike, bits: int, metadata: Metadata) -> dict[str
         "scale": Part(metadata.scale_dtype, 1),
         "offset": Part(metadata.offset_dtype, 1),
     }
+
+
+class OnGrid:
+    """What codecs have in common whose rows have a range of their own, as of `Asymmetric`.
+
+    Attributes:
+        bits: width of a code.
+        metadata_bits: how scale and offset are stored, set by `checked_metadata_bits`.
+    """
+
+    __slots__ = ()
+    bits: int
+    metadata_bits: int | None
+
+    @property
+    def _metadata_bits(self) -> int:
+        assert self.metadata_bits is not None  # __post_init__ resolves the default
+        return self.metadata_bits
+
+    @property
+    def _metadata(self) -> Metadata:
+        return METADATA[self._metadata_bits]
+
+    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
+        """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row).
+
+        Raises:
+            TypeError: if `dtype` is not float32, bfloat16 or float16.
+        """
+        return parts(dim, dtype, self.bits, self._metadata)
+
+    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
+        """Returns the bytes of one encoded row, all parts together."""
+        return bytes_of(self.parts(dim, dtype))
+
+    def decode(
+        self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike
+    ) -> jax.Array:
+        """Returns `dtype[rows, dim]`.
+
+        A decoded value past the largest finite one (float16 rows near 65504) is clamped
+        to it, which only brings it closer to the value that was encoded.
+
+        Raises:
+            TypeError: if `dtype` is not float32, bfloat16 or float16.
+            ValueError: if the codes have not the width that `dim` and `bits` give.
+        """
+        return decode(parts, bits=self.bits, dim=dim, dtype=dtype)
 
 
 class Ranged(NamedTuple):

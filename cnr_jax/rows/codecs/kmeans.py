@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
 from cnr_jax.rows.codecs.lanes import in_lanes, sums
 
 # 256 values for a row take more bytes than most rows.
@@ -25,7 +25,7 @@ WIDTHS = (2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KMeans:
+class KMeans(grids.OnGrid):
     """Quantization to the nearest of 2**bits values that a row has for itself.
 
     A row is stored as codes `q`, a `codebook` in ascending order, a `scale` and an
@@ -94,10 +94,6 @@ class KMeans:
         book = Part(self._metadata.offset_dtype, 2**self.bits)
         return {**grids.parts(dim, dtype, self.bits, self._metadata), "codebook": book}
 
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row: codes, codebook, scale and offset."""
-        return bytes_of(self.parts(dim, dtype))
-
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
@@ -134,15 +130,6 @@ class KMeans:
         book = jnp.asarray(parts["codebook"]).astype(jnp.float32)
         centred = jnp.take_along_axis(book, codes.astype(jnp.int32), axis=1)
         return grids.read_stored(centred, parts, dtype)
-
-    @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
-    def _metadata(self) -> grids.Metadata:
-        return grids.METADATA[self._metadata_bits]
 
 
 def _codebook(

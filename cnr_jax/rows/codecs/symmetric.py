@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
+from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
 from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Symmetric:
+class Symmetric(grids.OnGrid):
     """Symmetric uniform quantization per row, to codes of 2, 3, 4 or 8 bits.
 
     A row is stored as codes `q` and a `scale`, and read as
@@ -79,10 +79,6 @@ class Symmetric:
         del found["offset"]
         return found
 
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row: codes and scale."""
-        return bytes_of(self.parts(dim, dtype))
-
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
@@ -117,12 +113,3 @@ class Symmetric:
         scale = jnp.asarray(parts["scale"]).astype(jnp.float32)
         centred = codes.astype(jnp.float32) - 0.5 * (2**self.bits - 1)
         return rounded_to(scale * centred, dtype)
-
-    @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
-    def _metadata(self) -> grids.Metadata:
-        return grids.METADATA[self._metadata_bits]
