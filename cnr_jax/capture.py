@@ -26,6 +26,7 @@ from cnr_jax.options import Options
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
+from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import Chunk, Program, Run, Way, Where
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.encoding import host_programs
@@ -96,9 +97,9 @@ class Capture:
         """Whether all rows are encoded on the host."""
         return all(run.where == "host" for run in self.runs)
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, buffers: Buffers) -> Iterator[Chunk]:
         """Gathers the rows; to be used up before the state can be donated."""
-        return gather.gather_chunks(self.runs)
+        return gather.gather_chunks(self.runs, buffers)
 
 
 # Sorted positions within a tile that are to be saved, None for all; asked for each tile.

@@ -43,6 +43,7 @@ from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
     Checked,
@@ -116,6 +117,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._last_plan: Plan | None = None
         self._failure: errors.SaveError | None = None
         self._tracker = Tracker(self.options)
+        self._buffers = Buffers(self.options.kept_staging_bytes)
         self._attempt: Attempt | None = None
         # Tells names of step directories from others; None: all that end in a digit.
         self.is_step: Callable[[str], bool] | None = None
@@ -305,7 +307,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.ledger.begin(pending_entry(flight.plan))
         self._last_plan, self._in_flight = flight.plan, flight
         with outside_mesh():
-            launch = Launch(flight, directory, directories, self._channel, self.options)
+            launch = Launch(
+                flight,
+                directory,
+                directories,
+                self._channel,
+                self.options,
+                self._buffers,
+            )
             await launch.go(prepared, self._tracker, self._dense)
         flight.blocking_secs = time.perf_counter() - prepared.started_secs
         return [flight.background]
@@ -583,6 +592,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def close(self) -> None:
         """Frees what the handler holds."""
         self._dense.close()
+        self._buffers.close()
         if self._guard is not None:
             self._guard.close()
 

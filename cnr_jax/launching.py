@@ -16,6 +16,7 @@ from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DenseStore, Directories
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.write import RowsWriter, RunPlan
+from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import Chunk, host_device
 from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight, Prepared
@@ -51,6 +52,7 @@ class Launch:
         directories: tell when it is there.
         channel: to the other processes.
         options: of the run.
+        buffers: of the run, for the rows that wait to be written.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class Launch:
         directories: Directories,
         channel: Channel,
         options: Options,
+        buffers: Buffers,
     ) -> None:
         self._flight, self._directory, self._directories = (
             flight,
             directory,
             directories,
         )
-        self._channel, self._options = channel, options
+        self._channel, self._options, self._buffers = channel, options, buffers
 
     async def go(self, prepared: Prepared, tracker: Tracker, dense: DenseStore) -> None:
         """Gathers; nothing of the state is needed afterwards.
@@ -111,7 +114,7 @@ class Launch:
         background = self._in_background(
             lambda: self._write(captured.plans, stage), stage.abort
         )
-        for chunk in captured.chunks():
+        for chunk in captured.chunks(self._buffers):
             if not stage.put(chunk):
                 break  # the writer has failed; its future says why
         stage.start()

@@ -58,6 +58,9 @@ class Options:
             keeps everything.
         max_staging_bytes: bytes of rows that may wait in memory to be written. A save of more
             goes on writing while training waits.
+        keep_staging: whether memory that rows have waited in, on the host, is kept for the next
+            save, up to `max_staging_bytes`. Fresh memory can take longer than the rows: on a
+            virtual machine that returns free memory to its host, seconds a GB.
         verify_reads: whether a restore compares the checksum of every chunk with the manifest.
             False still detects all damage to data, manifests and dense files: only a whole
             chunk of another array, step or run in the place of one goes unnoticed.
@@ -93,6 +96,7 @@ class Options:
     drop_unchanged: bool = False
     preservation_policy: Any = None
     max_staging_bytes: int = 2 << 30
+    keep_staging: bool = True
     verify_reads: bool = True
     staging: Literal["auto", "host", "device"] = "auto"
     on_save: Callable[[SaveReport], None] | None = None
@@ -122,6 +126,11 @@ class Options:
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):
                 _check_readable(self._codec(name, leaf))
+
+    @property
+    def kept_staging_bytes(self) -> int:
+        """Bytes of staging memory that may lie idle between saves."""
+        return self.max_staging_bytes if self.keep_staging else 0
 
     def _check_tracking(self) -> None:
         known = get_args(Tracking)

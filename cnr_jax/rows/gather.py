@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import (
     Chunk,
     Program,
     Run,
     Way,
-    aligned_empty,
     chunk_rows,
     program_rows,
 )
@@ -66,21 +66,21 @@ def _touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
     return jnp.packbits(stamps > clock, bitorder="little")
 
 
-def gather_chunks(runs: Sequence[Run]) -> Iterator[Chunk]:
+def gather_chunks(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     """Yields the rows of all runs, in order, in chunks.
 
-    Runs must be sorted by group. On the host a chunk holds rows of several runs of a group;
-    on a device each run has its own.
+    Runs must be sorted by group. On the host a chunk holds rows of several runs of a group, in
+    memory from `buffers`; on a device each run has its own.
     """
     for (where, *_), group in itertools.groupby(runs, lambda run: run.group):
         if where == "host":
-            yield from _gather_on_host(list(group))
+            yield from _gather_on_host(list(group), buffers)
         else:
             for run in group:
                 yield from gather_on_device(run)
 
 
-def _gather_on_host(runs: Sequence[Run]) -> Iterator[Chunk]:
+def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     """Yields the rows of runs of one group, several chunks being filled at a time."""
     _, codec, dtype, width = runs[0].group
     large = chunk_rows(width, dtype.itemsize)
@@ -97,7 +97,10 @@ def _gather_on_host(runs: Sequence[Run]) -> Iterator[Chunk]:
             count = sum(piece.count for piece in pieces)
             shape = (program_rows(min(left, large), large), width)
             left -= count
-            filling.append(pool.submit(_fill, codec, dtype, shape, count, pieces))
+            rows = buffers.empty(shape, dtype)
+            filling.append(pool.submit(_fill, codec, rows, count, pieces))
+            # Else the last one would be in use until all are taken.
+            del rows
             if len(filling) > 2 * _THREADS:
                 yield filling.popleft().result()
         while filling:
@@ -137,15 +140,8 @@ def _pieces(runs: Sequence[Run], large: int) -> Iterator[list[_Piece]]:
 
 
 def _fill(
-    codec: Codec,
-    dtype: np.dtype,
-    shape: tuple[int, int],
-    count: int,
-    pieces: Sequence[_Piece],
+    codec: Codec, rows: np.ndarray, count: int, pieces: Sequence[_Piece]
 ) -> Chunk:
-    # Not several chunks in one piece: for 4 MiB and more numpy asks for huge pages, and while
-    # the kernel moved memory to make them, a full of 1 GB took up to three times as long.
-    rows = aligned_empty(shape, dtype)
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
     rows[count:] = 0
     bits = _bit_view(rows)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows import chunk as chunks_of_rows
 from cnr_jax.rows import gather, on_device
+from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import Chunk, Run, Where, host_device
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
 from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
@@ -27,7 +28,8 @@ SMALL, LARGE = 8, 32
 
 
 def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
-    return gather.gather_chunks([dataclasses.replace(r, where=where) for r in runs])
+    runs = [dataclasses.replace(r, where=where) for r in runs]
+    return gather.gather_chunks(runs, Buffers(0))
 
 
 def encode(chunk: Chunk) -> EncodedChunk:
@@ -285,6 +287,8 @@ def test_runs_of_both_ways_come_in_order() -> None:
         dataclasses.replace(run_of(values_of(40, 6, seed=i), None, Raw()), where=where)
         for i, where in enumerate(("device", "device", "host"))
     ]
-    found = [encode(chunk).parts["rows"] for chunk in gather.gather_chunks(runs)]
+    found = [
+        encode(chunk).parts["rows"] for chunk in gather.gather_chunks(runs, Buffers(0))
+    ]
     expected = np.concatenate([expected_rows(run) for run in runs])
     assert np.concatenate(found).tobytes() == expected.tobytes()
