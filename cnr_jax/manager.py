@@ -34,10 +34,11 @@ from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.guard import recover
-from cnr_jax.repository.ledger import Ledger, find_item
+from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.leftovers import find_leftovers, report
 from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.retention import blockers
+from cnr_jax.repository.roots import find_item
 from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.retaining import inner_policy
 from cnr_jax.table import Tables

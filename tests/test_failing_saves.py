@@ -30,7 +30,8 @@ from cnr_jax import capture, tracking
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.orbax_compat import DenseStore
-from cnr_jax.repository import planner, store
+from cnr_jax.repository import planner
+from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.write import RowsWriter
 from cnr_jax.rows.chunk import Chunk
@@ -211,7 +212,7 @@ def test_a_run_of_failing_saves_leaks_nothing(
     for step in range(1, 6):
         run.train(step)
         with monkeypatch.context() as patch:
-            patch.setattr(store.ArrayWriter, "finish", _no_memory)
+            patch.setattr(ArrayWriter, "finish", _no_memory)
             kept.append(failed_save(manager, run, step))
     assert [error.step for error in kept] == [1, 2, 3, 4, 5]
     assert all(isinstance(error.__cause__, MemoryError) for error in kept)
@@ -301,7 +302,7 @@ def test_a_cancelled_save_is_no_success(
     manager = open_manager(tmp_path, run, policy=cnr.Full(), preservation_policy=keep)
     run.run(manager, [1])
     started, go_on = threading.Event(), threading.Event()
-    append = store.ArrayWriter.append
+    append = ArrayWriter.append
 
     def held(*args: Any) -> Any:
         started.set()
@@ -309,7 +310,7 @@ def test_a_cancelled_save_is_no_success(
         return append(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.ArrayWriter, "append", held)
+        patch.setattr(ArrayWriter, "append", held)
         run.train(2)
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
         assert started.wait(60)

@@ -374,7 +374,7 @@ NO_DAMAGE: dict[str, tuple[type[BaseException], str | None, Any]] = {
     "no memory": (MemoryError, "cnr_jax.restoring.rebuild", _no_memory),
     "not allowed": (
         PermissionError,
-        "cnr_jax.repository.store.stored_crc32c",
+        "cnr_jax.repository.array_reader.stored_crc32c",
         _not_allowed,
     ),
     "interrupted": (KeyboardInterrupt, "cnr_jax.restoring.read_stamps", _interrupted),

@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import capture, handler, orbax_compat
-from cnr_jax.repository import store, write
+from cnr_jax.repository import write
+from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.rows import chunk, gather
 
 USERS, ITEMS = 64, 24
@@ -191,9 +192,9 @@ def _raise(*args: Any, **kwargs: Any) -> Any:
 
 
 def _append_once_then_fault() -> Callable[..., Any]:
-    first, append = iter([True]), store.ArrayWriter.append
+    first, append = iter([True]), ArrayWriter.append
 
-    def wrapped(writer: store.ArrayWriter, values: np.ndarray) -> None:
+    def wrapped(writer: ArrayWriter, values: np.ndarray) -> None:
         append(writer, values) if next(first, False) else _raise()
 
     return wrapped
@@ -208,9 +209,9 @@ _GATHER = gather.gather_chunks
 
 # Where a save can fail: what is replaced, by what.
 IN_BACKGROUND: dict[str, tuple[Any, str, Any]] = {
-    "first array": (store.ArrayWriter, "append", _raise),
-    "later array": (store.ArrayWriter, "append", _append_once_then_fault),
-    "end of array": (store.ArrayWriter, "finish", _raise),
+    "first array": (ArrayWriter, "append", _raise),
+    "later array": (ArrayWriter, "append", _append_once_then_fault),
+    "end of array": (ArrayWriter, "finish", _raise),
     "encoding": (write, "encode_chunks", _raise),
     "process manifest": (write, "write_durably", _raise),
     "manifest": (handler, "write_manifest", _raise),
@@ -402,13 +403,13 @@ def test_save_that_fails_waits_for_its_slow_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer()
-    append = store.ArrayWriter.append
+    append = ArrayWriter.append
 
-    def slow(writer: store.ArrayWriter, values: np.ndarray) -> None:
+    def slow(writer: ArrayWriter, values: np.ndarray) -> None:
         time.sleep(0.3)
         append(writer, values)
 
-    monkeypatch.setattr(store.ArrayWriter, "append", slow)
+    monkeypatch.setattr(ArrayWriter, "append", slow)
     with cnr.CheckpointManager(tmp_path, tables=trainer.tables) as manager:
         fails_to_save(manager, 0, trainer.args(), "dense leaves")
         assert manager.save(0, args=trainer.args())

@@ -11,9 +11,10 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import PartRef
+from cnr_jax.repository.array_reader import Reading
 from cnr_jax.repository.encoded import Held
 from cnr_jax.repository.overlap import Index, part_of
-from cnr_jax.repository.store import Reading, numpy_dtype
+from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Part
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in

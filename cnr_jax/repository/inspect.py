@@ -24,6 +24,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     load_process,
 )
+from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.checked import (
     accessing,
     check_file,
@@ -33,7 +34,7 @@ from cnr_jax.repository.checked import (
     unnamed_files,
 )
 from cnr_jax.repository.files import AnyPath, size_of
-from cnr_jax.repository.store import ArrayReader, numpy_dtype
+from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import codec_from
 
 Harm = Literal["none", "step", "chain"]

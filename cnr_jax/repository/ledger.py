@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.roots import is_foreign, may_be_step, step_directories
 from cnr_jax.repository.step import read_manifest, read_step
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Ledger:
     """
 
     def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
-        self.is_step = is_step or _is_step_name
+        self.is_step = is_step or may_be_step
         self.entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
@@ -143,7 +144,7 @@ class Ledger:
             self.unreadable[directory] = str(error)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
-            elif _is_foreign(root / directory):
+            elif is_foreign(root / directory):
                 self.foreign.add(directory)
             _log.warning("step %s cannot be restored: %s", directory, error)
         else:
@@ -329,64 +330,9 @@ class Ledger:
         return kept
 
 
-def step_directories(
-    root: AnyPath, is_step: Callable[[str], bool] | None = None
-) -> list[str]:
-    """Names of the directories below a root that may be committed steps, sorted."""
-    wanted = is_step or _is_step_name
-    if not is_local(root):
-        found = [path.name for path in root.iterdir() if _is_step(path)]
-    else:
-        with os.scandir(os.fspath(root)) as entries:
-            found = [e.name for e in entries if _is_step_name(e.name) and e.is_dir()]
-    return sorted(name for name in found if wanted(name))
-
-
-def find_item(root: AnyPath) -> str | None:
-    """The item of a root's steps that holds a checkpoint of this library, if any does.
-
-    Rather one that holds a manifest than one of which only other files are left.
-    """
-    if not root.exists():
-        return None
-    items = [
-        item
-        for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True)
-        if _is_step(step)
-        for item in sorted(step.iterdir(), key=lambda path: path.name)
-        if item.is_dir()
-    ]
-    for item in items:
-        if (item / names.MANIFEST).exists():
-            return item.name
-    for item in items:
-        if any(names.is_own(path.name) for path in item.iterdir()):
-            return item.name
-    return None
-
-
-def _is_step(path: AnyPath) -> bool:
-    """Whether a path may be a committed step: a folder that ends in a number."""
-    return _is_step_name(path.name) and path.is_dir()
-
-
-def _is_step_name(name: str) -> bool:
-    return name[-1:] in set("0123456789") and not names.is_set_aside(name)
-
-
 def _is_missing(error: Exception) -> bool:
     """Whether a manifest is not there, rather than damaged or out of reach."""
     return getattr(error, "kind", None) == "manifest_missing"
-
-
-def _is_foreign(step: AnyPath) -> bool:
-    """Whether a step directory holds something, but nothing that this library writes."""
-    try:
-        held = [path for path in step.iterdir() if path.is_dir()]
-        found = [path.name for item in held for path in item.iterdir()]
-    except OSError:
-        return True  # it is not known, and so left alone
-    return bool(found) and not any(map(names.is_own, found))
 
 
 def describe(entries: Collection[Entry]) -> str:

@@ -22,6 +22,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     load_process,
 )
+from cnr_jax.repository.array_reader import ArrayReader, Reading
 from cnr_jax.repository.checked import (
     Seal,
     about,
@@ -39,7 +40,7 @@ from cnr_jax.repository.joined import (
     widths_of,
 )
 from cnr_jax.repository.kept import KeptChunks
-from cnr_jax.repository.store import ArrayReader, Reading, numpy_dtype
+from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Codec, codec_from
 
 

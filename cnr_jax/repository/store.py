@@ -1,17 +1,14 @@
-"""One-dimensional zarr v3 arrays with crc32c: appended to by a save, read in slices later.
+"""One-dimensional zarr v3 arrays with crc32c, as `ArrayWriter` and `ArrayReader` open them.
 
-Chunks are written once, whole, from memory that nobody changes afterwards. The checksum that
-the `crc32c` codec puts at the end of each chunk is read back and named in the process manifest:
-so a reader can tell a whole chunk of another array, place or run from the right one.
+The checksum that the `crc32c` codec puts at the end of each chunk is read back and named in the
+process manifest: so a reader can tell a whole chunk of another array, place or run from the right
+one.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import hashlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,25 +16,18 @@ import numpy as np
 import tensorstore as ts
 
 from cnr_jax import errors
-from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.checked import reading
 from cnr_jax.repository.files import AnyPath, kvstore_spec
-from cnr_jax.repository.kept import KeptChunks
 
 # Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
 # tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
 CHUNK_BYTES = 16 << 20
 # What zarr v3 calls zero where it is not a number.
 _ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
-# Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
-# costs 0.2 ms, as much as to read 1 MiB more.
-SMALL_READ_BYTES = 1 << 20
-# Chunks of one array in flight: one is written while the next is filled.
-_IN_FLIGHT = 3
 
 
 @functools.cache
-def _context(cached: bool = True) -> ts.Context:
+def context(cached: bool = True) -> ts.Context:
     """Limits of our own, so that a save does not take all cores from training."""
     return ts.Context(
         {
@@ -91,7 +81,8 @@ def _metadata(dtype: str, length: int, chunk: int) -> dict[str, Any]:
     }
 
 
-def _spec(path: AnyPath, dtype: str, length: int, chunk: int) -> dict[str, Any]:
+def spec_of(path: AnyPath, dtype: str, length: int, chunk: int) -> dict[str, Any]:
+    """What TensorStore has to know of an array to open it."""
     return {
         "driver": "zarr3",
         "kvstore": kvstore_spec(path),
@@ -100,121 +91,6 @@ def _spec(path: AnyPath, dtype: str, length: int, chunk: int) -> dict[str, Any]:
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-
-
-class ArrayWriter:
-    """Appends to one array; `finish` makes it durable and describes it.
-
-    Args:
-        path: directory of the array.
-        dtype: dtype of its elements.
-        length: elements that will be appended, or the most there can be where `exact` is
-            False. An inexact array has chunks of a quarter of `CHUNK_BYTES`, because nothing
-            may come, and is cut at the end.
-    """
-
-    def __init__(
-        self, path: AnyPath, dtype: str, length: int, *, exact: bool = True
-    ) -> None:
-        self._path, self._dtype, self._length = path, dtype, length
-        self._exact = exact
-        self._item = numpy_dtype(dtype)
-        limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
-        if exact:
-            self._chunk = chunk_length(length, self._item.itemsize, limit)
-        else:
-            self._chunk = max(1, min(length, limit // self._item.itemsize))
-        self._buffer = np.empty(self._chunk, self._item)
-        self._filled = 0
-        self._written = 0
-        self._store: ts.TensorStore | None = None
-        self._pending: collections.deque[ts.WriteFutures] = collections.deque()
-
-    @property
-    def position(self) -> int:
-        """Elements appended so far: the offset of what is appended next."""
-        return self._written + self._filled
-
-    def append(self, values: np.ndarray) -> None:
-        """Appends a copy of `values`, flattened; they must have the array's dtype."""
-        flat = np.ascontiguousarray(values).reshape(-1)
-        if flat.dtype != self._item:
-            raise TypeError(f"{self._path.name}: got {flat.dtype}, not {self._item}")
-        start = 0
-        while start < flat.size:
-            count = min(flat.size - start, self._chunk - self._filled)
-            self._buffer[self._filled : self._filled + count] = flat[
-                start : start + count
-            ]
-            self._filled += count
-            start += count
-            if self._filled == self._chunk:
-                self._flush()
-
-    def _flush(self) -> None:
-        if self._store is None:
-            self._store = self._create(self._length)
-        stop = self._written + self._filled
-        write = self._store[self._written : stop].write(
-            self._buffer[: self._filled], can_reference_source_data_indefinitely=True
-        )
-        self._pending.append(write)
-        while len(self._pending) > _IN_FLIGHT:
-            self._pending.popleft().commit.result()
-        self._written = stop
-        # A new buffer: TensorStore still refers to the old one.
-        self._buffer = np.empty(self._chunk, self._item)
-        self._filled = 0
-
-    def _create(self, length: int) -> ts.TensorStore:
-        spec = _spec(self._path, self._dtype, length, self._chunk)
-        return ts.open(spec, create=True, context=_context()).result()
-
-    def finish(self) -> ArrayEntry | None:
-        """Waits until everything is on storage.
-
-        Returns:
-            The array's entry for the process manifest; None when nothing was appended, and
-            then nothing was written.
-        """
-        if self._store is None and self._filled and not self._exact:
-            self._length = self._chunk = self._filled
-        if self._filled:
-            self._flush()
-        if self._store is None:
-            return None
-        while self._pending:
-            self._pending.popleft().commit.result()
-        if self._exact and self._written != self._length:
-            raise RuntimeError(
-                f"{self._path.name}: {self._written} of {self._length} were appended"
-            )
-        if self._written < self._length:
-            self._store.resize(
-                exclusive_max=[self._written],
-                resize_metadata_only=True,
-                shrink_only=True,
-            ).result()
-        self._store = None
-        return self._describe()
-
-    def stop(self) -> None:
-        """Waits until nothing is being written, and frees what was to be."""
-        while self._pending:
-            self._pending.popleft().commit.exception()
-        self._store, self._buffer = None, np.empty(0, self._item)
-
-    def _describe(self) -> ArrayEntry:
-        metadata = (self._path / "zarr.json").read_bytes()
-        chunks = -(-self._written // self._chunk)
-        return ArrayEntry(
-            dtype=self._dtype,
-            length=self._written,
-            chunk=self._chunk,
-            metadata_bytes=len(metadata),
-            metadata_sha256=hashlib.sha256(metadata).hexdigest(),
-            crc32c=tuple(stored_crc32c(self._path, i) for i in range(chunks)),
-        )
 
 
 def stored_crc32c(path: AnyPath, chunk: int) -> int:
@@ -233,201 +109,3 @@ def stored_crc32c(path: AnyPath, chunk: int) -> int:
             )
         stream.seek(-4, os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")
-
-
-# What TensorStore says where storage does not give a file out, whatever is in it.
-_NO_DAMAGE = (
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "UNAUTHENTICATED",
-    "CANCELLED",
-    "ABORTED",
-)
-
-
-class Reading:
-    """Elements that are being read; their chunks are compared with their checksums.
-
-    Args:
-        future: of the read; None if they are at hand.
-        out: where they go; None: what the future gives.
-        path: of the array.
-        span: first element, and the one after the last.
-        check: compares the chunks with the manifest, once they were read.
-    """
-
-    def __init__(
-        self,
-        future: ts.Future[Any] | ts.WriteFutures | None,
-        out: np.ndarray | None,
-        path: str = "",
-        span: tuple[int, int] = (0, 0),
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self._future, self._out = future, out
-        self._path, self._span, self._check = path, span, check
-
-    def result(self) -> np.ndarray:
-        """Waits for them.
-
-        Raises:
-            IntegrityError: if a chunk is missing or damaged.
-        """
-        try:
-            found = None if self._future is None else self._future.result()
-        except ValueError as error:
-            text = str(error).splitlines()[0][:300]
-            if text.startswith(_NO_DAMAGE):
-                raise
-            start, stop = self._span
-            raise errors.IntegrityError(
-                f"{self._path} is damaged in elements {start} to {stop}\n  {text}",
-                kind="data_damaged",
-                path=self._path,
-            ) from error
-        if self._check is not None:
-            self._check()
-        return self._out if self._out is not None else np.asarray(found)
-
-
-class ArrayReader:
-    """Reads slices of an array that a process manifest describes.
-
-    `zarr.json` is not consulted: the manifest, whose digest was checked, says all that is
-    needed, so damage to `zarr.json` cannot change what is read.
-
-    Args:
-        path: directory of the array.
-        entry: its entry in the process manifest.
-        verify: whether each chunk's checksum is compared with the manifest's. TensorStore
-            compares the chunk's data with its checksum in any case.
-        kept: holds the chunks that small slices are cut from; None: a store of its own.
-        cached: whether TensorStore may give out again what it has read before.
-    """
-
-    def __init__(
-        self,
-        path: AnyPath,
-        entry: ArrayEntry,
-        *,
-        verify: bool = True,
-        kept: KeptChunks | None = None,
-        cached: bool = True,
-    ) -> None:
-        self._path, self._entry, self._verify = path, entry, verify
-        self._kept = kept if kept is not None else KeptChunks()
-        self._dtype = numpy_dtype(entry.dtype)
-        spec = _spec(path, entry.dtype, entry.length, entry.chunk)
-        # Not in the spec: `open=True` would override it there, and read zarr.json.
-        self._store = ts.open(
-            spec, open=True, assume_metadata=True, context=_context(cached)
-        ).result()
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop`, checked.
-
-        Raises:
-            IntegrityError: if a chunk is missing, damaged or not the one of this array.
-            FormatError: if the slice is not inside the array.
-
-        Returns:
-            The elements; not to be written to.
-        """
-        return self.start(start, stop).result()
-
-    def small(self, start: int, stop: int) -> np.ndarray | None:
-        """Elements `start` to `stop`, checked, where they are few; else None.
-
-        Raises:
-            IntegrityError: if a chunk is missing, damaged or not the one of this array.
-            FormatError: if the slice is not inside the array.
-        """
-        if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
-            return None
-        self._check_bounds(start, stop)
-        if start == stop:
-            return np.empty(0, self._dtype)
-        size = self._entry.chunk
-        first, last = start // size, (stop - 1) // size
-        found = [
-            self._kept.get(self, i, self._whole)[
-                max(0, start - i * size) : stop - i * size
-            ]
-            for i in range(first, last + 1)
-        ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def check_chunk(self, chunk: int) -> None:
-        """Reads a chunk from storage, to check it and for nothing else; from any thread.
-
-        Raises:
-            IntegrityError: if it is missing, damaged or not the one of this array.
-        """
-        self._whole(chunk)
-
-    def _whole(self, chunk: int) -> np.ndarray:
-        start = chunk * self._entry.chunk
-        stop = min(start + self._entry.chunk, self._entry.length)
-        return self._start(start, stop, None).result()
-
-    def _check_bounds(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self._entry.length:
-            raise errors.FormatError(
-                f"{os.fspath(self._path)}: elements {start} to {stop} are outside"
-                f" the array of {self._entry.length}",
-                path=os.fspath(self._path),
-            )
-
-    def start(self, start: int, stop: int, out: np.ndarray | None = None) -> Reading:
-        """Starts to read elements `start` to `stop`.
-
-        Args:
-            start: first element.
-            stop: the one after the last.
-            out: where they go, `[stop - start]` of the array's dtype; None: an array of their
-                own.
-
-        Raises:
-            IntegrityError: if a chunk is missing or not the one of this array.
-            FormatError: if the slice is not inside the array.
-        """
-        self._check_bounds(start, stop)
-        found = self.small(start, stop)
-        if found is None:
-            return self._start(start, stop, out)
-        if out is not None:
-            out[...] = found
-        return Reading(None, found if out is None else out)
-
-    def _start(self, start: int, stop: int, out: np.ndarray | None) -> Reading:
-        check = None
-        if self._verify:
-            chunks = range(
-                start // self._entry.chunk, (stop - 1) // self._entry.chunk + 1
-            )
-            # Before, so that nothing is read in vain; and after, because a file may have
-            # been replaced in between.
-            self._check(chunks)
-            check = functools.partial(self._check, chunks)
-        source = self._store[start:stop]
-        future: ts.Future[Any] | ts.WriteFutures
-        if out is None:
-            future = source.read()
-        else:
-            target = ts.array(out, copy=False, write=True, context=_context())
-            future = target.write(source.translate_to[0])
-        return Reading(future, out, os.fspath(self._path), (start, stop), check)
-
-    def _check(self, chunks: range) -> None:
-        for chunk in chunks:
-            got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
-            if got != expected:
-                where = os.fspath(self._path / "c" / str(chunk))
-                raise errors.IntegrityError(
-                    f"chunk {chunk} of {os.fspath(self._path)} is not the one that was"
-                    f" saved\n  got crc32c {got:08x}, expected {expected:08x}",
-                    kind="foreign_chunk",
-                    path=where,
-                )

@@ -17,7 +17,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.inspect import Finding, inspect_item
-from cnr_jax.repository.ledger import step_directories
+from cnr_jax.repository.roots import step_directories
 from cnr_jax.repository.step import read_step
 
 Level = Literal["structure", "data"]

@@ -27,8 +27,8 @@ from cnr_jax.format.tiles import (
     Tile,
     dump_process,
 )
+from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
-from cnr_jax.repository.store import ArrayWriter
 from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import EncodedChunk, encode_chunks

@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,6 +36,7 @@ BEFORE_COMMIT, AFTER_COMMIT = 30, 60
 SIZE_BYTES = 48 << 20
 SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN
 WITHOUT_JOURNAL = 2
+UNMOUNT_TRIES = 100
 
 
 def run(bench: Bench) -> Iterator[Tally]:
@@ -93,7 +95,22 @@ class Disk:
         try:
             yield self._point
         finally:
-            _command("umount", self._point)
+            self._unmount()
+
+    def _unmount(self) -> None:
+        """Unmounts, as soon as nothing is open there any more.
+
+        What another thread starts meanwhile holds our open files for a moment: between its fork
+        and its exec.
+        """
+        for left in reversed(range(UNMOUNT_TRIES)):
+            try:
+                _command("umount", self._point)
+                return
+            except subprocess.CalledProcessError:
+                if not left:
+                    raise
+                time.sleep(0.1)
 
     @staticmethod
     def lose_power(mounted: Path) -> None:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository import store
-from cnr_jax.repository.store import ArrayReader, ArrayWriter, chunk_length
+from cnr_jax.repository import array_writer, store
+from cnr_jax.repository.array_reader import ArrayReader
+from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository.store import chunk_length
 
 LIMIT = 64
 
@@ -21,7 +23,7 @@ LIMIT = 64
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 bytes a chunk of exact arrays, 16 of others, so that small arrays have many."""
-    monkeypatch.setattr(store, "CHUNK_BYTES", LIMIT)
+    monkeypatch.setattr(array_writer, "CHUNK_BYTES", LIMIT)
 
 
 def write(

@@ -1,0 +1,26 @@
+"""Through what, and where, the processes of a run meet in Orbax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from cnr_jax.format.names import step_number as step_number
+
+# Where Orbax waits for all processes before and after the commit of a save.
+COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
+
+
+def distributed_client() -> Any:
+    """The client through which the processes of a run coordinate.
+
+    Raises:
+        ValueError: if the run has not called `jax.distributed.initialize`.
+    """
+    return ocp.multihost.get_jax_distributed_client()
+
+
+def is_distributed() -> bool:
+    """Whether the run has called `jax.distributed.initialize`."""
+    return ocp.multihost.is_jax_distributed_client_initialized()
