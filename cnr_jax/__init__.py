@@ -20,6 +20,7 @@ from cnr_jax.policy import Full as Full
 from cnr_jax.policy import Intermittent as Intermittent
 from cnr_jax.policy import OneShot as OneShot
 from cnr_jax.policy import SaveRecord as SaveRecord
+from cnr_jax.policy import expected_restores as expected_restores
 from cnr_jax.registry import handler_registry as handler_registry
 from cnr_jax.repository.verify import Problem as Problem
 from cnr_jax.repository.verify import verify as verify
@@ -54,6 +55,7 @@ __all__ = [
     "Touched",
     "args",
     "errors",
+    "expected_restores",
     "find_tables",
     "handler_registry",
     "init_touched",

@@ -107,7 +107,11 @@ Choose = Callable[[OwnTile], np.ndarray | None]
 
 
 def capture(
-    tiles: Iterable[OwnTile], arrays: Arrays, choose: Choose, options: Options
+    tiles: Iterable[OwnTile],
+    arrays: Arrays,
+    choose: Choose,
+    options: Options,
+    auto_bits: int | None = None,
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -116,9 +120,10 @@ def capture(
         arrays: the leaves of tables, by table and leaf name.
         choose: which rows; the same object for all tiles of the same rows of a table.
         options: codecs and staging.
+        auto_bits: width of codes where options leave it to the number of restores.
     """
     shards = functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
-    codecs, way = _Codecs(options), staging(options)
+    codecs, way = _Codecs(options, auto_bits), staging(options)
     plans = [
         _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
         for tile in tiles
@@ -134,8 +139,10 @@ def capture(
 class _Codecs:
     """The codec of each tile; tiles are thousands, codecs a few."""
 
-    def __init__(self, options: Options) -> None:
-        self._codec_for = functools.cache(options.codec_for)
+    def __init__(self, options: Options, auto_bits: int | None) -> None:
+        self._codec_for = functools.cache(
+            functools.partial(options.codec_for, auto_bits=auto_bits)
+        )
 
     def of(self, tile: OwnTile) -> Codec:
         width = math.prod(stop - start for start, stop in tile.piece.box[1:])
@@ -192,14 +199,17 @@ def _rank(codec: Codec, dtype: np.dtype) -> tuple[str, str]:
     return repr(codec), dtype.name
 
 
-def programs(tiles: Iterable[OwnTile], options: Options) -> Iterator[Program]:
+def programs(
+    tiles: Iterable[OwnTile], options: Options, auto_bits: int | None = None
+) -> Iterator[Program]:
     """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
     Args:
         tiles: of leaves whose sharding is known.
         options: codecs and staging.
+        auto_bits: width of codes where options leave it to the number of restores.
     """
-    codecs, way = _Codecs(options), staging(options)
+    codecs, way = _Codecs(options, auto_bits), staging(options)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)

@@ -57,6 +57,7 @@ from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
 from cnr_jax.verdicts import alike, come_out_alike
+from cnr_jax.widening import Widening
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.root: epath.Path | None = None
         self._place: Place | None = None
         self._planner = Planner(self.options.policy)
+        self._widening = Widening(self.options)
         self._channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self._channel)
         self._dense = DenseStore()
@@ -147,6 +149,17 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.ledger = ledger
         if jax.process_index() == 0:
             self._guard = Guard(root, item)
+
+    def auto_bits(self) -> int | None:
+        """The width of codes in the next save, where options leave it to the restores.
+
+        Before the first restore of a run that has been saved: as it will be after that.
+        """
+        restores = self._planner.restores
+        if not restores and self.ledger is not None and not self._planner.branches:
+            found = [e.manifest for e in self.ledger.restorable() if e.manifest]
+            restores = found[-1].restores + 1 if found else 0
+        return self._widening.bits(restores)
 
     def preservation_policy(self, inner: Preserving | None) -> ChainPreservation:
         """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
@@ -257,6 +270,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._changed |= self._guard.begin(self.ledger)
             asked = dataclasses.replace(request, doubt=doubt or self._not_durable)
             plan = self._planner.plan(self.ledger, asked, committed)
+            plan = self._widening.widened(plan)
             plan = dataclasses.replace(plan, changed=self._changed)
             # Before the others hear of the plan, and of an error here instead.
             entries = [self.ledger.movable(directory) for directory in plan.abandoned]
@@ -551,7 +565,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._serve(place.root, place.item, ledger)
         self.settle()  # Orbax has waited for the save in flight
         # Nothing is a legal parent until all that makes it one is known.
-        self._planner.end_lineages()
+        self._planner.end_lineages(chain[-1].manifest.restores + 1)
         self._tracker.forget(touched)
         self._tracker.adopt(chain[-1].manifest.tracking)
         own = self._place

@@ -103,6 +103,7 @@ class Launch:
             checked.arrays,
             choose,
             _with_codec(self._options, plan.codec),
+            plan.auto_bits,
         )
         # Gathering on the host takes all cores already; on devices it waits for these.
         stage: Stage[Chunk] = Stage(

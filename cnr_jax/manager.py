@@ -44,7 +44,7 @@ from cnr_jax.retaining import inner_policy
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.verdicts import alike, decide
-from cnr_jax.warming import warm_up
+from cnr_jax.warming import Warmth
 
 _log = logging.getLogger(__name__)
 
@@ -139,8 +139,13 @@ class CheckpointManager(EndingManager):
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        if tables is not None:
-            warm_up(tables, options)
+        self._warmth = Warmth(tables, options) if tables is not None else None
+        self._warm_up(self._handler.auto_bits())
+
+    def _warm_up(self, auto_bits: int | None) -> None:
+        """Compiles what saves with codes of this width need, once."""
+        if self._warmth is not None:
+            self._warmth.warm_up(auto_bits)
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -281,6 +286,8 @@ class CheckpointManager(EndingManager):
             plan = self._prepared(place, state, last)
         try:
             self._begin(step, plan.abandoned if plan else ())
+            if plan is not None:
+                self._warm_up(plan.auto_bits)  # not foreseen if touched rows were made anew
             if plan is not None and plan.changed:
                 alike(self._channel, super().reload)
             with self._all_directories():
@@ -367,6 +374,8 @@ class CheckpointManager(EndingManager):
             state = restored.get(str(self._item))
         if directory is None and isinstance(state, Restored):
             self._course.restored(step, state.touched)
+        if not self._options.read_only:
+            self._warm_up(self._handler.auto_bits())
         return state.state if plain and isinstance(state, Restored) else restored
 
     def _restore_by(

@@ -11,6 +11,7 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.policy import Intermittent, Policy
+from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
@@ -23,7 +24,7 @@ class TableOptions:
     """Options of one table, where they differ from those of the run; None: as the run's."""
 
     codec: str | Codec | None = None
-    bits: int | None = None
+    bits: int | Literal["auto"] | None = None
     slot_codec: str | Codec | None = None
 
 
@@ -36,9 +37,16 @@ class Options:
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
             least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
             that `cnr_jax.rows.codecs.make_codec` lists, or a codec.
-        bits: width of a code: 2, 3, 4 or 8. Error enters training only when a checkpoint is
-            restored: Check-N-Run uses 2 bits for one expected restore, 3 for up to three, 4
-            for up to twenty, 8 beyond.
+        bits: width of a code: 2, 3, 4 or 8, or `"auto"`. Error enters training only when a
+            checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3 for up
+            to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all saves after
+            there have been more restores than expected, with a warning. Codecs that are
+            objects keep bits of their own.
+        expected_restores: how often the whole run will be restored, for `bits="auto"`: a
+            number, such as `cnr_jax.expected_restores` gives. None: 20, hence 4 bits. Counted
+            are the restores behind the state that is saved: whoever goes back to an older step
+            goes back to its count, and one more. A restore just to look at a state counts too,
+            unless another manager makes it.
         slot_codec: how optimizer slots are stored, exactly by default; `"bfloat16"`, or for
             slots that are never negative `"log"` (16 bits) or `"log8"`.
         tables: options of single tables, by name.
@@ -88,7 +96,8 @@ class Options:
 
     policy: Policy = dataclasses.field(default_factory=Intermittent)
     codec: str | Codec = "adaptive"
-    bits: int = 4
+    bits: int | Literal["auto"] = 4
+    expected_restores: float | None = None
     slot_codec: str | Codec = "raw"
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
     tracking: Tracking | None = None
@@ -123,9 +132,61 @@ class Options:
             raise errors.OptionError(
                 f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"
             )
+        self._check_auto()
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):
-                _check_readable(self._codec(name, leaf))
+                for bits in {self.auto_bits(0), FALLBACK_BITS}:
+                    _check_readable(self._codec(name, leaf, bits))
+
+    def _check_auto(self) -> None:
+        """Checks that "auto", and what is expected for it, have something to choose."""
+        bits_after(0, self._expected())
+        own = {name: table.bits for name, table in self.tables.items()}
+        for name, bits in {"": self.bits, **own}.items():
+            if isinstance(bits, str) and bits != "auto":
+                raise errors.OptionError(
+                    f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
+                )
+            heirs = [name, *(t for t in own if not name and own[t] is None)]
+            codec = self._given_codec(name, "table")
+            chooses = isinstance(codec, str) or any(map(self._follows, heirs))
+            if bits == "auto" and not chooses:
+                raise errors.OptionError(
+                    f"{_where(name)}: bits='auto' has nothing to choose: {codec!r} has"
+                    " bits of its own\n  hint: name a codec, such as codec='adaptive'"
+                )
+        if self.expected_restores is not None and "auto" not in (
+            self.bits,
+            *own.values(),
+        ):
+            raise errors.OptionError(
+                f"expected_restores={self.expected_restores!r} has no effect: got"
+                f" bits={self.bits!r}, expected bits='auto' here or for a table"
+            )
+
+    def _expected(self) -> float:
+        expected = self.expected_restores
+        return ASSUMED_RESTORES if expected is None else expected
+
+    def auto_bits(self, restores: int) -> int:
+        """The width that `bits="auto"` means in a save after so many restores of its run.
+
+        Example:
+            >>> options = Options(bits="auto", expected_restores=3)
+            >>> options.auto_bits(3), options.auto_bits(4)
+            (3, 8)
+        """
+        return bits_after(restores, self._expected())
+
+    def follows_restores(self) -> bool:
+        """Whether the codec of anything depends on the number of restores."""
+        return any(map(self._follows, ("", *self.tables)))
+
+    def _follows(self, table: str) -> bool:
+        return any(
+            self._codec(table, leaf, 2) != self._codec(table, leaf, 4)
+            for leaf in ("table", "slot")
+        )
 
     @property
     def kept_staging_bytes(self) -> int:
@@ -150,29 +211,43 @@ class Options:
                 "  hint: with tracking='fingerprint' such rows are left out anyway"
             )
 
-    def _codec(self, table: str, leaf: str) -> Codec:
+    def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
         own = self.tables.get(table, TableOptions())
         bits = own.bits if own.bits is not None else self.bits
-        if leaf == "table":
-            codec = own.codec if own.codec is not None else self.codec
-        else:
-            codec = own.slot_codec if own.slot_codec is not None else self.slot_codec
+        bits = auto_bits if bits == "auto" else bits
+        codec = self._given_codec(table, leaf)
         if not isinstance(codec, str):
             return codec
         try:
             return make_codec(codec, bits)
         except ValueError as error:
-            where = f"table {table!r}" if table else "options"
-            raise errors.OptionError(f"{where}: {error}") from error
+            raise errors.OptionError(f"{_where(table)}: {error}") from error
 
-    def codec_for(self, table: str, leaf: str, width: int, dtype: Any) -> Codec:
+    def _given_codec(self, table: str, leaf: str) -> str | Codec:
+        own = self.tables.get(table, TableOptions())
+        if leaf == "table":
+            return own.codec if own.codec is not None else self.codec
+        return own.slot_codec if own.slot_codec is not None else self.slot_codec
+
+    def codec_for(
+        self,
+        table: str,
+        leaf: str,
+        width: int,
+        dtype: Any,
+        auto_bits: int | None = None,
+    ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
+
+        Where bits are "auto" they are `auto_bits`; None: as before any restore.
 
         Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
         encode (integers, double precision), and rows so wide that one range for all their
         elements would be a poor one.
         """
-        codec = self._codec(table, leaf)
+        if auto_bits is None:
+            auto_bits = self.auto_bits(0)
+        codec = self._codec(table, leaf, auto_bits)
         dtype = np.dtype(dtype)
         if dtype.name not in ("float32", "bfloat16", "float16"):
             return Raw()
@@ -194,6 +269,10 @@ class Options:
                 f"options for unknown tables: {', '.join(unknown)}\n"
                 f"  tables: {', '.join(sorted(names))}"
             )
+
+
+def _where(table: str) -> str:
+    return f"table {table!r}" if table else "options"
 
 
 def _check_readable(codec: Codec) -> None:

@@ -151,4 +151,6 @@ def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveRepor
         fingerprint_secs=flight.fingerprint_secs,
         total_secs=manifest.history[-1].secs,
         reason=manifest.reason,
+        restores=manifest.restores,
+        auto_bits=flight.plan.auto_bits,
     )

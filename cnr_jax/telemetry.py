@@ -28,7 +28,9 @@ class SaveReport:
         blocking_secs: how long training waited, on this process.
         fingerprint_secs: of these, for hashing all rows, where this was done.
         total_secs: from the call of `save` until the manifest was written.
-        reason: why it was full or a delta.
+        reason: why it was full or a delta; and after more restores than expected, so.
+        restores: how often a run was restored along the branch of this save.
+        auto_bits: width of codes that `bits="auto"` came to, where it is used.
     """
 
     step: int
@@ -46,6 +48,8 @@ class SaveReport:
     fingerprint_secs: float
     total_secs: float
     reason: str
+    restores: int
+    auto_bits: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -65,8 +69,9 @@ class SaveReport:
             `step 30: delta on 10, 1,234 rows, 0.09 MB (28.1x smaller), stall 3.1 ms`
         """
         kind = self.kind if self.parent is None else f"{self.kind} on {self.parent}"
+        bits = "" if self.auto_bits is None else f" {self.auto_bits} bits,"
         return (
-            f"step {self.step}: {kind}, {self.rows:,} rows,"
+            f"step {self.step}: {kind}, {self.rows:,} rows,{bits}"
             f" {self.total_bytes / 1e6:.2f} MB ({self.reduction:.1f}x smaller),"
             f" stall {self.blocking_secs * 1e3:.1f} ms"
         )

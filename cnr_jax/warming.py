@@ -1,48 +1,77 @@
-"""Compiling, when a manager is made, all that its saves will need."""
+"""Compiling all that saves need before the first of them: when a manager is made, or restores."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import capture
 from cnr_jax.options import Options
 from cnr_jax.rows import hashing
+from cnr_jax.rows.chunk import Program
 from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.rows.watch import group_tiles
 from cnr_jax.table import Tables
 
+_log = logging.getLogger(__name__)
 
-def warm_up(tables: Tables, options: Options) -> None:
-    """Compiles what saves of these tables need, for every number of changed rows.
+
+class Warmth:
+    """What saves of a run need compiled, for every number of changed rows, and what is.
 
     Nothing is done for leaves whose sharding is not known.
+
+    Args:
+        tables: that are saved.
+        options: of the run.
     """
-    stamps = {
-        name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
-        for name, table in tables.items()
-        if table.leaf.sharding is not None
-    }
-    shardings = {
-        name: {x.name: x.sharding for x in tables[name].leaves if x.sharding}
-        for name in stamps
-    }
-    tiles = own_tiles(tables, shardings, stamps)
-    groups = group_tiles(tiles).values()
-    needed = [
-        capture.programs(tiles, options),
-        *(
-            hashing.programs(groups, capture.staging(options), t)
-            for t in _tags(options)
-        ),
-    ]
-    # XLA compiles each on one core.
-    with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
-        programs = dict.fromkeys(itertools.chain.from_iterable(needed))
-        for done in [pool.submit(program, *args) for program, args in programs]:
-            done.result()
+
+    def __init__(self, tables: Tables, options: Options) -> None:
+        self._options = options
+        self._done: set[Program] = set()
+        self._widths: set[int | None] = set()
+        stamps = {
+            name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
+            for name, table in tables.items()
+            if table.leaf.sharding is not None
+        }
+        shardings = {
+            name: {x.name: x.sharding for x in tables[name].leaves if x.sharding}
+            for name in stamps
+        }
+        self._tiles = own_tiles(tables, shardings, stamps)
+
+    def hashes(self) -> Iterator[Program]:
+        """What finding changed rows needs."""
+        groups = group_tiles(self._tiles).values()
+        for tags in _tags(self._options):
+            yield from hashing.programs(groups, capture.staging(self._options), tags)
+
+    def warm_up(self, auto_bits: int | None) -> None:
+        """Compiles what is not yet.
+
+        Args:
+            auto_bits: width of codes where options leave it to the number of restores. Others
+                are compiled only when they come: each takes as long as the first.
+        """
+        if auto_bits in self._widths:
+            return
+        if self._widths:
+            _log.info("compiling for codes of %s bits", auto_bits)
+        needed = capture.programs(self._tiles, self._options, auto_bits)
+        if not self._widths:
+            needed = itertools.chain(needed, self.hashes())
+        programs = [p for p in dict.fromkeys(needed) if p not in self._done]
+        # XLA compiles each on one core.
+        with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
+            for done in [pool.submit(program, *args) for program, args in programs]:
+                done.result()
+        self._done.update(programs)
+        self._widths.add(auto_bits)
 
 
 def _tags(options: Options) -> set[bool]:

@@ -58,8 +58,10 @@ TABLE = {
     "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
     "verdicts": ("errors channel", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
+    "widening": (BELOW_HANDLER, ""),
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts"
+        " widening",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

@@ -28,6 +28,7 @@ PUBLIC = {
     "Touched",
     "args",
     "errors",
+    "expected_restores",
     "find_tables",
     "handler_registry",
     "init_touched",

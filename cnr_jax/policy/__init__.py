@@ -1,4 +1,4 @@
-"""Decisions: which kind of checkpoint to write next, and on which parent.
+"""Decisions: which kind of checkpoint to write next, on which parent, in how many bits.
 
 Pure functions of plain numbers, standard library only: no arrays, no files, no
 clocks. A policy sees the committed saves of the current branch and returns a
@@ -19,6 +19,7 @@ from cnr_jax.policy.baseline import (
     SaveRecord,
     since_baseline,
 )
+from cnr_jax.policy.bits import bits_after, bits_for, expected_restores
 from cnr_jax.policy.intermittent import Cost, Intermittent, Predictor
 from cnr_jax.policy.predictor import (
     CycleCosts,
@@ -40,7 +41,10 @@ __all__ = [
     "Policy",
     "Predictor",
     "SaveRecord",
+    "bits_after",
+    "bits_for",
     "cycle_costs",
+    "expected_restores",
     "forecast_next",
     "full_is_due",
     "should_take_full",

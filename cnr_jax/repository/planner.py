@@ -32,6 +32,8 @@ class Plan:
         abandoned: step directories to rename aside before this one is written.
         history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
+        auto_bits: width of codes that options leave to the number of restores; None if they
+            leave none to it.
         known: step directories of the root, before this save moves any aside.
         changed: whether steps have come to the root, or gone, by other hands.
     """
@@ -53,6 +55,7 @@ class Plan:
     committed: str | None
     known: tuple[str, ...]
     changed: bool = False
+    auto_bits: int | None = None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -115,6 +118,7 @@ class Planner:
         self._policy = policy
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
+        self._most_restores = 0
         self.branches: dict[str, Branch] = {}
 
     def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
@@ -156,6 +160,7 @@ class Planner:
         branch = self.branches.setdefault(plan.lineage, Branch())
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
+        branch.restores = plan.restores
         branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
@@ -173,15 +178,27 @@ class Planner:
         tip = chain[-1]
         assert tip.manifest is not None
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
+        self.end_lineages(branch.restores)
         if exact:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
             branch.history = tip.manifest.history
             branch.last_clock = len(chain) - 1
         self.branches = {lineage: branch}
 
-    def end_lineages(self) -> None:
-        """Forgets all legal parents: the state may have been replaced from elsewhere."""
+    def end_lineages(self, restores: int) -> None:
+        """Forgets all legal parents: the state may have been replaced from elsewhere.
+
+        Args:
+            restores: how often that state was restored, this time included.
+        """
+        self._most_restores = max(self._most_restores, restores)
         self.branches = {}
+
+    @property
+    def restores(self) -> int:
+        """How often the state was restored that is saved next, as far as can be foreseen."""
+        known = (branch.restores for branch in self.branches.values())
+        return max(known, default=self._most_restores)
 
     def _branch(self, request: Request) -> Branch:
         """The branch of a lineage; a fresh one where the state went back in memory.
@@ -189,7 +206,9 @@ class Planner:
         Rows of the time in between then have stamps that say nothing about the checkpoints
         taken before, and that stays so if this save fails and the clock catches up.
         """
-        branch = self.branches.setdefault(request.lineage, Branch())
+        # Whether a lineage from nowhere goes on with what was restored cannot be seen.
+        unknown = Branch(restores=self._most_restores)
+        branch = self.branches.setdefault(request.lineage, unknown)
         if request.clock < branch.last_clock:
             why = (
                 f"the clock of the stamps went back, from {branch.last_clock}"
