@@ -213,15 +213,20 @@ class Options:
 
     def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
         own = self.tables.get(table, TableOptions())
-        bits = own.bits if own.bits is not None else self.bits
-        bits = auto_bits if bits == "auto" else bits
+        given = own.bits if own.bits is not None else self.bits
+        bits = auto_bits if given == "auto" else given
         codec = self._given_codec(table, leaf)
         if not isinstance(codec, str):
             return codec
         try:
             return make_codec(codec, bits)
         except ValueError as error:
-            raise errors.OptionError(f"{_where(table)}: {error}") from error
+            why = f"{_where(table)}: {error}"
+            if given == "auto":
+                why += (
+                    "\n  to which bits='auto' comes after more restores than expected"
+                )
+            raise errors.OptionError(why) from error
 
     def _given_codec(self, table: str, leaf: str) -> str | Codec:
         own = self.tables.get(table, TableOptions())

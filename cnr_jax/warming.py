@@ -33,7 +33,7 @@ class Warmth:
     def __init__(self, tables: Tables, options: Options) -> None:
         self._options = options
         self._done: set[Program] = set()
-        self._widths: set[int | None] = set()
+        self.widths: set[int | None] = set()
         stamps = {
             name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
             for name, table in tables.items()
@@ -58,12 +58,12 @@ class Warmth:
             auto_bits: width of codes where options leave it to the number of restores. Others
                 are compiled only when they come: each takes as long as the first.
         """
-        if auto_bits in self._widths:
+        if auto_bits in self.widths:
             return
-        if self._widths:
+        if self.widths:
             _log.info("compiling for codes of %s bits", auto_bits)
         needed = capture.programs(self._tiles, self._options, auto_bits)
-        if not self._widths:
+        if not self.widths:
             needed = itertools.chain(needed, self.hashes())
         programs = [p for p in dict.fromkeys(needed) if p not in self._done]
         # XLA compiles each on one core.
@@ -71,7 +71,7 @@ class Warmth:
             for done in [pool.submit(program, *args) for program, args in programs]:
                 done.result()
         self._done.update(programs)
-        self._widths.add(auto_bits)
+        self.widths.add(auto_bits)
 
 
 def _tags(options: Options) -> set[bool]:

@@ -127,6 +127,7 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
         run.run(manager, [step])
         assert widths(manager, step) == both(8)
     assert run.manifest(manager, 2).restores == 2
+    caplog.clear()
     with caplog.at_level(logging.INFO, "cnr_jax.widening"):
         manager = restart(run, opened, bits="auto")
         run.run(manager, [3, 4])

@@ -187,6 +187,58 @@ def test_saves_after_a_restore_compile_nothing(tmp_path: Path) -> None:
         assert manager.last_report.kind == "delta"
 
 
+# Of widths that no other test has compiled anything for.
+@pytest.mark.parametrize(("staging", "dim"), [("host", 11), ("device", 13)])
+def test_restores_compile_what_wider_saves_need(
+    staging: Any, dim: int, tmp_path: Path
+) -> None:
+    """With `bits="auto"`, before the save that is the first to take more bits."""
+    rows = np.random.default_rng(0).normal(size=(64, dim)).astype(np.float32)
+    state = {"user": jax.device_put(rows)}
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(
+        codec="asymmetric",
+        bits="auto",
+        expected_restores=0,
+        policy=cnr.Consecutive(),
+        staging=staging,
+    )
+    bits = []
+
+    def save(manager: cnr.CheckpointManager, step: int) -> None:
+        nonlocal touched
+        touched = stamped(touched, {"user": 10})
+        with compilations() as found:
+            manager.save(step, args=cnr.args.Save(state, touched))
+            manager.wait_until_finished()
+        assert not found
+        assert manager.last_report is not None
+        bits.append(manager.last_report.auto_bits)
+
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        save(manager, 0)
+    # A run that goes on is foreseen to restore; then it will need no two bits.
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        assert manager._warmth is not None and manager._warmth.widths == {8}
+        with compilations() as found:
+            manager._warm_up(8)
+        assert not found
+        state, touched = manager.restore(0, args=cnr.args.Restore(state))
+        save(manager, 1)
+    rare = dataclasses.replace(options, bits=4, expected_restores=None)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=rare) as manager:
+        state, touched = manager.restore(1, args=cnr.args.Restore(state))
+        save(manager, 2)
+    few = dataclasses.replace(options, expected_restores=3)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=few) as manager:
+        for step in (3, 4):
+            state, touched = manager.restore(step - 1, args=cnr.args.Restore(state))
+            save(manager, step)
+        assert manager._warmth is not None and manager._warmth.widths == {3, 8}
+    assert bits == [2, 8, None, 3, 8]
+
+
 def test_many_tables_of_distinct_shapes_share_their_programs_on_the_host(
     tmp_path: Path,
 ) -> None:

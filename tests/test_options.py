@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.rows.codecs import Asymmetric, Greedy, Raw, SharedCodebook
+from cnr_jax.rows.codecs import Asymmetric, Greedy, Raw, SharedCodebook, Symmetric
 
 
 class Own(Raw):
@@ -33,3 +34,96 @@ def test_codec_of_the_users_own_is_refused() -> None:
 )
 def test_codec_objects_of_the_library_are_taken(codec: Any) -> None:
     assert cnr.Options(codec=codec).codec == codec
+
+
+AUTO: Any = {"bits": "auto"}
+
+
+def test_auto_bits_are_those_of_the_expectation_or_of_the_save() -> None:
+    options = cnr.Options(**AUTO, expected_restores=2.5)
+
+    def codec(**given: Any) -> Any:
+        return options.codec_for("user", "table", 64, np.float32, **given)
+
+    assert codec() == Asymmetric(bits=3)
+    assert codec(auto_bits=8) == Asymmetric(bits=8)
+    assert cnr.Options(**AUTO).auto_bits(20) == 4
+    assert cnr.Options(**AUTO).auto_bits(21) == 8
+    assert cnr.Options().codec_for(
+        "user", "table", 64, np.float32, auto_bits=8
+    ) == Asymmetric(bits=4)
+
+
+def test_auto_bits_are_for_slots_too() -> None:
+    options = cnr.Options(**AUTO, codec=Raw(), slot_codec="symmetric")
+    for bits in (4, 8):
+        found = options.codec_for("user", "mu", 64, np.float32, auto_bits=bits)
+        assert found == Symmetric(bits=bits)
+        found = options.codec_for("user", "table", 64, np.float32, auto_bits=bits)
+        assert found == Raw()
+
+
+OWN_BITS = "bits='auto' has nothing to choose: Asymmetric.* has bits of its own"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({**AUTO, "codec": Asymmetric()}, f"options: {OWN_BITS}"),
+        (
+            {"tables": {"user": cnr.TableOptions(codec=Asymmetric(), **AUTO)}},
+            f"table 'user': {OWN_BITS}",
+        ),
+        (
+            {"codec": Asymmetric(), "tables": {"user": cnr.TableOptions(**AUTO)}},
+            f"table 'user': {OWN_BITS}",
+        ),
+        (
+            # Whether there are other tables than "user" is not known here.
+            {
+                **AUTO,
+                "codec": Asymmetric(),
+                "tables": {"user": cnr.TableOptions(codec="adaptive", bits=3)},
+            },
+            f"options: {OWN_BITS}",
+        ),
+        ({"bits": "Auto", "codec": "raw"}, "bits is 'Auto', expected 2, 3, 4, 8 or"),
+        (
+            {"tables": {"user": cnr.TableOptions(bits="4")}},  # type: ignore[arg-type]
+            "table 'user': bits is '4', expected",
+        ),
+        ({"expected_restores": 3}, "expected_restores=3 has no effect: got bits=4"),
+        ({**AUTO, "expected_restores": -1}, "expected_restores is -1, expected a fin"),
+        ({**AUTO, "expected_restores": "3"}, "expected_restores is '3', expected a f"),
+        # There are no 8 bits to fall back to.
+        ({**AUTO, "codec": "kmeans"}, "bits is 8, expected one of .*\n.*'auto' comes"),
+    ],
+)
+def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(cnr.errors.OptionError, match=message):
+        cnr.Options(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**AUTO, "codec": "raw", "expected_restores": 3},
+        {**AUTO, "tables": {"user": cnr.TableOptions(codec=Asymmetric(bits=2))}},
+        {
+            **AUTO,
+            "codec": Asymmetric(),
+            "tables": {"user": cnr.TableOptions(codec="adaptive")},
+        },
+        {
+            "expected_restores": 3,
+            "tables": {"user": cnr.TableOptions(**AUTO)},
+        },
+        {
+            "tables": {
+                "user": cnr.TableOptions(codec=Raw(), slot_codec="adaptive", **AUTO)
+            }
+        },
+    ],
+)
+def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
+    cnr.Options(**options)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cnr_jax.format.tiles import load_process
 from cnr_jax.repository.step import read_manifest
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -236,6 +237,16 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     assert len(manifest.processes) == 1
 
 
+def _bits(root: Path, step: int) -> list[set[int]]:
+    """Width of the codes that each process has written."""
+    paths = sorted((root / str(step) / "default").glob("manifest.p*.json"))
+    found = [load_process(path.read_bytes(), str(path)).codecs for path in paths]
+    return [
+        {c.configuration["bits"] for c in codecs if c.name == "cnr.asymmetric"}
+        for codecs in found
+    ]
+
+
 def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
     twin: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:
@@ -249,7 +260,9 @@ def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
         data = bytearray(chunk.read_bytes())
         data[len(data) // 2] ^= 1
         chunk.write_bytes(data)
-    found = run(2, root, tmp_path / "a", "--stop", STEPS, "--bad-restore")
+    few = tmp_path / "few"
+    options = ("--stop", STEPS, "--bad-restore", "--few-bits", few)
+    found = run(2, root, tmp_path / "a", *options)
     # What one process alone got wrong both raise, and no other step is taken instead.
     refused = [lines.pop(0) for lines in found]
     assert refused[0].startswith("StateMismatchError state_mismatch on process 1: ")
@@ -257,6 +270,10 @@ def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
         refused[1].removeprefix("StateMismatchError state_mismatch ")
     )
     lines = [f"restored {last}, starts at {last - 1}", f"latest {last}"]
+    # Process 0 chooses the bits, whatever process 1 was told to expect.
+    few_lines = [lines.pop(1) for lines in found for _ in range(2)]
+    assert few_lines == ["full 0 2", "delta 1 8"] * 2
+    assert [_bits(few, step) for step in range(2)] == [[{2}, {2}], [{8}, {8}]]
     assert found == [lines, lines]
     assert_same(values(tmp_path / "a", 0), values(out / "twin", 0))
     assert_same(values(tmp_path / "a", 1), values(out / "twin", 0))

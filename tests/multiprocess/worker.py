@@ -242,6 +242,29 @@ def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> s
     return f"back to back {saved}"
 
 
+def save_in_few_bits(run: Run, root: Path) -> list[str]:
+    """Saves, restores and saves, while the processes expect different numbers of restores."""
+    options = cnr.Options(
+        codec="asymmetric",
+        bits="auto",
+        expected_restores=[0.5, 100][jax.process_index()],
+        policy=cnr.Consecutive(),
+        timeout_secs=60,
+    )
+    lines = []
+    with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
+        state, touched = run.state, run.touched
+        for step in range(2):
+            assert manager.save(step, args=cnr.args.Save(state, touched))
+            manager.wait_until_finished()
+            assert manager.latest_step() == step
+            report = manager.last_report
+            assert report is not None
+            lines.append(f"{report.kind} {report.restores} {report.auto_bits}")
+            state, touched = manager.restore(step, args=cnr.args.Restore(state))
+    return lines
+
+
 def keys_left() -> int:
     """How many keys of ours the processes have left in their store."""
     client = cnr_jax.orbax_compat.distributed_client()
@@ -320,6 +343,7 @@ def main() -> None:
     parser.add_argument("--hold-process", type=int)
     parser.add_argument("--bad-saves", action="store_true")
     parser.add_argument("--bad-restore", action="store_true")
+    parser.add_argument("--few-bits", type=Path)
     parser.add_argument("--faults")
     parser.add_argument("--until-preempted", action="store_true")
     parser.add_argument("--timeout-secs", type=float, default=60.0)
@@ -382,6 +406,8 @@ def main() -> None:
             run.train(args.stop)
             assert manager.save(args.stop, args=cnr.args.Save(run.state, run.touched))
         manager.wait_until_finished()
+        if args.few_bits:
+            lines += save_in_few_bits(run, args.few_bits)
         lines.append(f"latest {manager.latest_step()}")
         if args.faults or args.until_preempted:
             truth = run.values()

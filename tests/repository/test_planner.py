@@ -310,6 +310,36 @@ def test_restores_are_counted_along_the_branch(run: Run) -> None:
     assert run.plan(2, clock=2, lineage="c" * 32).restores == 2
 
 
+def test_restores_of_a_lineage_from_nowhere_are_the_most_that_may_be(run: Run) -> None:
+    run.save(0, clock=1)
+    assert run.planner.restores == 0
+    for lineage in ("b" * 32, "c" * 32, "d" * 32):
+        run.restore(0, lineage)
+        assert run.planner.restores == 1
+        step = len(run.ledger.committed())
+        run.save(step, clock=2, lineage=lineage)
+        run.restore(step, "e" * 32)
+        assert run.planner.restores == 2
+        # A rollback goes back in the count too, but only for what provably went back.
+        assert run.plan(9, clock=3, lineage="f" * 32).restores == 2
+        assert run.plan(9, clock=3, lineage="e" * 32).restores == 2
+    run.restore(0, "1" * 32)
+    assert run.plan(9, clock=3, lineage="1" * 32).restores == 1
+    assert run.plan(9, clock=3, lineage=LINEAGE).restores == 2
+
+
+def test_restores_of_a_state_from_elsewhere_are_counted_on(run: Run) -> None:
+    run.save(0, clock=1)
+    run.planner.end_lineages(7)
+    assert run.planner.restores == 7
+    assert run.save(1, clock=2, lineage=OTHER).restores == 7
+    # Every process notes what was saved, also those that do not plan.
+    other = Planner(Asked())
+    plan = run.plan(2, clock=3, lineage=OTHER)
+    other.saved(plan, run.ledger.entries["1"])
+    assert other.restores == 7
+
+
 def test_uuids_are_of_the_run_and_never_repeat(run: Run) -> None:
     uuids = [run.plan(0, 1).uuid for _ in range(3)]
     assert uuids == [f"{NONCE}{i:08x}" for i in (1, 2, 3)]

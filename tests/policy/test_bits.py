@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_jax.errors import OptionError
+from cnr_jax.policy import bits_after, bits_for, expected_restores
+
+
+@pytest.mark.parametrize(
+    ("restores", "bits"),
+    [
+        (0, 2),
+        (0.01, 2),
+        (1, 2),
+        (1.001, 3),
+        (2, 3),
+        (3, 3),
+        (3.5, 4),
+        (4, 4),
+        (20, 4),
+        (20.01, 8),
+        (21, 8),
+        (100, 8),
+        (1e9, 8),
+        (np.float32(3), 3),
+        (np.int64(20), 4),
+        (Fraction(7, 2), 4),
+    ],
+)
+def test_width_has_the_thresholds_of_the_paper(restores: Any, bits: int) -> None:
+    assert bits_for(restores) == bits
+    assert bits_after(0, restores) == bits
+
+
+@pytest.mark.parametrize("expected", [0, 0.3, 1, 2, 3, 7.5, 20, 21, 50])
+def test_one_restore_too_many_makes_it_eight_bits_for_good(expected: float) -> None:
+    usual = bits_for(expected)
+    for restores in range(60):
+        wanted = usual if restores <= expected else 8
+        assert bits_after(restores, expected) == wanted
+
+
+def test_expected_restores_are_failures_of_any_node_in_the_time_of_the_job() -> None:
+    assert expected_restores(node_mtbf_hours=720, nodes=16, job_hours=72) == 1.6
+    assert expected_restores(node_mtbf_hours=1e5, nodes=1, job_hours=1) == 1e-5
+    assert expected_restores(node_mtbf_hours=720, nodes=16, job_hours=0) == 0
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, math.inf, "3", None, [3]])
+def test_what_is_no_number_of_restores_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"expected_restores is .*expected a finite"):
+        bits_for(value)
+    good: dict[str, Any] = {"node_mtbf_hours": 1, "nodes": 1, "job_hours": 1}
+    for name in good:
+        with pytest.raises(OptionError, match=f"{name} is .*expected a finite number"):
+            expected_restores(**{**good, name: value})
+
+
+def test_nodes_that_fail_all_the_time_are_refused() -> None:
+    with pytest.raises(OptionError, match="node_mtbf_hours is 0"):
+        expected_restores(node_mtbf_hours=0, nodes=1, job_hours=1)
