@@ -155,6 +155,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Before the first restore of a run that has been saved: as it will be after that.
         """
+        if self._widening.bits(0) is None:
+            return None
         restores = self._planner.restores
         if not restores and self.ledger is not None and not self._planner.branches:
             found = [e.manifest for e in self.ledger.restorable() if e.manifest]

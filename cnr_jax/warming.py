@@ -28,6 +28,9 @@ class Warmth:
     Args:
         tables: that are saved.
         options: of the run.
+
+    Attributes:
+        widths: of codes for which all is compiled.
     """
 
     def __init__(self, tables: Tables, options: Options) -> None:
