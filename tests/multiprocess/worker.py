@@ -242,8 +242,9 @@ def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> s
     return f"back to back {saved}"
 
 
-def save_in_few_bits(run: Run, root: Path) -> list[str]:
-    """Saves, restores and saves, while the processes expect different numbers of restores."""
+def save_in_few_bits(root: Path) -> list[str]:
+    """A run that is restored, while its processes expect different numbers of restores."""
+    run = Run()
     options = cnr.Options(
         codec="asymmetric",
         bits="auto",
@@ -253,15 +254,16 @@ def save_in_few_bits(run: Run, root: Path) -> list[str]:
     )
     lines = []
     with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
-        state, touched = run.state, run.touched
         for step in range(2):
-            assert manager.save(step, args=cnr.args.Save(state, touched))
+            run.train(step)
+            assert manager.save(step, args=cnr.args.Save(run.state, run.touched))
             manager.wait_until_finished()
             assert manager.latest_step() == step
             report = manager.last_report
             assert report is not None
             lines.append(f"{report.kind} {report.restores} {report.auto_bits}")
-            state, touched = manager.restore(step, args=cnr.args.Restore(state))
+            args = cnr.args.Restore(run.state)
+            run.state, run.touched = manager.restore(step, args=args)
     return lines
 
 
@@ -407,7 +409,7 @@ def main() -> None:
             assert manager.save(args.stop, args=cnr.args.Save(run.state, run.touched))
         manager.wait_until_finished()
         if args.few_bits:
-            lines += save_in_few_bits(run, args.few_bits)
+            lines += save_in_few_bits(args.few_bits)
         lines.append(f"latest {manager.latest_step()}")
         if args.faults or args.until_preempted:
             truth = run.values()
