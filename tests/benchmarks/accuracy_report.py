@@ -1,0 +1,202 @@
+"""Figures of `accuracy.py`: all runs in a file, their differences, tables and marks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measures import machine
+from paired import Interval, degradation_percent, interval
+from results import print_mark, print_table
+
+# Check-N-Run's widths: each for at most so many restores; 8 bits "tolerate 100 and more".
+AUTO_BITS = {1: 2, 3: 3, 20: 4, 100: 8}
+# Percent; the paper's, and this project's where noise does not hide it.
+MARK = 0.01
+# Restores of a table stored exactly, which must change nothing.
+EXACT_RESTORES = 3
+METRICS = tuple(itertools.product(("held_out", "lifetime"), ("auc", "log_loss")))
+NAMES = {
+    "held_out": "held-out flights",
+    "lifetime": "lifetime",
+    "auc": "AUC",
+    "log_loss": "log loss",
+}
+Run = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What all runs of a report have in common.
+
+    Attributes:
+        data: the data set, one of `trained_tables.NAMES`.
+        flights: how many are taken, from the first on.
+        held_out: how many of these, the last ones, are not trained on.
+        dim: columns of the table.
+        restores: numbers of restores of a run.
+        bits: widths of a code.
+    """
+
+    data: str = "flights-3m"
+    flights: int = 1_000_000
+    held_out: int = 100_000
+    dim: int = 16
+    restores: tuple[int, ...] = (1, 3, 10, 20, 100)
+    bits: tuple[int, ...] = (2, 3, 4, 8)
+
+    def as_json(self) -> Run:
+        """As JSON gives it back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def cases(self) -> Iterator[tuple[int | None, int]]:
+        """Bits (None: exact) and restores of all runs of a seed but the undisturbed one."""
+        yield None, EXACT_RESTORES
+        yield from itertools.product(self.bits, self.restores)
+
+
+class Report:
+    """Figures of all runs, in a file that is written after each.
+
+    Args:
+        path: of the file; None: none is written. One that exists is gone on with.
+        setting: of all runs.
+
+    Raises:
+        SystemExit: if the file's figures were taken otherwise.
+    """
+
+    def __init__(self, path: Path | None, setting: Setting) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {
+            "machine": machine(),
+            "setting": setting.as_json(),
+            "runs": [],
+        }
+        if path is not None and path.exists():
+            found = json.loads(path.read_text())
+            if found.get("setting") != setting.as_json():
+                raise SystemExit(
+                    f"{path} holds figures of another setting: {found.get('setting')}\n"
+                    f"  expected {setting.as_json()}\n  hint: name another file"
+                )
+            self.found = found
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs so far."""
+        return self.found["runs"]
+
+    def get(self, seed: int, bits: int | None, restores: int) -> Run | None:
+        """One run; None if it is not there yet."""
+        key = {"seed": seed, "bits": bits, "restores": restores}
+        return next((run for run in self.runs if key.items() <= run.items()), None)
+
+    def add(self, run: Run) -> None:
+        """Adds a run and writes all."""
+        self.runs.append(run)
+        if self._path is not None:
+            beside = self._path.with_name(self._path.name + ".tmp")
+            beside.write_text(json.dumps(self.found, indent=1) + "\n")
+            beside.replace(self._path)
+
+
+def changes(
+    runs: Sequence[Run], scope: str, metric: str
+) -> dict[tuple[int | None, int], Interval]:
+    """Degradation in percent by bits (None: exact) and restores, over the seeds.
+
+    Args:
+        runs: of a report.
+        scope: of the flights, "held_out" or "lifetime".
+        metric: "auc" or "log_loss".
+    """
+    before = {run["seed"]: run[scope][metric] for run in runs if not run["restores"]}
+    found: dict[tuple[int | None, int], list[float]] = {}
+    for run in runs:
+        if run["restores"]:
+            percent = degradation_percent(
+                metric, before[run["seed"]], run[scope][metric]
+            )
+            found.setdefault((run["bits"], run["restores"]), []).append(percent)
+    return {case: interval(values) for case, values in found.items()}
+
+
+def keeps(change: Interval) -> bool:
+    """Whether a degradation is at most `MARK`, or cannot be told from none."""
+    return change.mean <= MARK or change.low <= 0
+
+
+def present(runs: Sequence[Run], setting: Setting) -> None:
+    """Prints all figures."""
+    _print_seeds([run for run in runs if not run["restores"]])
+    for scope, metric in METRICS:
+        found = changes(runs, scope, metric)
+        rows = [
+            [
+                f"{bits} bits",
+                *(_cell(found.get((bits, restores))) for restores in setting.restores),
+            ]
+            for bits in setting.bits
+        ]
+        print_table(
+            f"{NAMES[scope]}, {NAMES[metric]}: percent worse than without restores, paired;"
+            " ! where it misses the mark",
+            ("restores", *map(str, setting.restores)),
+            rows,
+        )
+    print("\nBits as the expected restores ask for them: percent worse")
+    for (restores, bits), (scope, metric) in itertools.product(
+        AUTO_BITS.items(), METRICS
+    ):
+        change = changes(runs, scope, metric).get((bits, restores))
+        if change is not None:
+            label = f"{restores} restores, {bits} bits, {NAMES[scope]}, {NAMES[metric]}"
+            print(
+                f"  {'kept  ' if keeps(change) else 'MISSED'}  {label}: {_text(change)}"
+            )
+    exact = [changes(runs, *m).get((None, EXACT_RESTORES)) for m in METRICS]
+    worst = max((abs(c.mean) for c in exact if c is not None), default=float("nan"))
+    print_mark(
+        f"{EXACT_RESTORES} restores of exact tables: greatest change, percent", worst, 0
+    )
+
+
+def _cell(change: Interval | None) -> str:
+    if change is None:
+        return "-"
+    return f"{change.mean:+.4f} ± {change.margin:.4f}" + (
+        "  " if keeps(change) else " !"
+    )
+
+
+def _text(change: Interval) -> str:
+    resolved = "" if change.margin <= MARK else f"; too noisy to resolve {MARK} %"
+    return f"{change.mean:+.4f} ({change.low:+.4f} to {change.high:+.4f}){resolved}"
+
+
+def _print_seeds(runs: Sequence[Run]) -> None:
+    """What differs from seed to seed without any restore."""
+    rows = []
+    for scope, metric in METRICS:
+        values = [run[scope][metric] for run in runs]
+        mean = statistics.fmean(values)
+        deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+        rows.append(
+            [
+                f"{NAMES[scope]}, {NAMES[metric]}",
+                f"{mean:.5f}",
+                f"{deviation / mean:.4%}",
+                f"{(max(values) - min(values)) / mean:.4%}",
+            ]
+        )
+    print_table(
+        f"Without restores, {len(runs)} seeds",
+        ("metric", "mean", "standard deviation", "range"),
+        rows,
+    )
