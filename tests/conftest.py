@@ -12,6 +12,8 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 # Imports of jax must come after the flags above.
 import dataclasses  # noqa: E402
+import importlib  # noqa: E402
+import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -30,6 +32,7 @@ from cnr_jax.repository.step import read_manifest  # noqa: E402
 collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
 
 _ROWS = {"user": 64, "item": 32}
+_BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
 @jax.jit
@@ -162,3 +165,15 @@ def tiny_run(monkeypatch: pytest.MonkeyPatch) -> Any:
         return TinyRun(state=state, touched=touched, tables=tables, salt=salt)
 
     return make
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the benchmarks, as their scripts do."""
+    monkeypatch.syspath_prepend(str(_BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        if str(_BENCHMARKS) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]

