@@ -73,19 +73,19 @@ class Report:
 
     def __init__(self, path: Path | None, setting: Setting) -> None:
         self._path = path
-        self.found: dict[str, Any] = {
-            "machine": machine(),
-            "setting": setting.as_json(),
-            "runs": [],
-        }
         if path is not None and path.exists():
-            found = json.loads(path.read_text())
-            if found.get("setting") != setting.as_json():
+            self.found: dict[str, Any] = json.loads(path.read_text())
+            if self.found.get("setting") != setting.as_json():
                 raise SystemExit(
-                    f"{path} holds figures of another setting: {found.get('setting')}\n"
+                    f"{path} holds figures of another setting: {self.found.get('setting')}\n"
                     f"  expected {setting.as_json()}\n  hint: name another file"
                 )
-            self.found = found
+        else:
+            self.found = {
+                "machine": machine(),
+                "setting": setting.as_json(),
+                "runs": [],
+            }
 
     @property
     def runs(self) -> list[Run]:

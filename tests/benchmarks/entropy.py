@@ -22,11 +22,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import traces
 import trained_tables
@@ -35,7 +35,16 @@ from accuracy_report import Setting
 from measures import machine
 from results import print_table
 from saved_arrays import saved_delta
-from stages import LEAST_GAIN, LEAST_MB_PER_SEC, Staged, apply, entropy_bits, stages
+from staged_figures import (
+    Figure,
+    label,
+    print_passes,
+    print_staged,
+    staged_figure,
+    staged_figures,
+    together,
+)
+from stages import Staged, entropy_bits
 
 from cnr_jax.format.rowids import encode_rowids
 from cnr_jax.rows.codecs import Codec, make_codec
@@ -46,8 +55,6 @@ BITS = (2, 3, 4, 8)
 SCHEMES = ("asymmetric", "adaptive")
 # Beside codes: a float32 slot and, as at 26 % touched rows, a bitmap.
 OTHER_ROW_BYTES = 4 + 1 / 8 / 0.26
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-Figure = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,37 +120,17 @@ def codes(extent: Extent) -> tuple[list[Figure], list[Figure]]:
             codec = make_codec(scheme, bits)
             packed = encoded(codec, rows)["codes"]
             case = {"table": name, "dim": dim, "bits": bits}
-            part = packed.shape[1] / (
-                codec.row_bytes(dim, np.float32) + OTHER_ROW_BYTES
-            )
-            found = entropy_bits(np.asarray(unpack(packed, bits, dim)), bits)
+            row_bytes = codec.row_bytes(dim, np.float32) + OTHER_ROW_BYTES
+            part = packed.shape[1] / row_bytes
+            each = np.asarray(unpack(jnp.asarray(packed), bits, dim))
+            found = entropy_bits(each, bits)
             figures.append({**case, "scheme": scheme, "entropy": found, "part": part})
             if scheme == "adaptive":
-                staged += _staged(case, packed, part, extent.turns)
+                whole_bytes = len(packed) * row_bytes
+                staged += staged_figures(case, packed, whole_bytes, extent.turns)
     _print_entropy(figures)
-    _print_staged("Stages on packed codes of the default codec", staged)
+    print_staged("Stages on packed codes of the default codec", staged)
     return figures, staged
-
-
-def _staged(case: Figure, values: np.ndarray, part: float, turns: int) -> list[Figure]:
-    """All stages on an array, which is `part` of all bytes."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    flat = flat.view(UNSIGNED[flat.dtype.itemsize])
-    found: list[Figure] = []
-    for name, stage in stages(flat.dtype.itemsize).items():
-        result = apply(stage, flat, turns)
-        found.append(
-            {
-                **case,
-                "stage": name,
-                "bytes": flat.nbytes,
-                "part": part,
-                **dataclasses.asdict(result),
-                "gain": result.gain(part),
-                "passes": result.pays(part),
-            }
-        )
-    return found
 
 
 def _print_entropy(figures: list[Figure]) -> None:
@@ -163,40 +150,6 @@ def _print_entropy(figures: list[Figure]) -> None:
     )
 
 
-def _label(figure: Figure) -> str:
-    shown = {"dim": "dim {}", "bits": "{} bits", "saves": "{} saves"}
-    return ", ".join(
-        shown.get(key, "{}").format(value)
-        for key, value in figure.items()
-        if key in ("table", "trace", "dim", "bits", "saves", "array", "form", "stage")
-    )
-
-
-def _print_staged(title: str, figures: list[Figure]) -> None:
-    rows = [
-        [
-            _label(f),
-            f"{f['part']:.1%}",
-            f"{f['share']:.3f}",
-            f"{f['gain']:.1%}",
-            f"{f['encode_mb_per_sec']:.0f}",
-            f"{f['decode_mb_per_sec']:.0f}",
-            "passes" if f["passes"] else "-",
-        ]
-        for f in figures
-    ]
-    header = (
-        "bytes",
-        "of all",
-        "left",
-        "gain of all",
-        "encode, MB/s",
-        "decode, MB/s",
-        f"{LEAST_GAIN:.0%} at {LEAST_MB_PER_SEC:.0f}",
-    )
-    print_table(f"{title}; MB/s of bytes before it, on one core", header, rows)
-
-
 def deltas(extent: Extent) -> list[Figure]:
     """Stages on every array of a real delta, and on all of them together."""
     figures: list[Figure] = []
@@ -207,73 +160,49 @@ def deltas(extent: Extent) -> list[Figure]:
         case = {"table": setting.data, "dim": setting.dim, "bits": bits}
         found: list[Figure] = []
         for name, values in arrays.items():
-            part = values.nbytes / total
-            found += _staged({**case, "array": name}, values, part, extent.turns)
-        figures += found + _together(case, found)
-    _print_staged("Stages on the arrays of a real delta", figures)
+            found += staged_figures(
+                {**case, "array": name}, values, total, extent.turns
+            )
+        figures += found + together(case, found, total)
+    print_staged("Stages on the arrays of a real delta", figures)
     return figures
-
-
-def _together(case: Figure, arrays: list[Figure]) -> list[Figure]:
-    """Each stage on every array: sums of bytes and seconds; only where it is on all."""
-    by_stage: dict[str, list[Figure]] = collections.defaultdict(list)
-    for figure in arrays:
-        by_stage[figure["stage"]].append(figure)
-    names = {figure["array"] for figure in arrays}
-    found: list[Figure] = []
-    for stage, each in by_stage.items():
-        if len(each) < len(names):
-            continue
-        size = sum(f["bytes"] for f in each)
-        rates = {
-            what: size / sum(f["bytes"] / f[what] for f in each)
-            for what in ("encode_mb_per_sec", "decode_mb_per_sec")
-        }
-        part = sum(f["part"] for f in each)
-        result = Staged(sum(f["bytes"] * f["share"] for f in each) / size, **rates)
-        found.append(
-            {
-                **case,
-                "array": "all",
-                "stage": stage,
-                "bytes": size,
-                "part": part,
-                **dataclasses.asdict(result),
-                "gain": result.gain(part),
-                "passes": result.pays(part),
-            }
-        )
-    return found
 
 
 def row_ids(extent: Extent) -> list[Figure]:
     """Stages on the row ids of a trace's deltas since the save before, in every form.
 
     All tables of a window, and all windows but the first, one after the other: as an array of
-    a save holds them.
+    a save holds them. What counts as gained is against the form that is stored today.
     """
     folder = traces.data_folder(extent.data)
     figures: list[Figure] = []
-    row_bytes = traces.ByteModel().row_bytes
     for name, saves in extent.traced():
-        trace = traces.load(name, folder)
-        forms: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-        count = 0
-        for window in itertools.islice(trace.windows(saves), 1, None):
-            for table, rows in enumerate(trace.rows):
-                ids = np.unique(window[:, table])
-                count += len(ids)
-                for form, stored in id_forms(ids, rows).items():
-                    forms[form].append(stored)
-        smallest = sum(part.nbytes for part in forms["stored"])
-        for form, parts in forms.items():
-            values = np.concatenate(parts)
-            case = {"trace": name, "saves": saves, "form": form}
-            part = values.nbytes / (count * row_bytes + smallest)
-            found = _staged(case, values, part, extent.turns)
-            figures += [{**figure, "rows": count} for figure in found]
+        forms, count = _ids_of(traces.load(name, folder), saves)
+        stored = forms["stored"].nbytes
+        total = count * traces.ByteModel().row_bytes + stored
+        for form, values in forms.items():
+            case = {"trace": name, "saves": saves, "form": form, "rows": count}
+            for figure in staged_figures(case, values, total, extent.turns):
+                staged = Staged(*(figure[f.name] for f in dataclasses.fields(Staged)))
+                saved = stored - values.nbytes * staged.share
+                figures.append(
+                    staged_figure(figure, values.nbytes, total, staged, saved)
+                )
     _print_row_ids(figures)
     return figures
+
+
+def _ids_of(trace: traces.Trace, saves: int) -> tuple[dict[str, np.ndarray], int]:
+    """Row ids of all deltas of a trace in every form, and how many they are."""
+    forms: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    count = 0
+    for window in itertools.islice(trace.windows(saves), 1, None):
+        for table, rows in enumerate(trace.rows):
+            ids = np.unique(window[:, table])
+            count += len(ids)
+            for form, stored in id_forms(ids, rows).items():
+                forms[form].append(stored)
+    return {form: np.concatenate(parts) for form, parts in forms.items()}, count
 
 
 def id_forms(ids: np.ndarray, rows: int) -> dict[str, np.ndarray]:
@@ -295,27 +224,17 @@ def id_forms(ids: np.ndarray, rows: int) -> dict[str, np.ndarray]:
 
 
 def _print_row_ids(figures: list[Figure]) -> None:
-    """Bytes a row before and after, and the gain of all bytes against the stored form."""
-    stored = {
-        (f["trace"], f["saves"]): f["bytes"] / f["rows"]
+    rows = [
+        [
+            label(f),
+            f"{f['bytes'] / f['rows']:.3f}",
+            f"{f['bytes'] * f['share'] / f['rows']:.3f}",
+            f"{f['gain']:+.2%}",
+            f"{f['encode_mb_per_sec']:.0f}",
+            f"{f['decode_mb_per_sec']:.0f}",
+        ]
         for f in figures
-        if f["form"] == "stored"
-    }
-    row_bytes = traces.ByteModel().row_bytes
-    rows = []
-    for f in figures:
-        before = stored[f["trace"], f["saves"]]
-        after = f["bytes"] * f["share"] / f["rows"]
-        rows.append(
-            [
-                _label(f),
-                f"{f['bytes'] / f['rows']:.3f}",
-                f"{after:.3f}",
-                f"{(before - after) / (row_bytes + before):+.2%}",
-                f"{f['encode_mb_per_sec']:.0f}",
-                f"{f['decode_mb_per_sec']:.0f}",
-            ]
-        )
+    ]
     header = (
         "row ids",
         "bytes a row",
@@ -327,21 +246,6 @@ def _print_row_ids(figures: list[Figure]) -> None:
     print_table(
         "Stages on row ids; gain against the stored form, dim 64, 4 bits", header, rows
     )
-
-
-def _print_passes(figures: list[Figure]) -> None:
-    """In how many cases each stage passes."""
-    print(
-        f"\nGains of at least {LEAST_GAIN:.0%} of a delta at over"
-        f" {LEAST_MB_PER_SEC:.0f} MB/s on one core, both ways"
-    )
-    counted: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
-    for figure in figures:
-        what = figure.get("array") or figure.get("form") or "packed codes"
-        counted[what, figure["stage"]].append(figure["passes"])
-    for (what, stage), passes in counted.items():
-        verdict = "passes" if any(passes) else "not   "
-        print(f"  {verdict}  {what}, {stage}: {sum(passes)} of {len(passes)} cases")
 
 
 def main() -> None:
@@ -363,7 +267,7 @@ def main() -> None:
             "deltas": deltas(extent),
             "row_ids": row_ids(extent),
         }
-    _print_passes(found["codes"] + found["deltas"] + found["row_ids"])
+    print_passes(found["codes"] + found["deltas"] + found["row_ids"])
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

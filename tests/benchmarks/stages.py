@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,10 +55,10 @@ class Staged:
         """Share of a whole that is gained, of which these bytes are `part`."""
         return (1 - self.share) * part
 
-    def pays(self, part: float) -> bool:
-        """Whether it gains enough of the whole, fast enough both ways."""
+    def pays(self, gain: float) -> bool:
+        """Whether a gain of the whole is enough, and came fast enough both ways."""
         rate = min(self.encode_mb_per_sec, self.decode_mb_per_sec)
-        return self.gain(part) >= LEAST_GAIN and rate > LEAST_MB_PER_SEC
+        return gain >= LEAST_GAIN and rate > LEAST_MB_PER_SEC
 
 
 def apply(stage: Stage, values: np.ndarray, turns: int) -> Staged:
@@ -77,6 +76,7 @@ def apply(stage: Stage, values: np.ndarray, turns: int) -> Staged:
         RuntimeError: if other values come back.
     """
     times: list[tuple[float, float]] = []
+    size = 0
     for _ in range(turns):
         store = _store(stage, values)
         start = time.process_time()
@@ -86,14 +86,20 @@ def apply(stage: Stage, values: np.ndarray, turns: int) -> Staged:
         times.append((middle - start, time.process_time() - middle))
         if not np.array_equal(back.view(np.uint8), values.view(np.uint8)):
             raise RuntimeError(f"{stage} does not give back what it was given")
-    kept = store.kvstore
-    stored = [key for key in kept.list().result() if key.startswith(b"c")]
-    size = sum(len(kept.read(key).result().value) for key in stored)
+        size = _stored_bytes(store)
     rates = (
         values.nbytes / 1e6 / statistics.median(secs)
         for secs in zip(*times, strict=True)
     )
     return Staged(size / values.nbytes, *rates)
+
+
+def _stored_bytes(store: ts.TensorStore) -> int:
+    """Bytes of its chunk."""
+    kept = store.kvstore
+    assert kept is not None
+    chunks = [key for key in kept.list().result() if key.startswith(b"c")]
+    return sum(len(kept.read(key).result().value) for key in chunks)
 
 
 def _store(stage: Stage, values: np.ndarray) -> ts.TensorStore:
@@ -125,8 +131,3 @@ def entropy_bits(codes: np.ndarray, bits: int) -> float:
     counts = np.bincount(codes.ravel(), minlength=1 << bits)
     shares = counts[counts > 0] / codes.size
     return float(-(shares * np.log2(shares)).sum()) + 0.0
-
-
-def whole(parts: Sequence[np.ndarray]) -> int:
-    """Bytes of all parts."""
-    return sum(part.nbytes for part in parts)
