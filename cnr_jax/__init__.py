@@ -33,6 +33,7 @@ from cnr_jax.table import Tables as Tables
 from cnr_jax.table import TableSpec as TableSpec
 from cnr_jax.tables import find_tables as find_tables
 from cnr_jax.telemetry import SaveReport as SaveReport
+from cnr_jax.tuning import tune as tune
 
 __all__ = [
     "CheckpointManager",
@@ -62,5 +63,6 @@ __all__ = [
     "optim",
     "record",
     "reset_touched",
+    "tune",
     "verify",
 ]

@@ -40,6 +40,7 @@ TABLE = {
     "telemetry": ("errors", "jax"),
     "repository": (BELOW_REPOSITORY, "numpy jax tensorstore"),
     "options": (BELOW_REPOSITORY, "numpy jax"),
+    "tuning": (f"{BELOW_ROWS} rows options", "numpy jax"),
     "capture": (BELOW_HANDLER, "numpy jax"),
     "audit": (BELOW_HANDLER, "numpy jax"),
     "tracking": (f"{BELOW_HANDLER} capture audit", "numpy jax"),
@@ -81,7 +82,7 @@ TABLE = {
         " fallback verdicts",
         "numpy jax flax orbax etils",
     ),
-    "facade": (f"{BELOW_HANDLER} handler args registry manager optim", ""),
+    "facade": (f"{BELOW_HANDLER} handler args registry manager optim tuning", ""),
     "simulate": ("errors format policy", "numpy"),
     "testing": (
         f"{BELOW_HANDLER} handler args manager facade simulate",

@@ -35,6 +35,7 @@ PUBLIC = {
     "optim",
     "record",
     "reset_touched",
+    "tune",
     "verify",
 }
 
