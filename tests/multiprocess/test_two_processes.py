@@ -149,7 +149,8 @@ def twin(
 ) -> Iterator[tuple[Path, list[list[str]]]]:
     """The run that nothing interrupts; at its end it also tries saves that must fail."""
     out = tmp_path_factory.mktemp("twin")
-    lines = run(2, out / "root", out / "twin", "--stop", STEPS - 1, "--bad-saves")
+    also = ("--bad-saves", "--tune")
+    lines = run(2, out / "root", out / "twin", "--stop", STEPS - 1, *also)
     yield out, lines
 
 
@@ -171,6 +172,18 @@ def test_two_processes_write_deltas_together(
         assert (item / "rows.p00001").is_dir()
         assert manifest.totals.rows == (2 * 17 if step else 512 + 128)
     assert_same(values(out / "twin", 1), values(out / "twin", 0))
+
+
+def test_two_processes_tune_as_one_does(
+    twin: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    out, _ = twin
+    run(1, tmp_path / "root", tmp_path / "one", "--stop", 0, "--tune")
+    want = (tmp_path / "one.0.tuned").read_text()
+    assert "'user': Asymmetric(bits=2, refits=" in want
+    assert "on 512 of 512 rows; errors as shares of it: refits 0: 1." in want
+    for process in range(2):
+        assert (out / f"twin.{process}.tuned").read_text() == want
 
 
 def test_states_that_differ_between_processes_are_refused_alike_on_all(

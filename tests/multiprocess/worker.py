@@ -11,6 +11,7 @@ import argparse
 import errno
 import faulthandler
 import itertools
+import logging
 import os
 import signal
 import time
@@ -330,6 +331,18 @@ def try_bad_restore(manager: cnr.CheckpointManager, run: Run) -> str:
     return refused(lambda: manager.restore(None, args=cnr.args.Restore(wrong)))
 
 
+def tuned(run: Run) -> str:
+    """What all processes tune together, and what each of them logs about it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("cnr_jax.tuning")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    options = cnr.tune(run.state, run.tables, cnr.Options(bits=2))
+    return "\n".join([*said, str({k: v.codec for k, v in options.tables.items()})])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--process", type=int, default=0)
@@ -346,6 +359,7 @@ def main() -> None:
     parser.add_argument("--bad-saves", action="store_true")
     parser.add_argument("--bad-restore", action="store_true")
     parser.add_argument("--few-bits", type=Path)
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--faults")
     parser.add_argument("--until-preempted", action="store_true")
     parser.add_argument("--timeout-secs", type=float, default=60.0)
@@ -367,6 +381,8 @@ def main() -> None:
         timeout_secs=args.timeout_secs,
         preservation_policy=keep,
     )
+    if args.tune:
+        Path(f"{args.out}.{args.process}.tuned").write_text(tuned(run))
     interval = 1000 if args.until_preempted else 1
     lines: list[str] = []
     with cnr.CheckpointManager(

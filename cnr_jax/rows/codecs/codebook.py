@@ -145,9 +145,7 @@ class SharedCodebook(grids.OnGrid):
         grid = given.grid
         if self.refits:
             step = (given.high - given.low) / count
-            grid = refit(
-                given.x, grid, [], step, self.refits, self._book, self._metadata
-            )
+            grid = refit(given, [], step, self.refits, self._book, self._metadata)
         factor, shift = grids.placing(grid, self._book)
         place = given.x * factor[:, None] + shift[:, None]
         place = jnp.where(given.held[:, None], place, 0.0)
@@ -181,6 +179,11 @@ class _Book:
 
     levels: tuple[float, ...]
     middle: float = 0.0
+
+    @property
+    def last(self) -> int:
+        """See `Levels`."""
+        return len(self.levels) - 1
 
     def index(self, place: jax.Array) -> jax.Array:
         """Returns the number of the level nearest to a place in steps."""

@@ -1,11 +1,10 @@
-"""What every quantizer asks of its rows: their dtype, and whether they are finite."""
+"""The dtypes that quantizers take, and rounding to them."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -26,21 +25,6 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
             "  hint: use the codec 'raw' for other dtypes."
         )
     return dtype
-
-
-def magnitude_bits(rows: jax.Array) -> tuple[jax.Array, float]:
-    """Returns the bits of |element| as float32 numbers, and those of infinity.
-
-    Bits, not values: denormals compare equal to zero where they are flushed, and whether a
-    maximum propagates NaN is the compiler's choice. As float32 numbers, whose maximum XLA's
-    CPU backend vectorises, unlike that of integers. The conversion is monotonic, and exact
-    for the bits of zero and of infinity; what it rounds up to infinity are the 64 largest
-    finite float32 numbers.
-    """
-    integer = np.dtype(f"int{8 * rows.dtype.itemsize}")
-    infinity = float(np.array(np.inf, rows.dtype).view(integer))
-    bits = lax.bitcast_convert_type(rows, integer) & np.iinfo(integer).max
-    return bits.astype(jnp.float32), infinity
 
 
 def rounded_to(x: jax.Array, dtype: np.dtype) -> jax.Array:

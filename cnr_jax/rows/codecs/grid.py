@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of
-from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
+from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
@@ -179,6 +179,7 @@ class Ranged(NamedTuple):
     Attributes:
         x: float32[rows, dim].
         low, high: least and greatest element, [rows].
+        total: sum of the elements, [rows].
         grid: from the one to the other.
         held: whether that grid is within its limits and the row finite, [rows].
         zero: whether all elements are zeros, [rows].
@@ -187,6 +188,7 @@ class Ranged(NamedTuple):
     x: jax.Array
     low: jax.Array
     high: jax.Array
+    total: jax.Array
     grid: Grid
     held: jax.Array
     zero: jax.Array
@@ -195,12 +197,10 @@ class Ranged(NamedTuple):
 def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
     """Returns rows with the grid over the range of each."""
     check_dtype(rows.dtype)
-    x = rows.astype(jnp.float32)
-    magnitudes, infinity = magnitude_bits(rows)
-    low, high, magnitude = extremes(x, magnitudes)
+    low, high, total, finite, zero = extremes(rows)
     grid = metadata.between(low, high, levels)
-    held = metadata.usable(grid) & (magnitude < infinity)
-    return Ranged(x, low, high, grid, held, magnitude == 0)
+    held = metadata.usable(grid) & finite
+    return Ranged(rows.astype(jnp.float32), low, high, total, grid, held, zero)
 
 
 def encode(given: Ranged, grid: Grid, bits: int, metadata: Metadata) -> Encoded:
@@ -254,6 +254,11 @@ class Levels(Protocol):
     """What codes stand for, on the way from elements to codes."""
 
     @property
+    def last(self) -> int:
+        """The greatest code."""
+        ...
+
+    @property
     def middle(self) -> float:
         """Value of the middle of all levels, in steps."""
         ...
@@ -288,11 +293,7 @@ def placing(grid: Grid, levels: Levels) -> tuple[jax.Array, jax.Array]:
 
 
 def squared_errors(
-    x: jax.Array,
-    candidates: Sequence[Grid],
-    dim: int,
-    levels: Levels,
-    *others: jax.Array,
+    x: jax.Array, candidates: Sequence[Grid], dim: int, levels: Levels
 ) -> Sequence[jax.Array]:
     """Returns the squared error of each row on each grid, in its scales, [rows].
 
@@ -301,11 +302,10 @@ def squared_errors(
         candidates: [rows] each. Two at a time: so many sums stay in registers.
         dim: columns that count.
         levels: what codes stand for.
-        others: terms that are summed in the same pass, after those of the candidates.
     """
     terms: list[jax.Array] = []
     for grid in candidates:
         factor, shift = placing(grid, levels)
         place = x * factor[:, None] + shift[:, None]
         terms.append(jnp.square(place - levels.nearest(place)))
-    return sums(dim, *terms, *others)
+    return sums(dim, *terms)

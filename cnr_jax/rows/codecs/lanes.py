@@ -9,6 +9,7 @@ four sums; more no longer fit into registers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +34,62 @@ def sums(dim: int, *terms: jax.Array) -> Terms:
         terms: [rows, width], all finite in those columns. One that is summed alone is
             slower than two.
     """
-    width = terms[0].shape[1]
-    if width > dim:
-        weight = (np.arange(width) < dim).astype(np.float32)[None, :]
-        terms = tuple(term * weight for term in terms)
     zeros = (0.0,) * len(terms)
     return _reduce(
-        terms, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)]
+        _weighted(dim, *terms),
+        zeros,
+        lambda a, b: [p + q for p, q in zip(a, b, strict=True)],
     )
 
 
-def extremes(rows: jax.Array, magnitude: jax.Array) -> Terms:
-    """Returns least and greatest element of each row, and its greatest magnitude, [rows].
+class Extremes(NamedTuple):
+    """What one pass says of each row, [rows].
 
-    Args:
-        rows: float32[rows, dim]; of a row with NaN the extremes are of no meaning.
-        magnitude: of each element, not NaN and at least 0.
+    Attributes:
+        low, high: least and greatest element; of a row that is not finite of no meaning.
+        total: the sum.
+        finite: False also where the sum is not, though all elements are.
+        zero: whether all elements are zeros; denormals are none.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    total: jax.Array
+    finite: jax.Array
+    zero: jax.Array
+
+
+def extremes(rows: jax.Array) -> Extremes:
+    """Returns range and sum of each row of float[rows, dim].
+
+    That a row is finite is read off its sum: whether extremes pass NaN on is the compiler's
+    choice. That it is zero is read off its bits, as where denormals are flushed they compare
+    equal to zero.
     """
 
     def meet(a: Terms, b: Terms) -> Terms:
         # Not `lax.min`, which passes NaN on at twice the cost.
         low = jnp.where(a[0] < b[0], a[0], b[0])
-        high, most = (jnp.where(p > q, p, q) for p, q in zip(a[1:], b[1:], strict=True))
-        return [low, high, most]
+        high = jnp.where(a[1] > b[1], a[1], b[1])
+        return [low, high, a[2] + b[2], a[3] | b[3]]
 
-    fill = ((0, 0), (0, -rows.shape[1] % LANES))
-    rows, magnitude = (jnp.pad(part, fill, mode="edge") for part in (rows, magnitude))
-    return _reduce([rows, rows, magnitude], (np.inf, -np.inf, 0.0), meet)
+    width = rows.shape[1]
+    bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
+    fill = ((0, 0), (0, -width % LANES))
+    x, bits = (jnp.pad(a, fill, mode="edge") for a in (rows.astype(jnp.float32), bits))
+    terms = [x, x, *_weighted(width, x), bits]
+    low, high, total, bits = _reduce(terms, (np.inf, -np.inf, 0, 0), meet)
+    # What is shifted out is the sign.
+    return Extremes(low, high, total, jnp.isfinite(total), (bits << 1) == 0)
+
+
+def _weighted(dim: int, *terms: jax.Array) -> Terms:
+    """Returns terms with zeros in the columns that `in_lanes` added."""
+    width = terms[0].shape[1]
+    if width == dim:
+        return terms
+    weight = (np.arange(width) < dim).astype(np.float32)[None, :]
+    return tuple(term * weight for term in terms)
 
 
 def _reduce(
@@ -68,7 +98,9 @@ def _reduce(
     """Reduces each term over each row, in one loop over lanes and one within them."""
     rows, width = terms[0].shape
     lanes = [term.reshape(rows, width // LANES, LANES) for term in terms]
-    first = tuple(np.float32(value) for value in start)
+    first = tuple(
+        np.array(value, term.dtype) for value, term in zip(start, terms, strict=True)
+    )
 
     def combine(a: Terms, b: Terms) -> tuple[jax.Array, ...]:
         return tuple(meet(a, b))

@@ -2,16 +2,16 @@
 
 With the codes of a row fixed, the scale and offset of least squared error have a closed
 form; coded anew for them, the error can only fall further. That ends in the nearest of
-many local minima, so the search starts from the best of several grids, and moves past
-the solution (`_OVERSHOOT`). Each round is one pass over the rows and judges two grids:
-the one they were coded for, and the solution for these codes, whose error follows from
-the sums. The best one of all is kept.
+many local minima, so the search starts from several grids, goes on from the one whose
+solution is best, and moves past the solution (`_OVERSHOOT`). Each start and each round is
+one pass over the rows. What is judged is the solution for the codes, whose error follows
+from the sums; the best one of all is kept, the grid over the whole range included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from cnr_jax.rows.codecs.grid import (
     Judged,
     Levels,
     Metadata,
+    Ranged,
     placing,
-    squared_errors,
 )
 from cnr_jax.rows.codecs.lanes import in_lanes, sums
 
@@ -35,14 +35,20 @@ _OVERSHOOT = 2.0
 # past zero.
 _FARTHEST = (0.6, 1.6)
 
+# Up to which a row's error is told as a difference of sums, which saves a term of each pass:
+# of more levels or columns it would be too small a part of them.
+_MOST_LEVELS = 16
+_MOST_COLUMNS = 512
+
+_T = TypeVar("_T")
+
 # Of the spread of codes: two that are one apart give 1/2, two levels of a codebook less.
 # One code throughout leaves the slope open.
 _LEAST_SPREAD = 1e-3
 
 
 def refit(
-    x: jax.Array,
-    first: Grid,
+    given: Ranged,
     starts: Sequence[Grid],
     step: jax.Array,
     rounds: int,
@@ -51,52 +57,64 @@ def refit(
 ) -> Grid:
     """Returns the grid of least squared error among those the search meets.
 
-    A loop rather than copies of its body: compiling takes a third of the time.
-
     Args:
-        x: float32[rows, dim].
-        first: grid from the least to the greatest element, [rows] each.
-        starts: others from which the search may start.
+        given: the rows, with the grid over the whole range of each.
+        starts: from which the search starts, [rows] each; none: from that grid.
         step: an unrounded scale of the rows, [rows]; errors are compared in it.
-        rounds: passes over the rows.
+        rounds: at least 1, of which the starts are the first.
         levels: what codes stand for.
         metadata: how scale and offset are stored.
     """
-    dim = x.shape[1]
-    x = in_lanes(x)
-    best, total = _best_of([first, *starts], x, dim, step, levels, metadata)
+    dim = given.x.shape[1]
+    x = in_lanes(given.x)
+    starts = list(starts) or [given.grid]
+    unit = jnp.square(given.grid.scale / step)
 
-    def improve(_: int, carry: tuple[Judged, Grid]) -> tuple[Judged, Grid]:
-        best, grid = carry
-        found = _sums(x, total, grid, dim, levels)
-        unit = jnp.square(grid.scale / step)
-        best = best.or_better(Judged(found.ee * unit, grid), metadata)
+    def tried(grid: Grid, found: _Sums) -> tuple[Judged, Judged]:
+        """The solution for the codes of a grid, and where to go on from there."""
         solved = _moved(grid, found, 1.0, dim, levels, metadata)
         error = _error_at(solved, grid, found, dim, levels)
-        best = best.or_better(Judged(error * unit, solved), metadata)
-        return best, _moved(grid, found, _OVERSHOOT, dim, levels, metadata)
+        error *= jnp.square(grid.scale / step)
+        beyond = _moved(grid, found, _OVERSHOOT, dim, levels, metadata)
+        return Judged(error, solved), Judged(error, beyond)
 
-    return lax.fori_loop(0, rounds, improve, (best, best.grid))[0].grid
+    error, whole, found = _first_sums(x, given.grid, starts[0], dim, levels)
+    solved, ahead = tried(starts[0], found)
+    best = Judged(error * unit, given.grid).or_better(solved, metadata)
+    others = jax.tree.map(lambda *each: jnp.stack(each), *starts)
+
+    def improve(i: jax.Array, carry: tuple[Judged, Judged]) -> tuple[Judged, Judged]:
+        best, ahead = carry
+        starting = i < len(starts)
+        start = jax.tree.map(lambda a: a[jnp.minimum(i, len(starts) - 1)], others)
+        grid = _where(starting, start, ahead.grid)
+        solved, beyond = tried(grid, _sums(x, whole, grid, dim, levels))
+        behind = starting & ~(beyond.error < ahead.error)
+        return best.or_better(solved, metadata), _where(behind, ahead, beyond)
+
+    # A loop rather than copies of its body: compiling takes a third of the time.
+    passes = len(starts) + rounds - 1
+    return lax.fori_loop(1, passes, improve, (best, ahead))[0].grid
 
 
-def _best_of(
-    grids: Sequence[Grid],
-    x: jax.Array,
-    dim: int,
-    step: jax.Array,
-    levels: Levels,
-    metadata: Metadata,
-) -> tuple[Judged, jax.Array]:
-    """Returns the best of some grids [rows], and the sum over each row."""
-    best = Judged(jnp.full_like(step, jnp.inf), grids[0])
-    total = jnp.zeros_like(step)
-    for pair in (grids[i : i + 2] for i in range(0, len(grids), 2)):
-        # The sum stands in for the other grid of a pair, which is faster than one alone.
-        *errors, total = squared_errors(x, pair, dim, levels, x)
-        for error, grid in zip(errors, pair, strict=True):
-            unit = jnp.square(grid.scale / step)
-            best = best.or_better(Judged(error * unit, grid), metadata)
-    return best, total
+def _where(condition: jax.Array, a: _T, b: _T) -> _T:
+    return jax.tree.map(lambda p, q: jnp.where(condition, p, q), a, b)
+
+
+class _Places(NamedTuple):
+    """Places of elements on a grid: sums of them and of their squares, [rows]."""
+
+    grid: Grid
+    p: jax.Array
+    pp: jax.Array
+
+    def on(self, grid: Grid, dim: int, levels: Levels) -> tuple[jax.Array, jax.Array]:
+        """Returns both sums of the places on another grid."""
+        ratio = self.grid.scale / grid.scale
+        move = levels.middle - grid.offset
+        move -= ratio * (levels.middle - self.grid.offset)
+        p = ratio * self.p + dim * move
+        return p, ratio * (ratio * self.pp + move * self.p) + move * p
 
 
 class _Sums(NamedTuple):
@@ -109,16 +127,46 @@ class _Sums(NamedTuple):
     cc: jax.Array
 
 
-def _sums(
-    x: jax.Array, total: jax.Array, grid: Grid, dim: int, levels: Levels
-) -> _Sums:
+def _first_sums(
+    x: jax.Array, whole: Grid, grid: Grid, dim: int, levels: Levels
+) -> tuple[jax.Array, _Places, _Sums]:
+    """Returns of one pass the squared error and the places on one grid, sums for another."""
+    factor, shift = placing(whole, levels)
+    u = x * factor[:, None] + shift[:, None]
+    terms = _terms(x, grid, levels)
+    error, p, pp, *found = sums(
+        dim, jnp.square(u - levels.nearest(u)), u, u * u, *terms
+    )
+    places = _Places(whole, p, pp)
+    return error, places, _of_terms(found, places, grid, dim, levels)
+
+
+def _sums(x: jax.Array, places: _Places, grid: Grid, dim: int, levels: Levels) -> _Sums:
+    found = sums(dim, *_terms(x, grid, levels))
+    return _of_terms(found, places, grid, dim, levels)
+
+
+def _terms(x: jax.Array, grid: Grid, levels: Levels) -> list[jax.Array]:
+    """Returns what a pass has to sum; the rest follows from the places on any grid."""
     factor, shift = placing(grid, levels)
     place = x * factor[:, None] + shift[:, None]
     c = levels.nearest(place)
-    e = place - c
-    ee, ec, c, cc = sums(dim, e * e, e * c, c, c * c)
-    # Places sum to what the row's sum says: one sum less in the loop.
-    return _Sums(factor * total + dim * shift - c, ee, ec, c, cc)
+    exact = [jnp.square(place - c)] if _is_fine(x.shape[1], levels) else []
+    return [place * c, c, c * c, *exact]
+
+
+def _is_fine(dim: int, levels: Levels) -> bool:
+    """Whether squared errors are too small a part of squared places to be a difference."""
+    return levels.last >= _MOST_LEVELS or dim > _MOST_COLUMNS
+
+
+def _of_terms(
+    found: Sequence[jax.Array], places: _Places, grid: Grid, dim: int, levels: Levels
+) -> _Sums:
+    pc, c, cc, *exact = found
+    p, pp = places.on(grid, dim, levels)
+    ee = exact[0] if exact else pp - 2.0 * pc + cc
+    return _Sums(p - c, ee, pc - cc, c, cc)
 
 
 def _moved(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
-from cnr_jax.rows.codecs.floats import check_dtype, magnitude_bits, rounded_to
+from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes
 
 
@@ -87,14 +87,13 @@ class Symmetric(grids.OnGrid):
         """
         check_dtype(rows.dtype)
         x = rows.astype(jnp.float32)
-        magnitudes, infinity = magnitude_bits(rows)
-        low, high, magnitude = extremes(x, magnitudes)
+        low, high, total, finite, zero = extremes(rows)
         far = jnp.maximum(-low, high)
         # Halves: twice the largest magnitude may not be finite.
         scale = self._metadata.round_scale(far / (0.5 * (2**self.bits - 1)))
         grid = grids.Grid(scale, jnp.zeros_like(scale))
-        held = self._metadata.usable(grid) & (magnitude < infinity)
-        given = grids.Ranged(x, -far, far, grid, held, magnitude == 0)
+        held = self._metadata.usable(grid) & finite
+        given = grids.Ranged(x, -far, far, total, grid, held, zero)
         encoded = grids.encode(given, grid, self.bits, self._metadata)
         del encoded.parts["offset"]
         return encoded
