@@ -88,7 +88,6 @@ def test_variants_keep_what_reading_needs() -> None:
     for codec in (Asymmetric(bits=3, metadata_bits=32), Greedy(bits=2), KMeans(bits=3)):
         found = variants(codec)
         assert len({v.codec for v in found}) == len(found) > 4
-        assert {v.codec.parts(16, np.float32).keys() for v in found}
         assert all(
             v.codec.parts(16, np.float32) == codec.parts(16, np.float32) for v in found
         )
