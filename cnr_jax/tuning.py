@@ -59,8 +59,8 @@ def tune(
         within: how much more error than the best setting's is as good, as a share of it.
 
     Returns:
-        The options with a codec of its own for every table whose codec searches. Others, and slots,
-        keep theirs.
+        The options with a codec of its own for every table whose codec searches. Others, slots,
+        and tables whose bits are `"auto"`, keep theirs.
 
     Raises:
         OptionError: if `within` is negative, or options name tables that do not exist.
@@ -83,8 +83,13 @@ def tune(
     leaves, _ = split(state, tables)
     tuned = dict(options.tables)
     for name, table in tables.items():
-        codec = options.codec_for(name, "table", table.dim, table.dtype)
-        if variants(codec):
+        codec, other = (
+            options.codec_for(name, "table", table.dim, table.dtype, auto_bits=bits)
+            for bits in (2, 4)
+        )
+        if codec != other:
+            _log.info("table %r is not tuned: its bits follow the restores", name)
+        elif variants(codec):
             rows = _sample(table, leaves[name][table.leaf.name])
             chosen = _choose(name, table, codec, rows, within)
             own = tuned.get(name, TableOptions())

@@ -156,6 +156,23 @@ def test_tables_whose_codec_does_not_search_keep_theirs() -> None:
     assert (got.bits, got.slot_codec, options.tables) == (2, "log", own)
 
 
+def test_tables_whose_bits_follow_the_restores_keep_their_codec(
+    values: np.ndarray,
+) -> None:
+    state = {"user": jnp.asarray(values), "item": jnp.asarray(values)}
+    tables = cnr.find_tables(state, ["user", "item"])
+    fixed = {"item": cnr.TableOptions(bits=2)}
+    options = cnr.tune(state, tables, cnr.Options(bits="auto", tables=fixed))
+    widths = {
+        (name, options.codec_for(name, "table", DIM, np.float32, auto_bits=bits).bits)
+        for name in tables
+        for bits in (4, 8)
+    }
+    assert widths == {("user", 4), ("user", 8), ("item", 2)}
+    assert "user" not in options.tables
+    assert isinstance(options.tables["item"].codec, Asymmetric)
+
+
 def test_what_cannot_be_tuned_is_refused() -> None:
     state = {"user": jnp.ones((8, 16))}
     tables = cnr.find_tables(state, ["user"])
