@@ -59,7 +59,7 @@ def made_up(changes: dict[int, float]) -> list[dict[str, Any]]:
                 "auc": auc * (1 - factor / 100),
                 "log_loss": loss * (1 + factor / 100),
             }
-            run = {"seed": seed, "bits": bits, "restores": restores}
+            run = {"seed": seed, "bits": bits, "restores": restores, "small_bits": None}
             runs.append({**run, "held_out": of, "lifetime": of})
     return runs[::-1]
 
@@ -68,15 +68,16 @@ def test_differences_are_taken_within_a_seed(benchmarks: Any) -> None:
     report = benchmarks("accuracy_report")
     for metric in ("auc", "log_loss"):
         worse = report.changes(made_up({0: 0.5, 1: 0.6, 2: 0.7}), "held_out", metric)
-        assert set(worse) == {(2, 3)}
-        found = worse[2, 3]
+        case = report.Case(bits=2, restores=3)
+        assert set(worse) == {case}
+        found = worse[case]
         assert found.mean == pytest.approx(0.6)
         assert found.margin == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
         assert not report.keeps(found)
         noisy = report.changes(made_up({0: 0.5, 1: -0.6, 2: 0.7}), "lifetime", metric)
-        assert noisy[2, 3].mean > report.MARK and report.keeps(noisy[2, 3])
+        assert noisy[case].mean > report.MARK and report.keeps(noisy[case])
         small = report.changes(made_up({0: 0.008, 1: 0.009}), "lifetime", metric)
-        assert report.keeps(small[2, 3])
+        assert report.keeps(small[case])
 
 
 def test_a_report_goes_on_where_it_stopped(benchmarks: Any, tmp_path: Path) -> None:
@@ -89,7 +90,9 @@ def test_a_report_goes_on_where_it_stopped(benchmarks: Any, tmp_path: Path) -> N
         assert len(json.loads(path.read_text())["runs"]) == number
     again = report.Report(path, setting)
     assert again.runs == runs
-    assert again.get(1, 2, 3) == runs[0] and again.get(2, 2, 3) is None
+    case = report.Case(2, 3)
+    assert again.get(1, case) == runs[0] and again.get(2, case) is None
+    assert again.get(1, case._replace(small_bits=8)) is None
     with pytest.raises(SystemExit, match="another setting"):
         report.Report(path, report.Setting(dim=16))
     assert list(tmp_path.iterdir()) == [path]
@@ -107,8 +110,13 @@ def course(benchmarks: Any) -> Any:
         dense = rng.normal(size=(count, 3)).astype(np.float32)
         return flights(ids, 600, dense, label.astype(np.float32))
 
-    restored_training = benchmarks("restored_training")
-    return restored_training.Course(some(12 * BATCH + 100), some(BATCH + 50), dim=8)
+    return benchmarks("flights_course").Course(
+        some(12 * BATCH + 100),
+        some(BATCH + 50),
+        dim=8,
+        small_features=1,
+        small_rows=300,
+    )
 
 
 def test_only_rounded_tables_change_a_run(
@@ -121,11 +129,16 @@ def test_only_rounded_tables_change_a_run(
     undisturbed, kept = training.train_undisturbed(course, 3, [4])
     assert undisturbed["held_out"]["auc"] > undisturbed["lifetime"]["auc"] > 0.55
     exact, saves = training.train_restored(
-        course, kept[4], [4, 8], None, tmp_path / "exact"
+        course, kept[4], [4, 8], tmp_path / "exact", bits=None
     )
     assert exact == undisturbed
     assert [save.step for save in saves] == [4, 8]
-    rounded, _ = training.train_restored(course, kept[4], [4, 8], 2, tmp_path / "two")
+    rounded, _ = training.train_restored(
+        course, kept[4], [4, 8], tmp_path / "two", bits=2, small_bits=8
+    )
+    manifests = (tmp_path / "two").glob("8/*/manifest.p00000.json")
+    codecs = json.loads(next(manifests).read_text())["codecs"]
+    assert {codec["configuration"].get("bits") for codec in codecs} == {2, 8, None}
     for scope, metrics in undisturbed.items():
         for metric, value in metrics.items():
             assert rounded[scope][metric] != value
@@ -137,17 +150,15 @@ def test_a_restore_that_loses_a_slot_stops_the_run(
     benchmarks: Any, course: Any
 ) -> None:
     check = benchmarks("restored_training")._check
-    state = course.begin(0).state
+    state = course.saved(course.begin(0).state)
     check(state, state, exact=True)
     slots = state["sparse_optimizer"]
-    changed = slots.sum_of_squares["table"].at[5].add(1)
-    other = {
-        **state,
-        "sparse_optimizer": slots._replace(sum_of_squares={"table": changed}),
-    }
-    with pytest.raises(RuntimeError, match="sparse_optimizer/sum_of_squares/table"):
+    squares = {**slots.sum_of_squares}
+    squares["large"] = squares["large"].at[5].add(1)
+    other = {**state, "sparse_optimizer": slots._replace(sum_of_squares=squares)}
+    with pytest.raises(RuntimeError, match="sum_of_squares/large, expected equal"):
         check(other, state, exact=True)
-    with pytest.raises(RuntimeError, match="the table is equal, expected rounded"):
+    with pytest.raises(RuntimeError, match="params/large, expected rounded; params/sm"):
         check(state, state, exact=False)
 
 

@@ -8,7 +8,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from measures import machine
 from paired import Interval, degradation_percent, interval
@@ -16,6 +16,8 @@ from results import print_mark, print_table
 
 # Check-N-Run's widths: each for at most so many restores; 8 bits "tolerate 100 and more".
 AUTO_BITS = {1: 2, 3: 3, 20: 4, 100: 8}
+# Of tables that have hardly any of the rows, and are looked up most: it costs next to nothing.
+SMALL_BITS = 8
 # Percent; the paper's, and this project's where noise does not hide it.
 MARK = 0.01
 # Restores of a table stored exactly, which must change nothing.
@@ -28,6 +30,26 @@ NAMES = {
     "log_loss": "log loss",
 }
 Run = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """What tells runs of a seed apart.
+
+    Attributes:
+        bits: of the default codec; None: tables are stored exactly.
+        restores: how often the run was restored.
+        small_bits: of the table of few rows, where they differ.
+    """
+
+    bits: int | None
+    restores: int
+    small_bits: int | None = None
+
+    def __str__(self) -> str:
+        """Such as `4 bits (small tables 8), 20 restores`."""
+        small = f" (small tables {self.small_bits})" if self.small_bits else ""
+        width = "exact" if self.bits is None else f"{self.bits} bits"
+        return f"{width}{small}, {self.restores} restores"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,10 +76,13 @@ class Setting:
         """As JSON gives it back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def cases(self) -> Iterator[tuple[int | None, int]]:
-        """Bits (None: exact) and restores of all runs of a seed but the undisturbed one."""
-        yield None, EXACT_RESTORES
-        yield from itertools.product(self.bits, self.restores)
+    def cases(self) -> Iterator[Case]:
+        """All runs of a seed but the undisturbed one."""
+        yield Case(None, EXACT_RESTORES)
+        for bits, restores in itertools.product(self.bits, self.restores):
+            yield Case(bits, restores)
+            if AUTO_BITS.get(restores) == bits < SMALL_BITS:
+                yield Case(bits, restores, SMALL_BITS)
 
 
 class Report:
@@ -92,9 +117,9 @@ class Report:
         """All runs so far."""
         return self.found["runs"]
 
-    def get(self, seed: int, bits: int | None, restores: int) -> Run | None:
+    def get(self, seed: int, case: Case) -> Run | None:
         """One run; None if it is not there yet."""
-        key = {"seed": seed, "bits": bits, "restores": restores}
+        key = {"seed": seed, **case._asdict()}
         return next((run for run in self.runs if key.items() <= run.items()), None)
 
     def add(self, run: Run) -> None:
@@ -106,10 +131,8 @@ class Report:
             beside.replace(self._path)
 
 
-def changes(
-    runs: Sequence[Run], scope: str, metric: str
-) -> dict[tuple[int | None, int], Interval]:
-    """Degradation in percent by bits (None: exact) and restores, over the seeds.
+def changes(runs: Sequence[Run], scope: str, metric: str) -> dict[Case, Interval]:
+    """Degradation in percent by case, over the seeds.
 
     Args:
         runs: of a report.
@@ -117,13 +140,13 @@ def changes(
         metric: "auc" or "log_loss".
     """
     before = {run["seed"]: run[scope][metric] for run in runs if not run["restores"]}
-    found: dict[tuple[int | None, int], list[float]] = {}
+    found: dict[Case, list[float]] = {}
     for run in runs:
         if run["restores"]:
-            percent = degradation_percent(
-                metric, before[run["seed"]], run[scope][metric]
-            )
-            found.setdefault((run["bits"], run["restores"]), []).append(percent)
+            case = Case(*(run[field] for field in Case._fields))
+            reference = before[run["seed"]]
+            percent = degradation_percent(metric, reference, run[scope][metric])
+            found.setdefault(case, []).append(percent)
     return {case: interval(values) for case, values in found.items()}
 
 
@@ -135,12 +158,12 @@ def keeps(change: Interval) -> bool:
 def present(runs: Sequence[Run], setting: Setting) -> None:
     """Prints all figures."""
     _print_seeds([run for run in runs if not run["restores"]])
-    for scope, metric in METRICS:
-        found = changes(runs, scope, metric)
+    found = {metric: changes(runs, *metric) for metric in METRICS}
+    for (scope, metric), of in found.items():
         rows = [
             [
                 f"{bits} bits",
-                *(_cell(found.get((bits, restores))) for restores in setting.restores),
+                *(_cell(of.get(Case(bits, count))) for count in setting.restores),
             ]
             for bits in setting.bits
         ]
@@ -150,17 +173,19 @@ def present(runs: Sequence[Run], setting: Setting) -> None:
             ("restores", *map(str, setting.restores)),
             rows,
         )
-    print("\nBits as the expected restores ask for them: percent worse")
-    for (restores, bits), (scope, metric) in itertools.product(
-        AUTO_BITS.items(), METRICS
+    for small_bits, title in (
+        (None, "Bits as the expected restores ask for them: percent worse"),
+        (SMALL_BITS, f"The same, small tables at {SMALL_BITS} bits"),
     ):
-        change = changes(runs, scope, metric).get((bits, restores))
-        if change is not None:
-            label = f"{restores} restores, {bits} bits, {NAMES[scope]}, {NAMES[metric]}"
-            print(
-                f"  {'kept  ' if keeps(change) else 'MISSED'}  {label}: {_text(change)}"
-            )
-    exact = [changes(runs, *m).get((None, EXACT_RESTORES)) for m in METRICS]
+        print(f"\n{title}")
+        for restores, bits in AUTO_BITS.items():
+            for (scope, metric), of in found.items():
+                change = of.get(case := Case(bits, restores, small_bits))
+                if change is not None:
+                    verdict = "kept  " if keeps(change) else "MISSED"
+                    label = f"{case}, {NAMES[scope]}, {NAMES[metric]}"
+                    print(f"  {verdict}  {label}: {_text(change)}")
+    exact = [of.get(Case(None, EXACT_RESTORES)) for of in found.values()]
     worst = max((abs(c.mean) for c in exact if c is not None), default=float("nan"))
     print_mark(
         f"{EXACT_RESTORES} restores of exact tables: greatest change, percent", worst, 0

@@ -73,12 +73,12 @@ def accuracy_after_restores(found: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, len(METRICS), figsize=(3.4 * len(METRICS), 3.2))
     for axis, (scope, metric) in zip(axes, METRICS, strict=True):
         of = changes(runs, scope, metric)
-        for number, bits in enumerate(sorted({b for b, _ in of if b is not None})):
-            restores = sorted(r for b, r in of if b == bits)
-            each = [of[bits, r] for r in restores]
+        for number, bits in enumerate(sorted({c.bits for c in of if c.bits})):
+            cases = sorted(c for c in of if c.bits == bits and not c.small_bits)
+            each = [of[case] for case in cases]
             axis.errorbar(
                 # Beside each other, so that no interval hides another.
-                [r * 1.06 ** (number - 1.5) for r in restores],
+                [case.restores * 1.06 ** (number - 1.5) for case in cases],
                 [change.mean for change in each],
                 [change.margin for change in each],
                 marker=".",
@@ -90,7 +90,7 @@ def accuracy_after_restores(found: dict[str, Any]) -> Any:
         # Equal steps within the mark, logarithmic beyond it.
         axis.set_yscale("symlog", linthresh=MARK)
         axis.set_xscale("log")
-        ticks = sorted({r for _, r in of})
+        ticks = sorted({case.restores for case in of})
         axis.set_xticks(ticks, map(str, ticks))
         axis.minorticks_off()
         axis.set_title(f"{NAMES[scope]}, {NAMES[metric]}", fontsize="medium")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from restored_training import Course
+from flights_course import Course
 
 import cnr_jax as cnr
 
@@ -29,12 +29,13 @@ def saved_delta(
     """
     run, reports = course.begin(0), []
     options = cnr.Options(bits=bits, audit_saves=0, on_save=reports.append)
-    tables = course.tables(run.state)
+    tables = course.tables(course.saved(run.state))
     baseline = course.steps * 4 // 5
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         for start, stop in ((0, baseline), (baseline, course.steps)):
             course.advance(run, start, stop)
-            manager.save(stop, args=cnr.args.Save(run.state, run.touched))
+            state = course.saved(run.state)
+            manager.save(stop, args=cnr.args.Save(state, run.touched))
         manager.wait_until_finished()
     delta = reports[-1]
     if delta.kind != "delta":
