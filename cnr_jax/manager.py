@@ -287,9 +287,8 @@ class CheckpointManager(EndingManager):
         try:
             self._begin(step, plan.abandoned if plan else ())
             if plan is not None:
-                self._warm_up(
-                    plan.auto_bits
-                )  # not foreseen if touched rows were made anew
+                # Not foreseen where touched rows were made anew.
+                self._warm_up(plan.auto_bits)
             if plan is not None and plan.changed:
                 alike(self._channel, super().reload)
             with self._all_directories():

@@ -367,6 +367,15 @@ INTERRUPTED = {
 }
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -392,6 +401,7 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     manager.close()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_loses_no_step(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,10 @@ from measures import machine
 from paired import Interval, degradation_percent, interval
 from results import print_mark, print_table
 
-# Check-N-Run's widths: each for at most so many restores; 8 bits "tolerate 100 and more".
-AUTO_BITS = {1: 2, 3: 3, 20: 4, 100: 8}
+from cnr_jax.policy.bits import bits_for
+
+# By restores; 100 is more than any narrower width is for.
+AUTO_BITS = {restores: bits_for(restores) for restores in (1, 3, 20, 100)}
 # Of tables that have hardly any of the rows, and are looked up most: it costs next to nothing.
 SMALL_BITS = 8
 # Percent; the paper's, and this project's where noise does not hide it.
