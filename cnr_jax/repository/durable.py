@@ -22,6 +22,9 @@ from cnr_jax.repository.files import (
 
 _log = logging.getLogger(__name__)
 
+# To write a file that somebody else removes before it has its name.
+_TRIES = 10
+
 
 def replace_durably(path: AnyPath, data: bytes) -> None:
     """Writes a file that is there whole or as it was before, whatever happens meanwhile."""
@@ -29,13 +32,19 @@ def replace_durably(path: AnyPath, data: bytes) -> None:
         # Storage services show an object when it is complete.
         write_durably(path, data)
         return
-    temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        write_durably(temporary, data)
-        os.replace(os.fspath(temporary), os.fspath(path))
-    except BaseException:
-        Path(os.fspath(temporary)).unlink(missing_ok=True)
-        raise
+    for left in reversed(range(_TRIES)):
+        temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
+        try:
+            write_durably(temporary, data)
+            os.replace(os.fspath(temporary), os.fspath(path))
+            break
+        except FileNotFoundError:
+            # Another manager that takes over at this moment clears what it finds.
+            if not left:
+                raise
+        except BaseException:
+            Path(os.fspath(temporary)).unlink(missing_ok=True)
+            raise
     sync_directory(path.parent)
 
 

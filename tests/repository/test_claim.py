@@ -12,12 +12,50 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository import durable
 from cnr_jax.repository.claim import Aside, Claim, read_writer
 from cnr_jax.repository.guard import Guard, recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.writing_lock import WritingLock
 
 ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", "2.aside"),))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_claim_that_another_manager_clears_before_it_has_its_name_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    cleared = cleared_before_their_name(monkeypatch, times)
+    claim = Claim(tmp_path)
+    claim.take()
+    claim.check()
+    assert len(cleared) == times
+    assert [path.name for path in tmp_path.iterdir()] == [names.WRITER]
+
+
+def test_a_claim_that_is_cleared_each_time_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared_before_their_name(monkeypatch, 1000)
+    with pytest.raises(FileNotFoundError, match=r"cnr_jax\.writer\.json"):
+        Claim(tmp_path).take()
+
+
+def cleared_before_their_name(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> list[Path]:
+    """Removes files when they are written; returns which, once it has happened."""
+    cleared: list[Path] = []
+    write = durable.write_durably
+
+    def write_and_clear(path: Path, data: bytes) -> None:
+        write(path, data)
+        if len(cleared) < times:
+            path.unlink()
+            cleared.append(path)
+
+    monkeypatch.setattr(durable, "write_durably", write_and_clear)
+    return cleared
 
 
 def test_the_newest_claim_wins_and_the_older_one_says_whose_it_is(
