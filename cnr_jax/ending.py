@@ -136,7 +136,7 @@ class EndingManager(ocp.CheckpointManager):
         """Reads which steps there are, after a fault that may last."""
         if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
             # It is a broadcast, to which the others come in the next save.
-            self._handler.note_changed()
+            self._handler.served.changed = True
             self._is_stale = False
             return
         try:

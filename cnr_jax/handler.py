@@ -37,7 +37,6 @@ from cnr_jax.orbax_compat import (
     place_of,
 )
 from cnr_jax.read_back import ReadBack, Restored, read_back
-from cnr_jax.repository.guard import Guard
 from cnr_jax.repository.ledger import Entry, Ledger, entry_of
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.restore import restored_stamps
@@ -53,6 +52,7 @@ from cnr_jax.saving import (
     pending_entry,
     report_of,
 )
+from cnr_jax.served import Served
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
@@ -95,14 +95,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.tables = tables
         if tables is not None:
             self.options.check_tables(tables)
-        self.ledger: Ledger | None = None
+        self.served = Served()
         self.last_report: SaveReport | None = None
         self.guarded = False
         # Whether a manager calls `synced` and `end_writing` when a save has ended.
         self.managed = False
-        # Of the manager, which may hold nothing yet; else that of the first save or restore.
-        self.root: epath.Path | None = None
-        self._place: Place | None = None
         self._planner = Planner(self.options.policy)
         self._widening = Widening(self.options)
         self._channel = Channel(self.options.timeout_secs)
@@ -110,19 +107,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._dense = DenseStore()
         self._prepared: Prepared | None = None
         self._in_flight: InFlight | None = None
-        self._guard: Guard | None = None
         # Why the last save may not survive a power cut, though it is committed.
         self._not_durable = ""
         # Of the last save that was seen to be committed, before anything was deleted.
         self._seen = ""
-        self._changed = False
         self._last_plan: Plan | None = None
         self._failure: errors.SaveError | None = None
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
         self._attempt: Attempt | None = None
-        # Tells names of step directories from others; None: all that end in a digit.
-        self.is_step: Callable[[str], bool] | None = None
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -131,24 +124,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             OptionError: if the handler serves another root or item already.
             OSError: if the root cannot be read; nothing has changed then.
         """
-        if self._place is None or self.ledger is None:
-            self._serve(root, item, Ledger.load(root, item, self.is_step))
-        elif (str(self._place.root), self._place.item) != (str(root), item):
-            raise errors.OptionError(
-                "a handler serves one item of one root\n"
-                f"  got {root}, item {item!r}; it serves {self._place.root},"
-                f" item {self._place.item!r}\n"
-                "  hint: make a handler registry for each manager, save one state in it"
-            )
-        assert self.ledger is not None
-        return self.ledger
+        return self.served.open(root, item)
 
-    def _serve(self, root: Any, item: str, ledger: Ledger) -> None:
-        """Saves go to this root from now on."""
-        self._place = Place(root=root, directory="", item=item)
-        self.ledger = ledger
-        if jax.process_index() == 0:
-            self._guard = Guard(root, item)
+    @property
+    def ledger(self) -> Ledger | None:
+        """What the root holds, once it is known which root."""
+        return self.served.ledger
 
     def auto_bits(self) -> int | None:
         """The width of codes in the next save, where options leave it to the restores.
@@ -266,45 +247,34 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """The plan of process 0, which first finds out what became of the last save."""
 
         def decide(doubt: str) -> Plan:
-            assert self.ledger is not None and request is not None
-            assert self._guard is not None
+            assert request is not None
             committed = self.settle()
-            self._changed |= self._guard.begin(self.ledger)
+            ledger = self.served.begin()
             asked = dataclasses.replace(request, doubt=doubt or self._not_durable)
-            plan = self._planner.plan(self.ledger, asked, committed)
+            plan = self._planner.plan(ledger, asked, committed)
             plan = self._widening.widened(plan)
-            plan = dataclasses.replace(plan, changed=self._changed)
+            plan = dataclasses.replace(plan, changed=self.served.changed)
             # Before the others hear of the plan, and of an error here instead.
-            entries = [self.ledger.movable(directory) for directory in plan.abandoned]
-            self._guard.move_aside(plan.uuid, plan.directory, entries)
+            self.served.move_aside(plan)
             return plan
 
         step = request.step if request else None
         plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
-        self._changed = False
+        self.served.changed = False
         if jax.process_index() != 0:
             self._settle_as(plan.committed)
-            self._know(plan.known)
+            self.served.know(plan.known)
         return plan
-
-    def _know(self, directories: tuple[str, ...]) -> None:
-        """Holds the same steps as process 0, whoever brought them to the root."""
-        assert self.ledger is not None and self._place is not None
-        place = self._place
-        self.ledger.match(place.root, place.item, directories)
-
-    def note_changed(self) -> None:
-        """Says that steps may have come to the root, or gone: the next plan tells all."""
-        self._changed = True
 
     def _settle_as(self, committed: str | None) -> None:
         """Notes what process 0 found, though this process' view of the root may be older."""
-        assert self.ledger is not None and self._place is not None
+        place, ledger = self.served.place, self.served.ledger
+        assert ledger is not None and place is not None
         last = self._in_flight.plan if self._in_flight else self._last_plan
         self.settle(committed)
         if committed is not None and last is not None and last.uuid == committed:
-            if last.directory not in self.ledger.entries:
-                self.ledger.read(self._place.root, last.directory, self._place.item)
+            if last.directory not in ledger.entries:
+                ledger.read(place.root, last.directory, place.item)
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
@@ -356,26 +326,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         flight = self._in_flight
         assert flight is not None and flight.written is not None
         try:
-            self.check_claim()
+            self.served.check_claim()
             self._dense.finalize(directory)
             write_manifest(directory, flight.facts, flight.written)
         finally:
             if not self.managed:
                 self.end_writing()
-
-    def check_claim(self) -> None:
-        """Right before a commit or a removal.
-
-        Raises:
-            WriterError: if another manager has taken over the root; on process 0 only.
-        """
-        if self._guard is not None:
-            self._guard.check()
-
-    def _committed(self) -> None:
-        """What was moved out of the way of a save stays there."""
-        if self._guard is not None:
-            self._guard.committed()
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
@@ -383,7 +339,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._seen = self._in_flight.plan.uuid
         if error is None:
             self._not_durable = ""
-            self._committed()
+            self.served.committed()
         else:
             # So nothing is deleted in its favour.
             if self.ledger is not None:
@@ -392,30 +348,16 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
-        if self._guard is not None:
+        if self.served.is_guarded:
             if self._in_flight is not None:
                 self._in_flight.stop()
-            self._guard.end()
+            self.served.end_writing()
 
     def withdraw(self) -> None:
         """Undoes what `prepare` did for a save that Orbax then refused."""
         self.end_writing()
         if self._in_flight is None:
-            self._undo()
-
-    def _undo(self) -> None:
-        """Leaves the root as it was before a save that is not committed."""
-        if self._guard is None or self.ledger is None:
-            return
-        try:
-            self._changed |= self._guard.failed(self.ledger)
-        except OSError as error:
-            _log.error("what a failed save has left cannot be undone yet: %s", error)
-
-    def take_over(self) -> None:
-        """Lets the next save claim the root, also from a manager that did so since."""
-        if self._guard is not None:
-            self._guard.give_up()
+            self.served.undo()
 
     @property
     def is_saving(self) -> bool:
@@ -438,18 +380,18 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             return None
         self._failure = None
         dropped, seen = flight.place.directory in self.ledger.doomed, None
-        if self._guard is not None and self.managed:
+        if self.served.is_guarded and self.managed:
             seen = self._seen == flight.plan.uuid
             dropped = dropped and seen
         entry = self.ledger.settle(flight.place.root, flight.place.item, seen)
         if entry is None and dropped:
-            self._committed()
+            self.served.committed()
             _log.info("retention did not keep step %d, the newest", flight.plan.step)
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
             self._note_failure(flight)
             return None
-        self._committed()
+        self.served.committed()
         self._planner.saved(flight.plan, entry)
         self._report(flight, entry)
         return entry.uuid
@@ -462,9 +404,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             flight.plan.step,
         )
         self._failure = flight.failure()
-        if self._guard is not None:
-            self._guard.discard(flight.place.directory)
-        self._undo()
+        self.served.discard(flight.place.directory)
+        self.served.undo()
 
     def take_failure(self) -> errors.SaveError | None:
         """The error of the last save, if it failed; once."""
@@ -512,7 +453,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 partial=args.partial,
                 verify=self.options.verify_reads,
             )
-            return found, self._ledger_to_be(place)
+            return found, self.served.ledger_to_be(place)
 
         found, ledger = alike(self._channel, read)
         restored = found.put_together()
@@ -548,12 +489,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             with outside_mesh():
                 attempt.note()
 
-    def _ledger_to_be(self, place: Place) -> Ledger | None:
-        """The ledger of a restored place, if saves are to go there but none has come yet."""
-        if self._place is None and self.root in (None, place.root):
-            return Ledger.load(place.root, place.item, self.is_step)
-        return None
-
     def _note_restore(
         self,
         place: Place,
@@ -563,15 +498,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
         chain = found.chain
-        if ledger is not None and self._place is None:
-            self._serve(place.root, place.item, ledger)
+        if ledger is not None and self.served.place is None:
+            self.served.serve(place.root, place.item, ledger)
         self.settle()  # Orbax has waited for the save in flight
         # Nothing is a legal parent until all that makes it one is known.
         self._planner.end_lineages(chain[-1].manifest.restores + 1)
         self._tracker.forget(touched)
         self._tracker.adopt(chain[-1].manifest.tracking)
-        own = self._place
-        if own is None or (str(own.root), own.item) != (str(place.root), place.item):
+        if not self.served.is_at(place.root, place.item):
             return  # restored from elsewhere: no parent here
         exact = found.wanted.exact and self._has(found.tables)
         if exact:
@@ -609,8 +543,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Frees what the handler holds."""
         self._dense.close()
         self._buffers.close()
-        if self._guard is not None:
-            self._guard.close()
+        self.served.close()
 
 
 @ocp.args.register_with_handler(CnrHandler, for_save=True)

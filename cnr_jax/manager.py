@@ -94,12 +94,12 @@ class CheckpointManager(EndingManager):
         options = options or Options()
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
-        self._handler.root = epath.Path(root).absolute()
+        self._handler.served.root = epath.Path(root).absolute()
         self._channel = Channel(options.timeout_secs)
         self._lists_all = False
         self._course = Course(self._handler.uses)
         self._root = epath.Path(root).absolute()
-        self._handler.is_step = step_names(orbax_options)
+        self._handler.served.is_step = step_names(orbax_options)
         made = missing_directories(self._root)
         if tables is not None and not (orbax_options and orbax_options.read_only):
             self._recover()
@@ -129,7 +129,7 @@ class CheckpointManager(EndingManager):
             self._checkpoint_deleter,
             name_of=self._existing_directory,
             ledger=lambda: self._ledger,
-            check=self._handler.check_claim,
+            check=self._handler.served.check_claim,
         )
         self._checkpoint_deleter = self._deleter
         if jax.process_index() == 0:
@@ -390,7 +390,7 @@ class CheckpointManager(EndingManager):
         def ledger() -> Ledger:
             if elsewhere is None:
                 return self._ledger
-            return Ledger.load(root, item, self._handler.is_step)
+            return Ledger.load(root, item, self._handler.served.is_step)
 
         restorer = Restorer(root, item, ledger, attempt)
         if step is None:
@@ -454,7 +454,7 @@ class CheckpointManager(EndingManager):
         """Reads the root again, and lets the next save take it over from another manager."""
         super().reload()
         self._settle()
-        self._handler.take_over()
+        self._handler.served.take_over()
         self._item = self._item or find_item(self._root)
         if self._item is not None:
             ledger = self._handler.open(self._root, self._item)

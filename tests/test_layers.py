@@ -56,13 +56,14 @@ TABLE = {
     "background": ("errors repository channel failures orbax_compat", ""),
     "read_back": (f"{BELOW_HANDLER} restoring {ORBAX}", "jax"),
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX} background failures", "jax"),
+    # etils.epath: the type of the paths that Orbax hands over.
+    "served": (f"errors repository {ORBAX}", "jax etils"),
     "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
     "verdicts": ("errors channel", "jax"),
-    # etils.epath: the type of the paths that Orbax hands over.
     "widening": (BELOW_HANDLER, ""),
     "handler": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts"
-        " widening",
+        " widening served",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),
