@@ -115,7 +115,7 @@ class EndingManager(ocp.CheckpointManager):
         """Notes a committed save, unless one is still being written."""
         if self._is_busy():
             return
-        saving = self._handler.is_saving
+        saving = self._handler.last_save.flight is not None
         if saving:
             # After an interrupt there may be no thread that finalizes a save, or one that
             # Python takes for ended, but one that writes.
@@ -124,9 +124,9 @@ class EndingManager(ocp.CheckpointManager):
                 self._wait_for_checkpointers()
         if self._is_stale:
             self._reread()
-        if self._handler.settle() is None and saving:
+        if self._handler.last_save.settle() is None and saving:
             self._course.failed()
-            self._failure = self._handler.take_failure()
+            self._failure = self._handler.last_save.take_failure()
         if self._deleter.take_failures():
             # Orbax struck off what it would have deleted after this save, but did not delete,
             # and lists the step that failed.
@@ -185,14 +185,14 @@ class EndingManager(ocp.CheckpointManager):
         except BaseException as error:
             # Nobody comes to Orbax's barriers after an error that all have heard of. Of
             # another one, such as in another item or in the commit, they must hear there.
-            if self._handler.has_failed():
+            if self._handler.last_save.has_failed():
                 self._handler.barriers.forget()
             else:
                 self._handler.barriers.leave(error)
             raise
-        if self._handler.has_failed():
+        if self._handler.last_save.has_failed():
             # Orbax takes a cancelled save for a finished one, and would delete old steps.
-            raise self._handler.failure()
+            raise self._handler.last_save.failure()
 
     def _with_barriers(self, options: Any) -> Any:
         """Orbax's options of saves in the background, with barriers that do not hang."""
@@ -219,12 +219,12 @@ class EndingManager(ocp.CheckpointManager):
             try:
                 sync_committed(self._root, directory, str(self._item), whole=whole)
             except OSError as error:
-                self._handler.synced(error)
+                self._handler.last_save.synced(error)
                 raise
-            self._handler.synced(None)
+            self._handler.last_save.synced(None)
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         try:
             super()._finalize(step, steps_to_remove)
         finally:
-            self._handler.end_writing()
+            self._handler.last_save.end_writing()

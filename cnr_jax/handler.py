@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import cnr_jax.options
-from cnr_jax import capture, errors, telemetry
+from cnr_jax import capture, errors
 from cnr_jax.agreement import agree
 from cnr_jax.background import STOP_SECS
 from cnr_jax.channel import Barriers, Channel
@@ -28,6 +28,7 @@ from cnr_jax.failures import save_error
 from cnr_jax.finalizing import write_manifest
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
+from cnr_jax.last_save import LastSave
 from cnr_jax.launching import Launch, in_flight
 from cnr_jax.meshes import outside_mesh
 from cnr_jax.orbax_compat import (
@@ -37,7 +38,7 @@ from cnr_jax.orbax_compat import (
     place_of,
 )
 from cnr_jax.read_back import ReadBack, Restored, read_back
-from cnr_jax.repository.ledger import Entry, Ledger, entry_of
+from cnr_jax.repository.ledger import Ledger, entry_of
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
@@ -46,11 +47,8 @@ from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.saving import (
     Checked,
-    InFlight,
     Prepared,
     check,
-    pending_entry,
-    report_of,
 )
 from cnr_jax.served import Served
 from cnr_jax.table import Tables
@@ -96,23 +94,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if tables is not None:
             self.options.check_tables(tables)
         self.served = Served()
-        self.last_report: SaveReport | None = None
         self.guarded = False
-        # Whether a manager calls `synced` and `end_writing` when a save has ended.
-        self.managed = False
         self._planner = Planner(self.options.policy)
+        self.last_save = LastSave(self.served, self._planner, tables, self.options)
         self._widening = Widening(self.options)
         self._channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self._channel)
         self._dense = DenseStore()
         self._prepared: Prepared | None = None
-        self._in_flight: InFlight | None = None
-        # Why the last save may not survive a power cut, though it is committed.
-        self._not_durable = ""
-        # Of the last save that was seen to be committed, before anything was deleted.
-        self._seen = ""
-        self._last_plan: Plan | None = None
-        self._failure: errors.SaveError | None = None
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
         self._attempt: Attempt | None = None
@@ -130,6 +119,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def ledger(self) -> Ledger | None:
         """What the root holds, once it is known which root."""
         return self.served.ledger
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """What the last committed save did."""
+        return self.last_save.report
 
     def auto_bits(self) -> int | None:
         """The width of codes in the next save, where options leave it to the restores.
@@ -193,7 +187,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             for abandoned in plan.abandoned:
                 ledger.forget(abandoned)
         except BaseException:
-            self.withdraw()
+            self.last_save.withdraw()
             raise
         self._prepared = Prepared(
             args=args,
@@ -248,9 +242,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         def decide(doubt: str) -> Plan:
             assert request is not None
-            committed = self.settle()
+            committed = self.last_save.settle()
             ledger = self.served.begin()
-            asked = dataclasses.replace(request, doubt=doubt or self._not_durable)
+            asked = dataclasses.replace(request, doubt=doubt or self.last_save.doubt)
             plan = self._planner.plan(ledger, asked, committed)
             plan = self._widening.widened(plan)
             plan = dataclasses.replace(plan, changed=self.served.changed)
@@ -262,19 +256,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
         self.served.changed = False
         if jax.process_index() != 0:
-            self._settle_as(plan.committed)
+            self.last_save.settle_as(plan.committed)
             self.served.know(plan.known)
         return plan
-
-    def _settle_as(self, committed: str | None) -> None:
-        """Notes what process 0 found, though this process' view of the root may be older."""
-        place, ledger = self.served.place, self.served.ledger
-        assert ledger is not None and place is not None
-        last = self._in_flight.plan if self._in_flight else self._last_plan
-        self.settle(committed)
-        if committed is not None and last is not None and last.uuid == committed:
-            if last.directory not in ledger.entries:
-                ledger.read(place.root, last.directory, place.item)
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
@@ -286,12 +270,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
-            self.end_writing()
+            self.last_save.end_writing()
             raise
-        assert self.ledger is not None
         flight = in_flight(prepared, self._writable_tables())
-        self.ledger.begin(pending_entry(flight.plan))
-        self._last_plan, self._in_flight = flight.plan, flight
+        self.last_save.begin(flight)
         with outside_mesh():
             launch = Launch(
                 flight,
@@ -323,118 +305,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
-        flight = self._in_flight
+        flight = self.last_save.flight
         assert flight is not None and flight.written is not None
         try:
             self.served.check_claim()
             self._dense.finalize(directory)
             write_manifest(directory, flight.facts, flight.written)
         finally:
-            if not self.managed:
-                self.end_writing()
-
-    def synced(self, error: OSError | None) -> None:
-        """Notes that a committed save is durable, or why not: then no other may rest on it."""
-        if self._in_flight is not None:
-            self._seen = self._in_flight.plan.uuid
-        if error is None:
-            self._not_durable = ""
-            self.served.committed()
-        else:
-            # So nothing is deleted in its favour.
-            if self.ledger is not None:
-                self.ledger.doomed.clear()
-            self._not_durable = f"the save before may not be durable: {error}"
-
-    def end_writing(self) -> None:
-        """Lets other managers write: the save is committed, or it has failed."""
-        if self.served.is_guarded:
-            if self._in_flight is not None:
-                self._in_flight.stop()
-            self.served.end_writing()
-
-    def withdraw(self) -> None:
-        """Undoes what `prepare` did for a save that Orbax then refused."""
-        self.end_writing()
-        if self._in_flight is None:
-            self.served.undo()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether there is a save of which `settle` has not found out what became of it."""
-        return self._in_flight is not None
-
-    def settle(self, committed: str | None = None) -> str | None:
-        """Finds out whether the last save is committed and notes it if so.
-
-        Only to be called when no save is being written.
-
-        Args:
-            committed: uuid that process 0 found to be committed; on process 0 itself, None.
-
-        Returns:
-            Its uuid if it is committed.
-        """
-        flight, self._in_flight = self._in_flight, None
-        if self.ledger is None or flight is None:
-            return None
-        self._failure = None
-        dropped, seen = flight.place.directory in self.ledger.doomed, None
-        if self.served.is_guarded and self.managed:
-            seen = self._seen == flight.plan.uuid
-            dropped = dropped and seen
-        entry = self.ledger.settle(flight.place.root, flight.place.item, seen)
-        if entry is None and dropped:
-            self.served.committed()
-            _log.info("retention did not keep step %d, the newest", flight.plan.step)
-            return None
-        if entry is None or (committed is not None and entry.uuid != committed):
-            self._note_failure(flight)
-            return None
-        self.served.committed()
-        self._planner.saved(flight.plan, entry)
-        self._report(flight, entry)
-        return entry.uuid
-
-    def _note_failure(self, flight: InFlight) -> None:
-        """Keeps the error of a save until someone takes it, and removes what it wrote."""
-        flight.stop()
-        _log.warning(
-            "the save of step %d was not committed; its rows are in the next one",
-            flight.plan.step,
-        )
-        self._failure = flight.failure()
-        self.served.discard(flight.place.directory)
-        self.served.undo()
-
-    def take_failure(self) -> errors.SaveError | None:
-        """The error of the last save, if it failed; once."""
-        failure, self._failure = self._failure, None
-        return failure
-
-    def has_failed(self) -> bool:
-        """Whether all processes have heard that the save in flight has failed."""
-        flight = self._in_flight
-        return flight is not None and flight.has_failed()
-
-    def failure(self) -> errors.SaveError:
-        """The error of the save in flight, which has failed."""
-        assert self._in_flight is not None
-        return self._in_flight.failure()
-
-    def _report(self, flight: InFlight, entry: Entry) -> None:
-        assert entry.manifest is not None
-        try:
-            self.last_report = report_of(
-                flight, entry.manifest, self._writable_tables()
-            )
-            telemetry.record(self.last_report)
-            if self.options.on_save is not None:
-                self.options.on_save(self.last_report)
-        except Exception:
-            # Whatever a listener raises, the step is saved, and this may be the middle of the
-            # next save, for which other processes wait.
-            _log.exception("the report of step %d was not delivered", flight.plan.step)
+            if not self.last_save.managed:
+                self.last_save.end_writing()
 
     @outside_mesh()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
@@ -500,7 +379,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         chain = found.chain
         if ledger is not None and self.served.place is None:
             self.served.serve(place.root, place.item, ledger)
-        self.settle()  # Orbax has waited for the save in flight
+        self.last_save.settle()  # Orbax has waited for the save in flight
         # Nothing is a legal parent until all that makes it one is known.
         self._planner.end_lineages(chain[-1].manifest.restores + 1)
         self._tracker.forget(touched)

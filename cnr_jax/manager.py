@@ -122,7 +122,7 @@ class CheckpointManager(EndingManager):
             options=with_safety(self._root, orbax_options, self._sync_uncommitted),
             handler_registry=registry,
         )
-        self._handler.guarded = self._handler.managed = True
+        self._handler.guarded = self._handler.last_save.managed = True
         self._deleter = deleter(
             self._root,
             orbax_options,
@@ -307,7 +307,7 @@ class CheckpointManager(EndingManager):
             try:
                 self._clear_up()
             finally:
-                self._handler.withdraw()
+                self._handler.last_save.withdraw()
                 # Steps that were moved aside are back only now.
                 self._reread()
             if isinstance(error, errors.CnrError) or errno_of(error) is None:

@@ -58,12 +58,13 @@ TABLE = {
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX} background failures", "jax"),
     # etils.epath: the type of the paths that Orbax hands over.
     "served": (f"errors repository {ORBAX}", "jax etils"),
+    "last_save": (f"{BELOW_HANDLER} saving served", ""),
     "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
     "verdicts": ("errors channel", "jax"),
     "widening": (BELOW_HANDLER, ""),
     "handler": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts"
-        " widening served",
+        " widening served last_save",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -388,8 +389,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
         start = types.SimpleNamespace(perf_counter=lambda: 0.0)
         patch.setattr(finalizing, "time", now)
         patch.setattr(handler, "time", start)
+        patch.setattr(handler, "Planner", functools.partial(Planner, nonce="5eed" * 6))
         with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
-            manager._handler._planner = Planner(options.policy, nonce="5eed" * 6)
             touched = cnr.record(touched, {"user": jnp.array([0, 1])})
             manager.save(0, args=cnr.args.Save(state, touched))
             touched = cnr.record(touched, {"user": jnp.array([2, 0])})

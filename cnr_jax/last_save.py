@@ -1,0 +1,166 @@
+"""What becomes of a save after it is launched."""
+
+from __future__ import annotations
+
+import logging
+
+from cnr_jax import errors, telemetry
+from cnr_jax.options import Options
+from cnr_jax.repository.ledger import Entry
+from cnr_jax.repository.planner import Plan, Planner
+from cnr_jax.saving import InFlight, pending_entry, report_of
+from cnr_jax.served import Served
+from cnr_jax.table import Tables
+from cnr_jax.telemetry import SaveReport
+
+_log = logging.getLogger(__name__)
+
+
+class LastSave:
+    """The save that was begun last, until `settle` finds out what became of it.
+
+    It comes out in one of two ways. Committed: it may be a parent, and is reported. Or not:
+    the root is as it was before, and its error is kept until someone takes it.
+
+    Args:
+        served: where it goes.
+        planner: is told of committed saves.
+        tables: of the handler; None: nothing is saved.
+        options: of the run.
+
+    Attributes:
+        flight: the save; None if there is none, or it is settled.
+        report: of the last save that was committed.
+        doubt: why the last save may not survive a power cut, though it is committed.
+        managed: whether a manager calls `synced` and `end_writing` when a save has ended.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        planner: Planner,
+        tables: Tables | None,
+        options: Options,
+    ) -> None:
+        self._served, self._planner = served, planner
+        self._tables, self._on_save = tables, options.on_save
+        self.flight: InFlight | None = None
+        self.report: SaveReport | None = None
+        self.doubt = ""
+        self.managed = False
+        # Of the last save that was seen to be committed, before anything was deleted.
+        self._seen = ""
+        self._plan: Plan | None = None
+        self._failure: errors.SaveError | None = None
+
+    def begin(self, flight: InFlight) -> None:
+        """A save is about to be written."""
+        assert self._served.ledger is not None
+        self._served.ledger.begin(pending_entry(flight.plan))
+        self._plan, self.flight = flight.plan, flight
+
+    def synced(self, error: OSError | None) -> None:
+        """Notes that a committed save is durable, or why not: then no other may rest on it."""
+        if self.flight is not None:
+            self._seen = self.flight.plan.uuid
+        if error is None:
+            self.doubt = ""
+            self._served.committed()
+        else:
+            # So nothing is deleted in its favour.
+            if self._served.ledger is not None:
+                self._served.ledger.doomed.clear()
+            self.doubt = f"the save before may not be durable: {error}"
+
+    def end_writing(self) -> None:
+        """Lets other managers write: the save is committed, or it has failed."""
+        if self._served.is_guarded:
+            if self.flight is not None:
+                self.flight.stop()
+            self._served.end_writing()
+
+    def withdraw(self) -> None:
+        """Undoes what was prepared for a save that Orbax then refused."""
+        self.end_writing()
+        if self.flight is None:
+            self._served.undo()
+
+    def settle(self, committed: str | None = None) -> str | None:
+        """Finds out whether the last save is committed and notes it if so.
+
+        Only to be called when no save is being written.
+
+        Args:
+            committed: uuid that process 0 found to be committed; on process 0 itself, None.
+
+        Returns:
+            Its uuid if it is committed.
+        """
+        flight, self.flight = self.flight, None
+        ledger = self._served.ledger
+        if ledger is None or flight is None:
+            return None
+        self._failure = None
+        dropped, seen = flight.place.directory in ledger.doomed, None
+        if self._served.is_guarded and self.managed:
+            seen = self._seen == flight.plan.uuid
+            dropped = dropped and seen
+        entry = ledger.settle(flight.place.root, flight.place.item, seen)
+        if entry is None and dropped:
+            self._served.committed()
+            _log.info("retention did not keep step %d, the newest", flight.plan.step)
+            return None
+        if entry is None or (committed is not None and entry.uuid != committed):
+            self._note_failure(flight)
+            return None
+        self._served.committed()
+        self._planner.saved(flight.plan, entry)
+        self._deliver_report(flight, entry)
+        return entry.uuid
+
+    def settle_as(self, committed: str | None) -> None:
+        """Notes what process 0 found, though this process' view of the root may be older."""
+        place, ledger = self._served.place, self._served.ledger
+        assert ledger is not None and place is not None
+        last = self.flight.plan if self.flight else self._plan
+        self.settle(committed)
+        if committed is not None and last is not None and last.uuid == committed:
+            if last.directory not in ledger.entries:
+                ledger.read(place.root, last.directory, place.item)
+
+    def _note_failure(self, flight: InFlight) -> None:
+        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        flight.stop()
+        _log.warning(
+            "the save of step %d was not committed; its rows are in the next one",
+            flight.plan.step,
+        )
+        self._failure = flight.failure()
+        self._served.discard(flight.place.directory)
+        self._served.undo()
+
+    def _deliver_report(self, flight: InFlight, entry: Entry) -> None:
+        assert entry.manifest is not None and self._tables is not None
+        try:
+            self.report = report_of(flight, entry.manifest, self._tables)
+            telemetry.record(self.report)
+            if self._on_save is not None:
+                self._on_save(self.report)
+        except Exception:
+            # Whatever a listener raises, the step is saved, and this may be the middle of the
+            # next save, for which other processes wait.
+            _log.exception("the report of step %d was not delivered", flight.plan.step)
+
+    def has_failed(self) -> bool:
+        """Whether all processes have heard that the save in flight has failed."""
+        return self.flight is not None and self.flight.has_failed()
+
+    def failure(self) -> errors.SaveError:
+        """The error of the save in flight, which has failed."""
+        assert self.flight is not None
+        return self.flight.failure()
+
+    def take_failure(self) -> errors.SaveError | None:
+        """The error of the last save, if it failed; once."""
+        failure, self._failure = self._failure, None
+        return failure
