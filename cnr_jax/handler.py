@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,13 +37,13 @@ from cnr_jax.orbax_compat import (
     place_of,
 )
 from cnr_jax.read_back import ReadBack, Restored, read_back
-from cnr_jax.repository.ledger import Ledger, entry_of
+from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.planner import Plan, Planner, Request
-from cnr_jax.repository.restore import restored_stamps
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.resuming import Resuming
 from cnr_jax.rows.buffers import Buffers
-from cnr_jax.rows.touched import Touched, lineage_hex
+from cnr_jax.rows.touched import Touched
 from cnr_jax.saving import (
     Checked,
     Prepared,
@@ -54,23 +53,10 @@ from cnr_jax.served import Served
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
-from cnr_jax.verdicts import alike, come_out_alike
+from cnr_jax.verdicts import alike
 from cnr_jax.widening import Widening
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class Attempt:
-    """A restore under way.
-
-    Attributes:
-        told: the processes tell each other how it went, or have done so.
-        note: notes what it means for later saves.
-    """
-
-    told: bool = False
-    note: Callable[[], None] | None = None
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -104,7 +90,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._prepared: Prepared | None = None
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
-        self._attempt: Attempt | None = None
+        self.resuming = Resuming(
+            self._channel,
+            self.served,
+            self.last_save,
+            self._planner,
+            self._tracker,
+            tables,
+        )
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -320,8 +313,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Restores a step and all it rests on."""
         args = args or Restore()
         place = place_of(directory)
-        attempt = self._attempt or Attempt()
-        attempt.told = True
+        self.resuming.begin()
 
         def read() -> tuple[ReadBack, Ledger | None]:
             found = read_back(
@@ -336,76 +328,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         found, ledger = alike(self._channel, read)
         restored = found.put_together()
-        note = functools.partial(
-            self._note_restore, place, found, ledger, restored.touched
-        )
-        if self._attempt is None:
-            note()
-        attempt.note = note
+        self.resuming.succeeded(place, found, ledger, restored.touched)
         return restored
-
-    @contextlib.contextmanager
-    def attempt(self, *, reads: bool) -> Iterator[None]:
-        """A restore by a manager, perhaps of other items too.
-
-        What it means for later saves is noted at the end, once all of it has succeeded. A
-        failure changes nothing here, and is not kept from other processes, which wait for
-        what this one has to say.
-
-        Args:
-            reads: whether this handler's item is among those that are restored.
-        """
-        attempt = self._attempt = Attempt()
-        try:
-            yield
-        except BaseException as error:
-            if reads and not attempt.told:
-                come_out_alike(self._channel, error)
-            raise
-        finally:
-            self._attempt = None
-        if attempt.note is not None:
-            with outside_mesh():
-                attempt.note()
-
-    def _note_restore(
-        self,
-        place: Place,
-        found: ReadBack,
-        ledger: Ledger | None,
-        touched: Touched,
-    ) -> None:
-        """Remembers what the fresh lineage rests on, where this handler goes on saving."""
-        chain = found.chain
-        if ledger is not None and self.served.place is None:
-            self.served.serve(place.root, place.item, ledger)
-        self.last_save.settle()  # Orbax has waited for the save in flight
-        # Nothing is a legal parent until all that makes it one is known.
-        self._planner.end_lineages(chain[-1].manifest.restores + 1)
-        self._tracker.forget(touched)
-        self._tracker.adopt(chain[-1].manifest.tracking)
-        if not self.served.is_at(place.root, place.item):
-            return  # restored from elsewhere: no parent here
-        exact = found.wanted.exact and self._has(found.tables)
-        if exact:
-            self._tracker.restored(
-                found.tables,
-                found.arrays,
-                touched,
-                lambda rows: restored_stamps(
-                    chain, rows.table, found.wanted.targets[rows.table], rows.rows
-                ),
-            )
-        entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-        self._planner.restored(lineage_hex(touched), entries, exact=exact)
-
-    def _has(self, tables: Tables) -> bool:
-        """Whether these are the tables that this handler saves, in whatever order."""
-        own, others = (
-            {entry.name: entry for entry in capture.table_entries(each or Tables({}))}
-            for each in (self.tables, tables)
-        )
-        return own == others
 
     def uses(self, touched: Touched | None) -> bool:
         """Whether saves go by `touched`: not if rows are found by fingerprints alone."""

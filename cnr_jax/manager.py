@@ -362,7 +362,7 @@ class CheckpointManager(EndingManager):
         elsewhere = None if directory is None else epath.Path(directory)
 
         def attempt(step: int) -> Any:
-            with self._handler.attempt(reads=reads):
+            with self._handler.resuming.attempt(reads=reads):
                 if reads:
                     self._check_ours(elsewhere or self._root, step)
                 return super(CheckpointManager, self).restore(

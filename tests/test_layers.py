@@ -59,12 +59,16 @@ TABLE = {
     # etils.epath: the type of the paths that Orbax hands over.
     "served": (f"errors repository {ORBAX}", "jax etils"),
     "last_save": (f"{BELOW_HANDLER} saving served", ""),
+    "resuming": (
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} channel last_save read_back served verdicts",
+        "",
+    ),
     "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
     "verdicts": ("errors channel", "jax"),
     "widening": (BELOW_HANDLER, ""),
     "handler": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts"
-        " widening served last_save",
+        " widening served last_save resuming",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

@@ -1,0 +1,150 @@
+"""What a restore means for the saves after it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+from cnr_jax import capture
+from cnr_jax.channel import Channel
+from cnr_jax.last_save import LastSave
+from cnr_jax.meshes import outside_mesh
+from cnr_jax.orbax_compat import Place
+from cnr_jax.read_back import ReadBack
+from cnr_jax.repository.ledger import Ledger, entry_of
+from cnr_jax.repository.planner import Planner
+from cnr_jax.repository.restore import restored_stamps
+from cnr_jax.rows.touched import Touched, lineage_hex
+from cnr_jax.served import Served
+from cnr_jax.table import Tables
+from cnr_jax.tracking import Tracker
+from cnr_jax.verdicts import come_out_alike
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """A restore under way.
+
+    Attributes:
+        told: the processes tell each other how it went, or have done so.
+        note: notes what it means for later saves.
+    """
+
+    told: bool = False
+    note: Callable[[], None] | None = None
+
+
+class Resuming:
+    """Goes on saving from what was restored.
+
+    A restore counts as a whole, or not at all: what it means is noted once all that was asked
+    for has succeeded on all processes, and an error before changes nothing.
+
+    Args:
+        channel: to the other processes.
+        served: where saves go; after the first restore perhaps where that came from.
+        last_save: is settled before anything is noted.
+        planner: is told what later saves may rest on.
+        tracker: is told which rows are as they were restored.
+        tables: that are saved; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        served: Served,
+        last_save: LastSave,
+        planner: Planner,
+        tracker: Tracker,
+        tables: Tables | None,
+    ) -> None:
+        self._channel, self._served, self._last_save = channel, served, last_save
+        self._planner, self._tracker, self._tables = planner, tracker, tables
+        self._attempt: Attempt | None = None
+
+    @contextlib.contextmanager
+    def attempt(self, *, reads: bool) -> Iterator[None]:
+        """A restore by a manager, perhaps of other items too.
+
+        What it means for later saves is noted at the end, once all of it has succeeded. A
+        failure changes nothing here, and is not kept from other processes, which wait for
+        what this one has to say.
+
+        Args:
+            reads: whether this handler's item is among those that are restored.
+        """
+        attempt = self._attempt = Attempt()
+        try:
+            yield
+        except BaseException as error:
+            if reads and not attempt.told:
+                come_out_alike(self._channel, error)
+            raise
+        finally:
+            self._attempt = None
+        if attempt.note is not None:
+            with outside_mesh():
+                attempt.note()
+
+    def begin(self) -> None:
+        """From here on the processes tell each other how the restore went."""
+        if self._attempt is not None:
+            self._attempt.told = True
+
+    def succeeded(
+        self, place: Place, found: ReadBack, ledger: Ledger | None, touched: Touched
+    ) -> None:
+        """Notes a restore; where it is part of an attempt, once that has succeeded.
+
+        Args:
+            place: what was restored.
+            found: what was read of it.
+            ledger: of its root, if saves are to go there from now on.
+            touched: the fresh touched rows that go with the restored state.
+        """
+        note = functools.partial(self._note, place, found, ledger, touched)
+        if self._attempt is None:
+            note()
+        else:
+            self._attempt.note = note
+
+    def _note(
+        self,
+        place: Place,
+        found: ReadBack,
+        ledger: Ledger | None,
+        touched: Touched,
+    ) -> None:
+        """Remembers what the fresh lineage rests on, where this handler goes on saving."""
+        chain = found.chain
+        if ledger is not None and self._served.place is None:
+            self._served.serve(place.root, place.item, ledger)
+        self._last_save.settle()  # Orbax has waited for the save in flight
+        # Nothing is a legal parent until all that makes it one is known.
+        self._planner.end_lineages(chain[-1].manifest.restores + 1)
+        self._tracker.forget(touched)
+        self._tracker.adopt(chain[-1].manifest.tracking)
+        if not self._served.is_at(place.root, place.item):
+            return  # restored from elsewhere: no parent here
+        exact = found.wanted.exact and self._has(found.tables)
+        if exact:
+            self._tracker.restored(
+                found.tables,
+                found.arrays,
+                touched,
+                lambda rows: restored_stamps(
+                    chain, rows.table, found.wanted.targets[rows.table], rows.rows
+                ),
+            )
+        entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
+        self._planner.restored(lineage_hex(touched), entries, exact=exact)
+
+    def _has(self, tables: Tables) -> bool:
+        """Whether these are the tables that are saved, in whatever order."""
+        own, others = (
+            {entry.name: entry for entry in capture.table_entries(each or Tables({}))}
+            for each in (self._tables, tables)
+        )
+        return own == others
