@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 import cnr_jax.options
 from cnr_jax import capture, errors
-from cnr_jax.agreement import agree
 from cnr_jax.background import STOP_SECS
 from cnr_jax.channel import Barriers, Channel
 from cnr_jax.failures import save_error
@@ -36,6 +32,7 @@ from cnr_jax.orbax_compat import (
     Place,
     place_of,
 )
+from cnr_jax.planning import Planning
 from cnr_jax.read_back import ReadBack, Restored, read_back
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.planner import Plan, Planner, Request
@@ -55,8 +52,6 @@ from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
 from cnr_jax.verdicts import alike
 from cnr_jax.widening import Widening
-
-_log = logging.getLogger(__name__)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -90,6 +85,13 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._prepared: Prepared | None = None
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
+        self.planning = Planning(
+            self._channel,
+            self.served,
+            self.last_save,
+            self._planner,
+            self._widening,
+        )
         self.resuming = Resuming(
             self._channel,
             self.served,
@@ -175,7 +177,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             urgent=urgent,
         )
         try:
-            plan = self._agree(None, checked.dense, found.mode, found.doubt, request)
+            plan = self.planning.agree(
+                None, checked.dense, found.mode, found.doubt, request
+            )
             self._tracker.keep(found, Moment(plan.lineage, plan.clock))
             for abandoned in plan.abandoned:
                 ledger.forget(abandoned)
@@ -192,12 +196,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         return plan
 
-    def refuse(self, obstacle: errors.CnrError) -> None:
-        """Tells the other processes, which prepare a save, that this one does not."""
-        if jax.process_count() > 1:
-            with contextlib.suppress(errors.CnrError):
-                self._agree(obstacle, {}, "", "", None)
-
     def _look(self, place: Place, args: Save) -> tuple[Ledger, Tables, Checked, Found]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
@@ -208,11 +206,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
             return ledger, tables, checked, found
         except errors.CnrError as error:
-            self._agree(error, {}, "", "", None)
+            self.planning.agree(error, {}, "", "", None)
             raise
         except Exception as error:
             # Such as memory that ran out: the others must not wait for this process.
-            self.refuse(save_error(error, step_number(place.directory)))
+            self.planning.refuse(save_error(error, step_number(place.directory)))
             raise
 
     def _writable_tables(self) -> Tables:
@@ -222,36 +220,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 "  hint: pass tables=cnr_jax.find_tables(state, ...)"
             )
         return self.tables
-
-    def _agree(
-        self,
-        obstacle: errors.CnrError | None,
-        dense: Mapping[str, Any],
-        tracking: str,
-        doubt: str,
-        request: Request | None,
-    ) -> Plan:
-        """The plan of process 0, which first finds out what became of the last save."""
-
-        def decide(doubt: str) -> Plan:
-            assert request is not None
-            committed = self.last_save.settle()
-            ledger = self.served.begin()
-            asked = dataclasses.replace(request, doubt=doubt or self.last_save.doubt)
-            plan = self._planner.plan(ledger, asked, committed)
-            plan = self._widening.widened(plan)
-            plan = dataclasses.replace(plan, changed=self.served.changed)
-            # Before the others hear of the plan, and of an error here instead.
-            self.served.move_aside(plan)
-            return plan
-
-        step = request.step if request else None
-        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
-        self.served.changed = False
-        if jax.process_index() != 0:
-            self.last_save.settle_as(plan.committed)
-            self.served.know(plan.known)
-        return plan
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""

@@ -503,7 +503,7 @@ class CheckpointManager(EndingManager):
         except errors.CnrError as error:
             # The others may know of no error, such as one in deleting old steps, or of another.
             if state is not None:
-                self._handler.refuse(error)
+                self._handler.planning.refuse(error)
             raise
 
     def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:

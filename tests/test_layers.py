@@ -66,9 +66,13 @@ TABLE = {
     "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING}", "jax"),
     "verdicts": ("errors channel", "jax"),
     "widening": (BELOW_HANDLER, ""),
+    "planning": (
+        "agreement channel errors last_save repository served widening",
+        "jax",
+    ),
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} agreement launching read_back verdicts"
-        " widening served last_save resuming",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} launching read_back verdicts"
+        " widening served last_save resuming planning",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),

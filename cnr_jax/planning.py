@@ -1,0 +1,95 @@
+"""How the processes of a run plan a save: what is known of the root comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.agreement import agree
+from cnr_jax.channel import Channel
+from cnr_jax.last_save import LastSave
+from cnr_jax.repository.planner import Plan, Planner, Request
+from cnr_jax.served import Served
+from cnr_jax.widening import Widening
+
+
+class Planning:
+    """Makes one plan for all processes, after which all know the same steps.
+
+    Process 0 finds out what became of the last save, claims the root, plans, and makes room;
+    the others take over what it found.
+
+    Args:
+        channel: to the other processes.
+        served: where saves go.
+        last_save: is settled by each plan.
+        planner: decides, on process 0.
+        widening: puts the width of codes into the plan.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        served: Served,
+        last_save: LastSave,
+        planner: Planner,
+        widening: Widening,
+    ) -> None:
+        self._channel, self._served, self._last_save = channel, served, last_save
+        self._planner, self._widening = planner, widening
+
+    def refuse(self, obstacle: errors.CnrError) -> None:
+        """Tells the other processes, which prepare a save, that this one does not."""
+        if jax.process_count() > 1:
+            with contextlib.suppress(errors.CnrError):
+                self.agree(obstacle, {}, "", "", None)
+
+    def agree(
+        self,
+        obstacle: errors.CnrError | None,
+        dense: Mapping[str, Any],
+        tracking: str,
+        doubt: str,
+        request: Request | None,
+    ) -> Plan:
+        """The plan of process 0, which first finds out what became of the last save.
+
+        Args:
+            obstacle: why this process cannot save, if it cannot.
+            dense: of the state.
+            tracking: how this process finds changed rows.
+            doubt: why this process doubts its stamps; empty if it does not.
+            request: what is asked for; None with an obstacle.
+
+        Raises:
+            CnrError: the same on all processes, if one has an obstacle or nothing can be
+                planned.
+        """
+        step = request.step if request else None
+
+        def decide(doubt: str) -> Plan:
+            assert request is not None
+            return self._decide(request, doubt)
+
+        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
+        self._served.changed = False
+        if jax.process_index() != 0:
+            self._last_save.settle_as(plan.committed)
+            self._served.know(plan.known)
+        return plan
+
+    def _decide(self, request: Request, doubt: str) -> Plan:
+        committed = self._last_save.settle()
+        ledger = self._served.begin()
+        asked = dataclasses.replace(request, doubt=doubt or self._last_save.doubt)
+        plan = self._planner.plan(ledger, asked, committed)
+        plan = self._widening.widened(plan)
+        plan = dataclasses.replace(plan, changed=self._served.changed)
+        # Before the others hear of the plan, and of an error here instead.
+        self._served.move_aside(plan)
+        return plan
