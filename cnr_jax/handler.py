@@ -26,12 +26,7 @@ from cnr_jax.format.names import step_number
 from cnr_jax.last_save import LastSave
 from cnr_jax.launching import Launch, in_flight
 from cnr_jax.meshes import outside_mesh
-from cnr_jax.orbax_compat import (
-    DenseStore,
-    Directories,
-    Place,
-    place_of,
-)
+from cnr_jax.orbax_compat import DenseStore, Directories, Place, place_of
 from cnr_jax.planning import Planning
 from cnr_jax.read_back import ReadBack, Restored, read_back
 from cnr_jax.repository.ledger import Ledger
@@ -41,11 +36,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.resuming import Resuming
 from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.touched import Touched
-from cnr_jax.saving import (
-    Checked,
-    Prepared,
-    check,
-)
+from cnr_jax.saving import Checked, Prepared, check
 from cnr_jax.served import Served
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,21 +14,15 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.channel import Channel
 from cnr_jax.continuing import Continuing, Course
-from cnr_jax.ending import EndingManager
 from cnr_jax.failures import errno_of, save_error
-from cnr_jax.fallback import Restorer, check_ours, no_such_step
+from cnr_jax.fallback import Restorer
 from cnr_jax.format import names
 from cnr_jax.handler import CnrHandler, Restored, Save
 from cnr_jax.items import check_step, reads_state, restore_args, state_to_save
 from cnr_jax.keeping import deleter, with_safety
+from cnr_jax.listing import ListingManager
 from cnr_jax.options import Options
-from cnr_jax.orbax_compat import (
-    DEFAULT_ITEM,
-    Place,
-    checkpoint_infos,
-    is_distributed,
-    step_names,
-)
+from cnr_jax.orbax_compat import DEFAULT_ITEM, Place, is_distributed, step_names
 from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.durable import missing_directories, sync_made
@@ -37,9 +30,7 @@ from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.leftovers import find_leftovers, report
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.retention import blockers
 from cnr_jax.repository.roots import find_item
-from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.retaining import inner_policy
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
@@ -49,7 +40,7 @@ from cnr_jax.warming import Warmth
 _log = logging.getLogger(__name__)
 
 
-class CheckpointManager(EndingManager):
+class CheckpointManager(ListingManager):
     """Saves a train state in every call, mostly as deltas, and restores it.
 
     Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
@@ -96,7 +87,6 @@ class CheckpointManager(EndingManager):
         self._handler: CnrHandler = registry.handler
         self._handler.served.root = epath.Path(root).absolute()
         self._channel = Channel(options.timeout_secs)
-        self._lists_all = False
         self._course = Course(self._handler.uses)
         self._root = epath.Path(root).absolute()
         self._handler.served.is_step = step_names(orbax_options)
@@ -151,73 +141,6 @@ class CheckpointManager(EndingManager):
     def last_report(self) -> SaveReport | None:
         """What the last committed save of this manager did."""
         return self._handler.last_report
-
-    def latest_step(self) -> int | None:
-        """The step that `restore(None)` takes: the newest whole one of the newest branch.
-
-        Steps that are being written, or damaged as far as is known, do not count.
-        """
-        self._settle()
-        restorable = self._ledger.restorable()
-        return restorable[-1].step if restorable else None
-
-    def all_steps(self, read: bool = False) -> list[int]:
-        """Steps that can be restored, as far as is known, in order.
-
-        Those that are being written do not count, nor those of which a manifest or a parent
-        is missing or damaged, or in which a restore or `verify` has found damage.
-
-        Args:
-            read: read the root again before.
-        """
-        if self._lists_all:
-            return list(super().all_steps(read))
-        if read:
-            self.reload()
-        self._settle()
-        return sorted({entry.step for entry in self._ledger.restorable()})
-
-    def best_step(self) -> int | None:
-        """The best step by `best_fn` among those that can be restored."""
-        if self._options.best_fn is None:
-            return self.latest_step()
-        restorable = set(self.all_steps())
-        _, ranked = self._sort_checkpoints_by_metrics(self._checkpoints)
-        found = [info.step for info in ranked if info.step in restorable]
-        return found[-1] if found else None
-
-    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
-        """What Orbax tracks; damage to its own files must not keep the root closed."""
-        try:
-            return super()._load_checkpoint_infos(skip_metadata_read)
-        except Exception as error:
-            _log.debug("reading the steps one by one", exc_info=error)
-            return checkpoint_infos(self, skip_metadata_read)
-
-    def _say_if_foreign(self) -> None:
-        """A root that plain Orbax has written looks empty here: says so."""
-        with self._all_directories():
-            found = list(self.all_steps())
-        if self._item is None and found:
-            _log.warning(
-                "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
-                " cannot be restored here, and their numbers cannot be saved again. Restore"
-                " them with ocp.CheckpointManager, and save into another root",
-                self._root,
-                ", ".join(map(str, found)),
-            )
-
-    @contextlib.contextmanager
-    def _all_directories(self) -> Iterator[None]:
-        """Meanwhile all step directories are listed, whatever is in them.
-
-        Orbax must know of each that a save would overwrite, or that may be deleted.
-        """
-        self._lists_all = True
-        try:
-            yield
-        finally:
-            self._lists_all = False
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
@@ -400,56 +323,6 @@ class CheckpointManager(EndingManager):
             decide(self._channel, lambda: self._check_exists(step))
         return step, restorer.given(step)
 
-    def verify(self, level: Level = "data") -> tuple[Problem, ...]:
-        """What is wrong in the root of this manager; see `cnr_jax.verify`.
-
-        Steps that are found damaged are not listed any more, nor taken as parents. With
-        several processes call it on all of them, or on process 0: each notes what it finds.
-        """
-        self.wait_until_finished()
-        self._settle()
-        found = verify(self._root, level, item=self._item)
-        for problem in found:
-            if problem.consequence:
-                path = "/".join((problem.directory, problem.file)).rstrip("/")
-                self._ledger.note_damage(path, problem.message.partition("\n")[0])
-        return found
-
-    def delete(self, step: int) -> None:
-        """Deletes a step that no other depends on.
-
-        Raises:
-            FileNotFoundError: if there is no such step.
-            DependentsExistError: naming steps that depend on it, or that may because they
-                cannot be read.
-            WriterError: if another manager saves to this root; nothing was deleted.
-            OSError: if the step cannot be removed; it is there as before.
-        """
-        # The others may be about to look whether the last save is there.
-        alike(self._channel, self.wait_until_finished)
-        self._settle()
-        directory = self._existing_directory(step)
-        found = blockers(self._ledger, directory)
-        with self._all_directories():
-            if found and step in self.all_steps():
-                raise errors.DependentsExistError(
-                    f"refusing to delete step {step}: {', '.join(reversed(found))}"
-                    " depend on it, or may\n  hint: delete those first, the newest first"
-                )
-            super().delete(step)
-        try:
-            alike(self._channel, self._raise_failures)
-        except Exception:
-            self._reread()
-            raise
-        self._ledger.forget(directory)
-
-    def _raise_failures(self) -> None:
-        """Raises why a step was not deleted; only process 0 deletes any."""
-        failures = self._deleter.take_failures()
-        if failures:
-            raise failures[0]
-
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
         super().reload()
@@ -529,37 +402,3 @@ class CheckpointManager(EndingManager):
         if item is not None:
             self._handler.open(self._root, item)
         return item
-
-    def _check_not_in_the_way(self, step: int) -> None:
-        """Makes sure that Orbax deletes no folder that it does not know of.
-
-        Raises:
-            DependentsExistError: if there is one.
-        """
-        path = self._root / self._step_directory(step)
-        if step not in self.all_steps() and path.exists():
-            raise errors.DependentsExistError(
-                f"step {step} cannot be saved: {path} is there already\n"
-                "  hint: save another step, or move that folder out of the root",
-                kind="step_exists",
-            )
-
-    def _existing_directory(self, step: int) -> str:
-        """Name of a step's directory, which may be in another form than new ones."""
-        with contextlib.suppress(ValueError):
-            return self._get_read_step_directory(step, self._root).name
-        return self._step_directory(step)
-
-    def _check_exists(self, step: int) -> None:
-        with self._all_directories():
-            known = sorted(self.all_steps())
-        if step not in known:
-            raise no_such_step(self._root, step, known, self.all_steps())
-
-    def _check_ours(self, root: epath.Path, step: int) -> None:
-        """Tells a step of another kind from ours, before Orbax takes it for what it is not."""
-        try:
-            directory = self._get_read_step_directory(step, root)
-        except ValueError:
-            return  # there is none: Orbax says so
-        check_ours(directory, self._item or DEFAULT_ITEM)

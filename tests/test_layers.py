@@ -86,10 +86,14 @@ TABLE = {
         f"errors repository {ORBAX} handler failures continuing keeping",
         "jax orbax etils",
     ),
+    "listing": (
+        f"errors repository {ORBAX} channel ending fallback verdicts",
+        "etils",
+    ),
     "preemption": ("errors", ""),
     "manager": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING} {ENDING}"
-        " fallback verdicts",
+        " fallback listing verdicts",
         "numpy jax flax orbax etils",
     ),
     "facade": (f"{BELOW_HANDLER} handler args registry manager optim tuning", ""),
