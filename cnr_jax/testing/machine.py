@@ -24,7 +24,8 @@ from hypothesis.stateful import run_state_machine_as_test as run_state_machine_a
 
 from cnr_jax.testing import strategies
 from cnr_jax.testing.faults import Fault
-from cnr_jax.testing.playing import Player, Setup
+from cnr_jax.testing.playing import Player
+from cnr_jax.testing.setup import Setup
 
 _INDEX = st.integers(0, 5)
 _GAP = st.sampled_from([1, 1, 2, 3])

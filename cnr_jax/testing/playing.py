@@ -1,4 +1,4 @@
-"""A real run beside a model of it, and the comparison: what a state machine or a test drives.
+"""A real run beside a model of it: what a state machine or a test drives.
 
 Example:
     >>> import tempfile, jax.numpy as jnp
@@ -27,14 +27,10 @@ Example:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 import cnr_jax as cnr
 from cnr_jax import errors
@@ -42,53 +38,10 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.testing import damage, inprocess
+from cnr_jax.testing.comparing import Comparison, WrongError, values_of
 from cnr_jax.testing.faults import Fault, FaultNotHitError
-from cnr_jax.testing.model import (
-    Keeps,
-    Model,
-    Saved,
-    Values,
-    differences,
-    everything,
-    same,
-)
-
-Train = Callable[[Any, Any, int], tuple[Any, Any]]
-
-
-class WrongError(errors.CnrError):
-    """A run is not what its model says."""
-
-    kind = "model"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Setup:
-    """A run to be held against the model.
-
-    Attributes:
-        state: to start with; what is restored has its structure and shardings.
-        tables: in the state.
-        train: makes the next state and touched rows of the ones given, by a seed.
-        options: of the manager. Codecs must be exact.
-        keeps: what their preservation policy keeps, in plain words; see `model`.
-        orbax_options: of the manager; step directories must be named by numbers alone.
-    """
-
-    state: Any
-    tables: cnr.Tables
-    train: Train
-    options: cnr.Options
-    keeps: Keeps = everything
-    orbax_options: Any = None
-
-    def __repr__(self) -> str:
-        """Without the numbers of the state."""
-        return f"Setup({', '.join(self.tables)}; {self.options})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The same where hypothesis prints it."""
-        printer.text(repr(self))
+from cnr_jax.testing.model import Model, Values
+from cnr_jax.testing.setup import Setup
 
 
 class Player(contextlib.AbstractContextManager["Player"]):
@@ -108,7 +61,8 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.model = Model(setup.keeps)
         self.counts: dict[str, int] = {}
         self._next = 0
-        self.manager = self._open()
+        self._comparison = Comparison(self.root, setup, self.model)
+        self.manager = setup.open(self.root)
         self._start()
 
     def __exit__(self, *error: Any) -> None:
@@ -143,9 +97,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         step = self._pick(index)
         if step is None:
             return
-        self._expect(
-            self._restored(self.manager, step), self.model.steps[step].values, step
-        )
+        self._comparison.restored(self.manager, step, step)
         if self.setup.options.tracking == "fingerprint":
             # What differs from the step just restored is found by comparing the two.
             # Then a lower number would be a repetition, which is not saved.
@@ -260,75 +212,21 @@ class Player(contextlib.AbstractContextManager["Player"]):
         files = damage.files_of(self.root)
         if not files:
             return
-        file = files[index % len(files)]
-        refused = set()
-        with do(file.path):
-            with self._reader() as reader:
-                for step, saved in sorted(self.model.steps.items()):
-                    if not self._restores(reader, step, saved, file):
-                        refused.add(step)
-            with self._reader() as reader:
-                self._falls_back(reader, file)
-            problems = cnr.verify(self.root)
-        found = {int(name) for problem in problems for name in problem.consequence}
-        if not refused <= found:
-            raise WrongError(
-                f"steps {sorted(refused)} could not be restored, verify names"
-                f" {sorted(found)}\n  damaged: {file.path}"
-            )
+        refused = self._comparison.damaged(files[index % len(files)], do)
         self._count("damage detected" if refused else "damage without consequence")
 
     # ---- comparisons ----------------------------------------------------------------------
 
     def check_listing(self) -> None:
         """The manager lists what the model does, the same as latest."""
-        listed, latest = set(self.manager.all_steps()), self.manager.latest_step()
-        # A manager need not list what its retention has dropped.
-        unlisted = set(self.model.steps) - listed - self.model.leaving
-        if (
-            unlisted
-            or not listed <= set(self.model.steps)
-            or latest not in self.model.latest()
-        ):
-            raise WrongError(
-                f"got steps {sorted(listed)}, the latest {latest}\n"
-                f"  expected {sorted(self.model.steps)}, the latest {self.model.latest()}"
-            )
+        self._comparison.listing(self.manager)
 
     def check_all(self) -> None:
         """Every step restores bit for bit, with a manager that knows only what is stored."""
         self.check_listing()
-        with self._reader() as reader:
-            if set(reader.all_steps()) != set(self.model.steps):
-                raise WrongError(
-                    f"stored are steps {sorted(reader.all_steps())},"
-                    f" expected {sorted(self.model.steps)}"
-                )
-            for step, saved in self.model.steps.items():
-                self._expect(self._restored(reader, step), saved.values, step)
-        harm = [
-            str(problem) for problem in cnr.verify(self.root) if problem.consequence
-        ]
-        if harm:
-            raise WrongError("verify finds what is not there\n  " + "\n  ".join(harm))
+        self._comparison.stored()
 
     # ---- the rest -------------------------------------------------------------------------
-
-    def _open(self) -> cnr.CheckpointManager:
-        return cnr.CheckpointManager(
-            self.root,
-            tables=self.setup.tables,
-            options=self.setup.options,
-            orbax_options=self.setup.orbax_options,
-        )
-
-    def _reader(self) -> cnr.CheckpointManager:
-        options = dataclasses.replace(
-            self.setup.options, preservation_policy=None, audit_saves=0
-        )
-        return cnr.CheckpointManager(
-            self.root, tables=self.setup.tables, options=options
-        )
 
     def _start(self) -> None:
         self.state, self.touched, self._next = self.setup.state, None, 0
@@ -361,7 +259,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.check_listing()
 
     def _interrupted(self, step: int, values: Values) -> None:
-        with self._reader() as reader:
+        with self.setup.reader(self.root) as reader:
             there = reader.all_steps()
         old, manifest = self.model.steps.get(step), self._manifest(step, there)
         committed = manifest is not None and (
@@ -386,43 +284,6 @@ class Player(contextlib.AbstractContextManager["Player"]):
         (found,) = (self.root / str(step)).glob(f"*/{names.MANIFEST}")
         return read_manifest(found.parent)
 
-    def _restores(
-        self, reader: Any, step: int, saved: Saved, file: damage.StoredFile
-    ) -> bool:
-        """Whether a step can be restored; it must if it does not rest on the file."""
-        try:
-            restored = self._restored(reader, step)
-        except Exception as error:
-            if all(above.step != file.step for above in saved.chain()):
-                raise WrongError(
-                    f"step {step} does not rest on {file.path},"
-                    f" but cannot be restored: {error}"
-                ) from error
-            return False
-        self._expect(restored, saved.values, step)
-        return True
-
-    def _falls_back(self, reader: Any, file: damage.StoredFile) -> None:
-        """`restore(None)` gives the newest step without the damage, or one still newer."""
-        ordered = list(reversed(self.model.ordered()))
-        whole = [
-            all(above.step != file.step for above in saved.chain()) for saved in ordered
-        ]
-        allowed = ordered[: whole.index(True) + 1] if any(whole) else ordered
-        try:
-            values = values_of(self._restored(reader, None).state)
-        except Exception as error:
-            if any(whole):
-                raise WrongError(
-                    f"restore(None) did not pass over the damage of {file.path}: {error}"
-                ) from error
-            return
-        if not any(same(values, saved.values) for saved in allowed):
-            raise WrongError(
-                f"restore(None) gave none of steps {[saved.step for saved in allowed]}"
-                f"\n  damaged: {file.path}"
-            )
-
     @property
     def _copy(self) -> Path:
         """Where a copy of the root is made, outside of it."""
@@ -436,7 +297,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _reopen(self) -> None:
         self.manager.close()
-        self.manager = self._open()
+        self.manager = self.setup.open(self.root)
         self.model.leaving = set()
 
     def _pick(self, index: int) -> int | None:
@@ -446,44 +307,12 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _restore(self, wanted: int | None, step: int | None) -> None:
         assert step is not None
-        restored = self._restored(self.manager, wanted)
-        self._expect(restored, self.model.steps[step].values, step)
-        self.state, self.touched = restored
+        self.state, self.touched = self._comparison.restored(self.manager, wanted, step)
         if self.setup.options.tracking == "fingerprint":
             self.touched = None
         self.model.restored(step)
         self._next = step + 1
         self._count("restored")
 
-    def _restored(self, manager: Any, step: int | None) -> Any:
-        return manager.restore(step, args=cnr.args.Restore(self.setup.state))
-
-    def _expect(self, restored: Any, expected: Values, step: int) -> None:
-        found = differences(values_of(restored.state), expected)
-        if found:
-            lines = "".join(f"\n  {line}" for line in found)
-            raise WrongError(
-                f"step {step} restored other values than were saved{lines}"
-            )
-
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
-
-
-def values_of(state: Any) -> dict[str, np.ndarray]:
-    """All leaves of a state by path, copied to the host.
-
-    Example:
-        >>> values_of({"a": np.float32(1)})
-        {"['a']": array(1., dtype=float32)}
-    """
-    leaves = jax.tree.leaves_with_path(state)
-    return {jax.tree_util.keystr(path): _host(leaf) for path, leaf in leaves}
-
-
-def _host(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    ):
-        leaf = jax.random.key_data(leaf)
-    return np.array(leaf)

@@ -38,7 +38,7 @@ from cnr_jax.testing.model import (
     latest,
     multiples,
 )
-from cnr_jax.testing.playing import Setup
+from cnr_jax.testing.setup import Setup
 
 DTYPES = (np.float32, jnp.bfloat16, np.float16)
 

@@ -14,8 +14,10 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.testing import damage, model, playing
+from cnr_jax.testing.comparing import WrongError
 from cnr_jax.testing.faults import Fault
 from cnr_jax.testing.model import Model, differences
+from cnr_jax.testing.setup import Setup
 
 NOTHING: dict[str, np.ndarray] = {}
 
@@ -121,7 +123,7 @@ def player(tmp_path: Any) -> Any:
         user = state["user"].at[seed % 8].add(1 + seed)
         return {"user": user, "step": state["step"] + 1}, touched
 
-    setup = playing.Setup(
+    setup = Setup(
         state=jax.device_put(state, jax.devices()[0]),
         tables=cnr.find_tables(state, ["user"]),
         train=train,
@@ -141,15 +143,13 @@ def player(tmp_path: Any) -> Any:
 
 def test_a_wrong_value_is_noticed(player: Any) -> None:
     player.model.steps[1].values["['user']"][0, 0] += 1
-    with pytest.raises(
-        playing.WrongError, match=r"step 1 restored other values.*\n.*user"
-    ):
+    with pytest.raises(WrongError, match=r"step 1 restored other values.*\n.*user"):
         player.check_all()
 
 
 def test_a_lost_step_is_noticed(player: Any) -> None:
     with damage.remove(player.root / "2"):
-        with pytest.raises(playing.WrongError, match="stored are steps"):
+        with pytest.raises(WrongError, match="stored are steps"):
             player.check_all()
     player.check_all()
 
@@ -158,7 +158,7 @@ def test_retention_that_keeps_too_much_or_too_little_is_noticed(player: Any) -> 
     player.model.keeps = model.latest(1)
     player.model.steps[2] = model.Saved(2, player.model.steps[2].values, None, 1)
     player.model._prune()
-    with pytest.raises(playing.WrongError, match="got steps"):
+    with pytest.raises(WrongError, match="got steps"):
         player.check_listing()
 
 
@@ -168,7 +168,7 @@ def test_damage_that_goes_unseen_is_noticed(player: Any, monkeypatch: Any) -> No
     player.damaged(index, lambda path: damage.flip_bit(path, 0))
     assert player.counts["damage detected"] == 1
     monkeypatch.setattr(cnr, "verify", lambda root: ())
-    with pytest.raises(playing.WrongError, match="verify names"):
+    with pytest.raises(WrongError, match="verify names"):
         player.damaged(index, lambda path: damage.flip_bit(path, 0))
 
 

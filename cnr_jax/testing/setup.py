@@ -1,0 +1,58 @@
+"""A run that is to be held against the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cnr_jax as cnr
+from cnr_jax.testing.model import Keeps, everything
+
+Train = Callable[[Any, Any, int], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Setup:
+    """A run to be held against the model.
+
+    Attributes:
+        state: to start with; what is restored has its structure and shardings.
+        tables: in the state.
+        train: makes the next state and touched rows of the ones given, by a seed.
+        options: of the manager. Codecs must be exact.
+        keeps: what their preservation policy keeps, in plain words; see `model`.
+        orbax_options: of the manager; step directories must be named by numbers alone.
+    """
+
+    state: Any
+    tables: cnr.Tables
+    train: Train
+    options: cnr.Options
+    keeps: Keeps = everything
+    orbax_options: Any = None
+
+    def __repr__(self) -> str:
+        """Without the numbers of the state."""
+        return f"Setup({', '.join(self.tables)}; {self.options})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same where hypothesis prints it."""
+        printer.text(repr(self))
+
+    def open(self, root: Path) -> cnr.CheckpointManager:
+        """The manager of the run."""
+        return cnr.CheckpointManager(
+            root,
+            tables=self.tables,
+            options=self.options,
+            orbax_options=self.orbax_options,
+        )
+
+    def reader(self, root: Path) -> cnr.CheckpointManager:
+        """A manager that knows only what is stored, and keeps it."""
+        options = dataclasses.replace(
+            self.options, preservation_policy=None, audit_saves=0
+        )
+        return cnr.CheckpointManager(root, tables=self.tables, options=options)
