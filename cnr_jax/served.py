@@ -123,7 +123,11 @@ class Served:
         try:
             self.changed |= self._guard.failed(self.ledger)
         except OSError as error:
-            _log.error("what a failed save has left cannot be undone yet: %s", error)
+            _log.error(
+                "steps that were moved aside for a failed save cannot be brought back; the"
+                " next save tries again: %s",
+                error,
+            )
 
     def discard(self, directory: str) -> None:
         """Removes what a failed save has written to a step directory."""

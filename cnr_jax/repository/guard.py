@@ -163,7 +163,9 @@ class Guard:
             if self._lock.acquire(0) and self.is_own():
                 self._unfinished.clear()
         except OSError as error:
-            _log.warning("what a failed save has written remains for now: %s", error)
+            _log.warning(
+                "what a failed save has written stays until the next save: %s", error
+            )
         finally:
             if not held:
                 self._lock.release()

@@ -64,6 +64,10 @@ class Unfinished:
                 self._waits = True
         except OSError as error:
             where = os.fspath(path)
-            _log.warning("%s of a failed save remains for now: %s", where, error)
+            _log.warning(
+                "%s of a failed save cannot be removed; the next save tries again: %s",
+                where,
+                error,
+            )
             return False
         return True
