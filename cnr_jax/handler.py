@@ -54,6 +54,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     Args:
         tables: from `find_tables`. None: only restoring is possible.
         options: of the run.
+
+    Attributes:
+        served: where saves go.
+        planning: how the processes decide on one.
+        last_save: what becomes of it once it is launched.
+        resuming: what a restore means for the next.
+        barriers: of Orbax's saves with several processes.
+        guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
     def __init__(
