@@ -23,6 +23,8 @@ STAGES = "capture audit tracking finalizing restoring"
 ORBAX = "orbax_compat"
 # What a save is made of that goes on behind training, and may fail there.
 SAVING = "failures channel background saving"
+# What a handler holds of where saves go, how they are decided, and what becomes of them.
+HOLDING = "served last_save planning resuming"
 # What a manager alone is made of.
 MANAGING = "registry retaining continuing keeping ending items"
 ENDING = "failures channel preemption"
@@ -67,12 +69,12 @@ TABLE = {
     "verdicts": ("errors channel", "jax"),
     "widening": (BELOW_HANDLER, ""),
     "planning": (
-        "agreement channel errors last_save repository served widening",
+        "errors repository channel agreement last_save served widening",
         "jax",
     ),
     "handler": (
-        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} launching read_back verdicts"
-        " widening served last_save resuming planning",
+        f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} {HOLDING} launching read_back"
+        " verdicts widening",
         "numpy jax flax orbax etils",
     ),
     "args": ("handler", ""),
