@@ -111,7 +111,7 @@ def capture(
     arrays: Arrays,
     choose: Choose,
     options: Options,
-    auto_bits: int | None = None,
+    widths: Mapping[str, int],
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -120,10 +120,10 @@ def capture(
         arrays: the leaves of tables, by table and leaf name.
         choose: which rows; the same object for all tiles of the same rows of a table.
         options: codecs and staging.
-        auto_bits: width of codes where options leave it to the number of restores.
+        widths: of codes, by table, where options leave them to the number of restores.
     """
     shards = functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
-    codecs, way = _Codecs(options, auto_bits), staging(options)
+    codecs, way = _Codecs(options, widths), staging(options)
     plans = [
         _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
         for tile in tiles
@@ -139,15 +139,14 @@ def capture(
 class _Codecs:
     """The codec of each tile; tiles are thousands, codecs a few."""
 
-    def __init__(self, options: Options, auto_bits: int | None) -> None:
-        self._codec_for = functools.cache(
-            functools.partial(options.codec_for, auto_bits=auto_bits)
-        )
+    def __init__(self, options: Options, widths: Mapping[str, int]) -> None:
+        self._codec_for, self._widths = functools.cache(options.codec_for), widths
 
     def of(self, tile: OwnTile) -> Codec:
         width = math.prod(stop - start for start, stop in tile.piece.box[1:])
-        leaf = tile.leaf
-        return self._codec_for(tile.table.name, leaf.name, width, leaf.dtype)
+        leaf, table = tile.leaf, tile.table.name
+        bits = self._widths.get(table)
+        return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
 
 
 def _plan(
@@ -200,16 +199,16 @@ def _rank(codec: Codec, dtype: np.dtype) -> tuple[str, str]:
 
 
 def programs(
-    tiles: Iterable[OwnTile], options: Options, auto_bits: int | None = None
+    tiles: Iterable[OwnTile], options: Options, widths: Mapping[str, int]
 ) -> Iterator[Program]:
     """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
     Args:
         tiles: of leaves whose sharding is known.
         options: codecs and staging.
-        auto_bits: width of codes where options leave it to the number of restores.
+        widths: of codes, by table, where options leave them to the number of restores.
     """
-    codecs, way = _Codecs(options, auto_bits), staging(options)
+    codecs, way = _Codecs(options, widths), staging(options)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)

@@ -77,7 +77,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.guarded = False
         self._planner = Planner(self.options.policy)
         self.last_save = LastSave(self.served, self._planner, tables, self.options)
-        self._widening = Widening(self.options)
+        self._widening = Widening(self.options, tables)
         self._channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self._channel)
         self._dense = DenseStore()
@@ -241,6 +241,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directories,
                 self._channel,
                 self.options,
+                self._widening.widths(flight.plan),
                 self._buffers,
             )
             await launch.go(prepared, self._tracker, self._dense)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -22,6 +21,7 @@ from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight, Prepared
 from cnr_jax.table import Tables
 from cnr_jax.tracking import Tracker
+from cnr_jax.widths import with_codec
 
 
 def in_flight(prepared: Prepared, tables: Tables) -> InFlight:
@@ -52,6 +52,7 @@ class Launch:
         directories: tell when it is there.
         channel: to the other processes.
         options: of the run.
+        widths: of codes, by table, where options leave them to the number of restores.
         buffers: of the run, for the rows that wait to be written.
     """
 
@@ -62,6 +63,7 @@ class Launch:
         directories: Directories,
         channel: Channel,
         options: Options,
+        widths: Mapping[str, int],
         buffers: Buffers,
     ) -> None:
         self._flight, self._directory, self._directories = (
@@ -70,6 +72,7 @@ class Launch:
             directories,
         )
         self._channel, self._options, self._buffers = channel, options, buffers
+        self._widths = widths
 
     async def go(self, prepared: Prepared, tracker: Tracker, dense: DenseStore) -> None:
         """Gathers; nothing of the state is needed afterwards.
@@ -102,8 +105,8 @@ class Launch:
             prepared.found.tiles,
             checked.arrays,
             choose,
-            _with_codec(self._options, plan.codec),
-            plan.auto_bits,
+            with_codec(self._options, plan.codec),
+            self._widths,
         )
         # Gathering on the host takes all cores already; on devices it waits for these.
         stage: Stage[Chunk] = Stage(
@@ -152,7 +155,3 @@ class Launch:
 
 def _nothing() -> None:
     """What is left to do of a save that failed before it wrote anything."""
-
-
-def _with_codec(options: Options, codec: str | None) -> Options:
-    return options if codec is None else dataclasses.replace(options, codec=codec)

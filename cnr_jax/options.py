@@ -40,8 +40,10 @@ class Options:
         bits: width of a code: 2, 3, 4 or 8, or `"auto"`. Error enters training only when a
             checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3 for up
             to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all saves after
-            there have been more restores than expected, with a warning. Codecs that are
-            objects keep bits of their own.
+            there have been more restores than expected, with a warning. Small tables, those of
+            fewest elements that together have at most 1 % of all, have 8 from the start: their
+            rows are looked up most, and cost next to nothing. Codecs that are objects keep
+            bits of their own, and so do tables with a number here or in `tables`.
         expected_restores: how often the whole run will be restored, for `bits="auto"`: a
             number, such as `cnr_jax.expected_restores` gives. None: 20, hence 4 bits. Counted
             are the restores behind the state that is saved: whoever goes back to an older step
@@ -244,7 +246,8 @@ class Options:
     ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
-        Where bits are "auto" they are `auto_bits`; None: as before any restore.
+        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
+        which a table that is small among others does not have.
 
         Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
         encode (integers, double precision), and rows so wide that one range for all their

@@ -30,7 +30,8 @@ class SaveReport:
         total_secs: from the call of `save` until the manifest was written.
         reason: why it was full or a delta; and after more restores than expected, so.
         restores: how often a run was restored along the branch of this save.
-        auto_bits: width of codes that `bits="auto"` came to, where it is used.
+        auto_bits: width of codes that `bits="auto"` came to, where it is used; small
+            tables have 8.
     """
 
     step: int

@@ -16,6 +16,7 @@ from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.rows.watch import group_tiles
 from cnr_jax.table import Tables
+from cnr_jax.widths import find_small, widths
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class Warmth:
     """
 
     def __init__(self, tables: Tables, options: Options) -> None:
-        self._options = options
+        self._options, self._tables = options, tables
+        self._small = find_small(options, tables)
         self._done: set[Program] = set()
         self.widths: set[int | None] = set()
         stamps = {
@@ -58,14 +60,16 @@ class Warmth:
         """Compiles what is not yet.
 
         Args:
-            auto_bits: width of codes where options leave it to the number of restores. Others
-                are compiled only when they come: each takes as long as the first.
+            auto_bits: width of codes where options leave it to the number of restores, but
+                for small tables. Others are compiled only when they come: each takes as long
+                as the first.
         """
         if auto_bits in self.widths:
             return
         if self.widths:
             _log.info("compiling for codes of %s bits", auto_bits)
-        needed = capture.programs(self._tiles, self._options, auto_bits)
+        of_tables = widths(self._tables, self._small, auto_bits)
+        needed = capture.programs(self._tiles, self._options, of_tables)
         if not self.widths:
             needed = itertools.chain(needed, self.hashes())
         programs = [p for p in dict.fromkeys(needed) if p not in self._done]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 from cnr_jax.options import Options
-from cnr_jax.policy.bits import ASSUMED_RESTORES
+from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS
 from cnr_jax.repository.planner import Plan
+from cnr_jax.table import Tables
+from cnr_jax.widths import find_small, widths, with_codec
 
 _log = logging.getLogger(__name__)
+
+_NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
 
 
 class Widening:
@@ -17,11 +22,14 @@ class Widening:
 
     Args:
         options: of the run.
+        tables: of the run; None: nothing is saved.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, tables: Tables | None) -> None:
+        self._options, self._tables = options, tables
         self._follows = options.follows_restores()
+        # By the codec that a policy names: it may be what makes widths follow the restores.
+        self._found: dict[str | None, frozenset[str]] = {}
         self._said: int | None = None
 
     def bits(self, restores: int) -> int | None:
@@ -45,6 +53,18 @@ class Widening:
         self._say(bits, usual, plan)
         return dataclasses.replace(plan, auto_bits=bits, reason=reason)
 
+    def widths(self, plan: Plan) -> Mapping[str, int]:
+        """The width of each table in a save, on every process."""
+        assert self._tables is not None
+        return widths(self._tables, self._small(plan), plan.auto_bits)
+
+    def _small(self, plan: Plan) -> frozenset[str]:
+        if plan.codec not in self._found:
+            assert self._tables is not None
+            options = with_codec(self._options, plan.codec)
+            self._found[plan.codec] = find_small(options, self._tables)
+        return self._found[plan.codec]
+
     def _expected(self) -> float:
         expected = self._options.expected_restores
         return ASSUMED_RESTORES if expected is None else expected
@@ -65,13 +85,32 @@ class Widening:
             )
         elif self._options.expected_restores is None:
             _log.info(
-                "bits='auto' without expected_restores: saves take %d bits, for up to %d"
+                "bits='auto' without expected_restores: saves take %d bits%s, for up to %d"
                 " restores",
                 bits,
+                _but_for(self._small(plan), bits),
                 ASSUMED_RESTORES,
             )
         else:
-            _log.info("saves take %d bits, for %g restores", bits, self._expected())
+            _log.info(
+                "saves take %d bits%s, for %g restores",
+                bits,
+                _but_for(self._small(plan), bits),
+                self._expected(),
+            )
+
+
+def _but_for(small: frozenset[str], bits: int) -> str:
+    """Such as ` (8 for 2 small tables: day, hour)`; empty where there is nothing to say."""
+    if not small or bits == FALLBACK_BITS:
+        return ""
+    names = sorted(small)
+    left_out = len(names) - _NAMED_TABLES
+    shown = ", ".join(names[:_NAMED_TABLES]) + (
+        f" and {left_out} more" if left_out > 0 else ""
+    )
+    plural = "" if len(names) == 1 else "s"
+    return f" ({FALLBACK_BITS} for {len(names)} small table{plural}: {shown})"
 
 
 def _times(restores: int) -> str:

@@ -192,10 +192,16 @@ def test_saves_after_a_restore_compile_nothing(tmp_path: Path) -> None:
 def test_restores_compile_what_wider_saves_need(
     staging: Any, dim: int, tmp_path: Path
 ) -> None:
-    """With `bits="auto"`, before the save that is the first to take more bits."""
-    rows = np.random.default_rng(0).normal(size=(64, dim)).astype(np.float32)
-    state = {"user": jax.device_put(rows)}
-    tables = cnr.find_tables(state, ["user"])
+    """With `bits="auto"`, before the save that is the first to take more bits.
+
+    Small tables take these from the first save on, in rows as wide as no others.
+    """
+    rng = np.random.default_rng(0)
+    state = {
+        name: jax.device_put(rng.normal(size=shape).astype(np.float32))
+        for name, shape in (("user", (4000, dim)), ("day", (12, dim + 10)))
+    }
+    tables = cnr.find_tables(state, ["user", "day"])
     touched = cnr.init_touched(state, tables)
     options = cnr.Options(
         codec="asymmetric",
@@ -208,7 +214,7 @@ def test_restores_compile_what_wider_saves_need(
 
     def save(manager: cnr.CheckpointManager, step: int) -> None:
         nonlocal touched
-        touched = stamped(touched, {"user": 10})
+        touched = stamped(touched, {"user": 10, "day": 5})
         with compilations() as found:
             manager.save(step, args=cnr.args.Save(state, touched))
             manager.wait_until_finished()

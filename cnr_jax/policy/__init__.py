@@ -19,7 +19,12 @@ from cnr_jax.policy.baseline import (
     SaveRecord,
     since_baseline,
 )
-from cnr_jax.policy.bits import bits_after, bits_for, expected_restores
+from cnr_jax.policy.bits import (
+    bits_after,
+    bits_for,
+    expected_restores,
+    small_tables,
+)
 from cnr_jax.policy.intermittent import Cost, Intermittent, Predictor
 from cnr_jax.policy.predictor import (
     CycleCosts,
@@ -49,4 +54,5 @@ __all__ = [
     "full_is_due",
     "should_take_full",
     "since_baseline",
+    "small_tables",
 ]

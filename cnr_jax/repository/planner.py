@@ -32,8 +32,8 @@ class Plan:
         abandoned: step directories to rename aside before this one is written.
         history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
-        auto_bits: width of codes that options leave to the number of restores; None if they
-            leave none to it.
+        auto_bits: width of codes that options leave to the number of restores, but for small
+            tables; None if they leave none to it.
         known: step directories of the root, before this save moves any aside.
         changed: whether steps have come to the root, or gone, by other hands.
     """

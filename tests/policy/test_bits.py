@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cnr_jax.errors import OptionError
-from cnr_jax.policy import bits_after, bits_for, expected_restores
+from cnr_jax.policy import bits_after, bits_for, expected_restores, small_tables
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,34 @@ def test_one_restore_too_many_makes_it_eight_bits_for_good(expected: float) -> N
     for restores in range(60):
         wanted = usual if restores <= expected else 8
         assert bits_after(restores, expected) == wanted
+
+
+@pytest.mark.parametrize(
+    ("elements", "small"),
+    [
+        ({}, ""),
+        ({"a": 1}, ""),
+        ({"a": 10**9}, ""),
+        ({"a": 99, "b": 1}, "b"),
+        ({"a": 98, "b": 1}, ""),
+        ({"a": 9900, "b": 60, "c": 40}, "b c"),
+        ({"a": 9899, "b": 61, "c": 40}, "c"),
+        # One that does not fit leaves no room for a bigger one.
+        ({"a": 9000, "b": 101, "c": 50, "d": 30}, "c d"),
+        ({"a": 9000, "b": 62, "c": 50, "d": 30}, "c d"),
+        # Of one size: all, or none.
+        ({"a": 980, "b": 5, "c": 5}, ""),
+        ({"a": 990, "b": 5, "c": 5}, "b c"),
+        (dict.fromkeys("abcdefgh", 7), ""),
+        ({str(i): 10 for i in range(1000)} | {"a": 1}, "a"),
+    ],
+)
+def test_small_tables_have_at_most_a_hundredth_of_the_elements(
+    elements: dict[str, int], small: str
+) -> None:
+    assert small_tables(elements) == set(small.split())
+    backwards = dict(reversed(elements.items()))
+    assert small_tables(backwards) == set(small.split()), "the order has a say"
 
 
 def test_expected_restores_are_failures_of_any_node_in_the_time_of_the_job() -> None:
