@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from accuracy_report import MARK, METRICS, NAMES, changes
+from accuracy_report import AUTO, MARK, METRICS, NAMES, changes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -73,17 +73,17 @@ def accuracy_after_restores(found: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, len(METRICS), figsize=(3.4 * len(METRICS), 3.2))
     for axis, (scope, metric) in zip(axes, METRICS, strict=True):
         of = changes(runs, scope, metric)
-        for number, bits in enumerate(sorted({c.bits for c in of if c.bits})):
-            cases = sorted(c for c in of if c.bits == bits and not c.small_bits)
+        for number, bits in enumerate(dict.fromkeys(c.bits for c in of if c.bits)):
+            cases = sorted(c for c in of if c.bits == bits)
             each = [of[case] for case in cases]
             axis.errorbar(
                 # Beside each other, so that no interval hides another.
-                [case.restores * 1.06 ** (number - 1.5) for case in cases],
+                [case.restores * 1.06 ** (number - 2) for case in cases],
                 [change.mean for change in each],
                 [change.margin for change in each],
                 marker=".",
                 capsize=2,
-                label=f"{bits} bits",
+                label=bits if bits == AUTO else f"{bits} bits",
             )
         axis.axhline(0, color="black", linewidth=0.5)
         axis.axhline(MARK, color="grey", linewidth=0.8, linestyle=":")

@@ -1,13 +1,15 @@
 """One pass over flights, step by step: what `accuracy.py` trains, saves and judges.
 
-The rows of features that have few are saved as a table of their own, `small`, the others as
-`large`: each has its bits.
+One table holds the rows of all features; saved is a table for each, as models mostly have them:
+which of them are small is for `cnr_jax` to see.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import flights_dlrm
@@ -20,7 +22,6 @@ from trained_tables import Flights
 
 import cnr_jax as cnr
 
-TABLES = ("small", "large")
 Figures = dict[str, float]
 
 
@@ -52,15 +53,18 @@ class Course:
         train: flights in order of time; one pass over its whole batches.
         held_out: those that follow.
         dim: columns of the table.
-        small_features: the first so many features have few rows.
-        small_rows: rows of these, the first of the table.
+        bounds: rows of a feature begin at one of these and end at the next; ascending.
     """
 
     train: Flights
     held_out: Flights
     dim: int
-    small_features: int
-    small_rows: int
+    bounds: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tables that are saved, in the order of features."""
+        return [name for name, _, _ in _parts(self.bounds)]
 
     @property
     def steps(self) -> int:
@@ -75,12 +79,12 @@ class Course:
         return Trainee(state, cnr.init_touched(saved, self.tables(saved)), [])
 
     def saved(self, state: Any) -> Any:
-        """A state as it is saved: with two tables instead of one."""
-        return _split(state, self.small_rows)
+        """A state as it is saved: with a table for each feature."""
+        return _split(state, self.bounds)
 
     def tables(self, saved: Any) -> cnr.Tables:
-        """Both tables, with their slots."""
-        return cnr.find_tables(saved, {name: f"params/{name}" for name in TABLES})
+        """All tables, with their slots."""
+        return cnr.find_tables(saved, {name: f"params/{name}" for name in self.names})
 
     def stops(self, restores: int) -> list[int]:
         """Steps after which a run is restored: spread evenly, none at the ends.
@@ -95,10 +99,9 @@ class Course:
     def advance(self, run: Trainee, start: int, stop: int) -> None:
         """Trains from step `start` up to, not including, `stop`."""
         found = []
-        few = self.small_features, self.small_rows
         for step in range(start, stop):
             run.state, run.touched, logits = _step(
-                few, run.state, run.touched, *self.train.batch(step)
+                self.bounds, run.state, run.touched, *self.train.batch(step)
             )
             found.append(logits)
         run.logits += map(np.asarray, found)
@@ -131,33 +134,39 @@ def metrics(logits: np.ndarray, labels: np.ndarray) -> Figures:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(
-    few: tuple[int, int],
+    bounds: tuple[int, ...],
     state: Any,
     touched: Any,
     ids: jax.Array,
     columns: jax.Array,
     label: jax.Array,
 ) -> Any:
-    features, rows = few
-    looked_up = {"small": ids[:, :features], "large": ids[:, features:] - rows}
+    looked_up = {
+        name: ids[:, feature] - start
+        for feature, (name, start, _) in enumerate(_parts(bounds))
+    }
     touched = cnr.record(touched, looked_up)
     state, logits = flights_dlrm.train_step(state, ids, columns, label)
     return state, touched, logits
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _split(state: Any, rows: int) -> Any:
-    """Two tables, of the first rows and of the others, and so with their slots."""
+def _split(state: Any, bounds: tuple[int, ...]) -> Any:
+    """A table for each feature, and so with their slots."""
+
+    def split(rows: jax.Array) -> dict[str, jax.Array]:
+        return {name: rows[start:stop] for name, start, stop in _parts(bounds)}
+
     optimizer = state["sparse_optimizer"]
     count, squares = optimizer.count[TABLE], optimizer.sum_of_squares[TABLE]
     params = {**state["params"]}
     table = params.pop(TABLE)
     return {
         **state,
-        "params": {**params, "small": table[:rows], "large": table[rows:]},
+        "params": {**params, **split(table)},
         "sparse_optimizer": optimizer._replace(
-            count={name: count for name in TABLES},
-            sum_of_squares={"small": squares[:rows], "large": squares[rows:]},
+            count={name: count for name, _, _ in _parts(bounds)},
+            sum_of_squares=split(squares),
         ),
     }
 
@@ -165,19 +174,26 @@ def _split(state: Any, rows: int) -> Any:
 @jax.jit
 def joined(saved: Any) -> Any:
     """The state that `_split` split."""
+    optimizer, params = saved["sparse_optimizer"], saved["params"]
+    names = sorted(optimizer.count)
 
     def whole(tree: Any) -> Any:
-        return {TABLE: jnp.concatenate([tree["small"], tree["large"]])}
+        return {TABLE: jnp.concatenate([tree[name] for name in names])}
 
-    optimizer, params = saved["sparse_optimizer"], saved["params"]
     return {
         **saved,
         "params": {**whole(params), "dense": params["dense"]},
         "sparse_optimizer": optimizer._replace(
-            count={TABLE: optimizer.count["large"]},
+            count={TABLE: optimizer.count[names[0]]},
             sum_of_squares=whole(optimizer.sum_of_squares),
         ),
     }
+
+
+def _parts(bounds: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    """Name, first row and end of each feature; names sort as features do, up to a hundred."""
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        yield f"feature{number:02}", start, stop
 
 
 _logits = jax.jit(flights_dlrm.logits)
