@@ -102,10 +102,11 @@ def test_report_says_how_the_mark_is_kept_and_what_noise_hides(
         report.present(runs, report.Setting())
         printed = " ".join(capsys.readouterr().out.split())
         judged, beside = printed.split("held-out flights, AUC: percent")
-        expected = f"auto (3 bits), 3 restores {' '.join(said.split())}"
+        said = " ".join(said.split())
+        expected = f"auto (3 bits), 3 restores {said}"
         found = judged[judged.index("auto (3") :].split()
         assert expected.split() == found[:5] + found[8 : 8 + len(said.split())]
-        assert judged.count(" ".join(said.split())) == 2 and said not in beside
+        assert judged.count(said) == 2 and said not in beside
         assert "restores 1 3 10" not in printed, "tables of fixed bits, without any"
 
 

@@ -185,7 +185,7 @@ def _print_auto(found: dict[tuple[str, str], dict[Case, Interval]]) -> None:
     """What `bits="auto"` costs, and over the lifetime, how it keeps the mark."""
     for (scope, metric), of in found.items():
         rows = [
-            [str(case), *_cells(of[case]), *(_verdict(of[case], scope))]
+            [str(case), *_cells(of[case]), *_verdict(of[case], scope)]
             for case in sorted(case for case in of if case.bits == AUTO)
         ]
         judged = f"; mark: {MARK} %" if scope == JUDGED else "; not judged"
