@@ -184,24 +184,24 @@ def present(runs: Sequence[Run], setting: Setting) -> None:
 def _print_auto(found: dict[tuple[str, str], dict[Case, Interval]]) -> None:
     """What `bits="auto"` costs, and over the lifetime, how it keeps the mark."""
     for (scope, metric), of in found.items():
+        judged = scope == JUDGED
+        header = ["bits as chosen", "mean", "from", "to"]
+        header += ["mark", "how"] if judged else []
         rows = [
-            [str(case), *_cells(of[case]), *_verdict(of[case], scope)]
+            [str(case), *_cells(of[case]), *(_verdict(of[case]) if judged else ())]
             for case in sorted(case for case in of if case.bits == AUTO)
         ]
-        judged = f"; mark: {MARK} %" if scope == JUDGED else "; not judged"
         if rows:
             print_table(
                 f"{NAMES[scope]}, {NAMES[metric]}: percent worse than without restores, of"
-                f" pairs, 95 %{judged}",
-                ("bits as chosen", "mean", "from", "to", "mark", "how"),
+                f" pairs, 95 %; {f'mark: {MARK} %' if judged else 'not judged'}",
+                header,
                 rows,
             )
 
 
-def _verdict(change: Interval, scope: str) -> tuple[str, str]:
-    """Whether the mark is kept, and in which way, where it is asked."""
-    if scope != JUDGED:
-        return "", ""
+def _verdict(change: Interval) -> tuple[str, str]:
+    """Whether the mark is kept, in which way, and whether noise would hide as much."""
     if change.count < 2:
         return "open", "one seed tells nothing of noise"
     noise = "can be resolved" if change.margin <= MARK else "is hidden by noise"
