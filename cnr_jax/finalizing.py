@@ -31,7 +31,7 @@ from cnr_jax.repository.files import (
     write_durably,
 )
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.repository.store import file_bytes
 from cnr_jax.repository.write import Written
 
 
@@ -78,7 +78,8 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
         sync_tree(dense)
         dense_files = digest_tree(dense, names.DENSE)
     totals = _totals(processes, digests, dense_files)
-    manifest = _manifest(facts, digests, dense_files, totals)
+    features = sorted({each for process in processes for each in process.features})
+    manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
     write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
     return manifest
@@ -134,8 +135,7 @@ def _totals(
 
 def array_bytes(entry: ArrayEntry) -> int:
     """Bytes of an array's files: whole chunks, a checksum each, and `zarr.json`."""
-    chunk = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
-    return len(entry.crc32c) * chunk + entry.metadata_bytes
+    return sum(file_bytes(entry)) + entry.metadata_bytes
 
 
 def _rows(process: ProcessManifest) -> int:
@@ -154,6 +154,7 @@ def _manifest(
     digests: tuple[FileDigest, ...],
     dense_files: tuple[FileDigest, ...],
     totals: Totals,
+    features: tuple[str, ...],
 ) -> Manifest:
     plan = facts.plan
     # Rounded, because a manifest's digest is taken over its text.
@@ -186,6 +187,7 @@ def _manifest(
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
+        required_features=features,
     )
 
 

@@ -144,7 +144,13 @@ class Launch:
     def _write(self, plans: tuple[RunPlan, ...], stage: Stage[Chunk]) -> None:
         """Writes what comes through the stage; runs in the background."""
         uuid = self._flight.plan.uuid
-        writer = RowsWriter(self._directory, uuid, jax.process_index(), plans)
+        writer = RowsWriter(
+            self._directory,
+            uuid,
+            jax.process_index(),
+            plans,
+            compression=self._options.compression,
+        )
         try:
             self._flight.written = writer.write(stage, host_device())
         except BaseException:

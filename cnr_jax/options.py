@@ -10,6 +10,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import Tracking
+from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Intermittent, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
@@ -51,6 +52,12 @@ class Options:
             unless another manager makes it.
         slot_codec: how optimizer slots are stored, exactly by default; `"bfloat16"`, or for
             slots that are never negative `"log"` (16 bits) or `"log8"`.
+        compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
+            checksums are taken; None: not. Measured on deltas of trained tables of dim 64, all
+            bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about 8 % of float32 rows.
+            Costs a core a second for 0.6 GB to write, behind training, and for 0.55 GB
+            to restore: of encoded bytes, and of those on up to two cores. May change from
+            save to save; versions of cnr_jax before this option refuse such steps.
         tables: options of single tables, by name.
         tracking: how rows that changed are found. `"recorded"`: those that `record` was told
             of; exact where the optimizer changes no others. `"fingerprint"`: those whose
@@ -101,6 +108,7 @@ class Options:
     bits: int | Literal["auto"] = 4
     expected_restores: float | None = None
     slot_codec: str | Codec = "raw"
+    compression: Literal["zstd"] | None = None
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
     tracking: Tracking | None = None
     audit_saves: int = 10
@@ -133,6 +141,11 @@ class Options:
         if self.when_busy not in ("wait", "skip"):
             raise errors.OptionError(
                 f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"
+            )
+        if self.compression not in (None, *COMPRESSIONS):
+            raise errors.OptionError(
+                f"compression {self.compression!r} is not known, expected"
+                f" {' or '.join(map(repr, COMPRESSIONS))} or None"
             )
         self._check_auto()
         for name in ("", *self.tables):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 FORMAT = "cnr_jax"
 VERSION = 1
+# Arrays whose chunks are compressed by zstd.
+ZSTD = "zstd"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD})
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})

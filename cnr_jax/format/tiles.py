@@ -25,8 +25,23 @@ from cnr_jax.format.manifest import (
 )
 
 _FORMS = ("all", "none", "bitmap", "gaps")
+# How chunks may be compressed; each is a required feature of the same name.
+COMPRESSIONS = (names.ZSTD,)
 PROCESS_FORMAT = f"{names.FORMAT}.process"
 Box = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """How the chunks of an array are compressed.
+
+    Attributes:
+        codec: one of `COMPRESSIONS`.
+        bytes: size of each chunk's file, its checksum included.
+    """
+
+    codec: str
+    bytes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +52,7 @@ class ArrayEntry:
         metadata_sha256: digest of its `zarr.json`.
         crc32c: for each chunk the checksum that its `crc32c` codec stores at its end. Naming
             them here tells a chunk from a whole one of another place or run.
+        compressed: how chunks are compressed; None: not, and then it is not stored.
     """
 
     dtype: str
@@ -45,6 +61,7 @@ class ArrayEntry:
     metadata_bytes: int
     metadata_sha256: str
     crc32c: tuple[int, ...]
+    compressed: Compressed | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +119,21 @@ class ProcessManifest:
     slot_bytes: int
     version: int = names.VERSION
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What a reader has to know of, beyond the version, to read this."""
+        found = (entry.compressed for entry in self.arrays.values())
+        return frozenset(each.codec for each in found if each is not None)
+
 
 def dump_process(manifest: ProcessManifest) -> bytes:
     """Canonical bytes of a process manifest; boxes become flat lists."""
-    rest = dataclasses.replace(manifest, tiles=())
-    tiles = [_tile_json(tile) for tile in manifest.tiles]
-    return dump_document({"format": PROCESS_FORMAT, **to_json(rest), "tiles": tiles})
+    document = to_json(dataclasses.replace(manifest, tiles=()))
+    for entry in document["arrays"].values():
+        if entry["compressed"] is None:
+            del entry["compressed"]
+    document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
+    return dump_document({"format": PROCESS_FORMAT, **document})
 
 
 def _tile_json(tile: Tile) -> dict[str, object]:
@@ -163,6 +189,9 @@ def _read_array(fields: Fields) -> ArrayEntry:
         metadata_bytes=fields.integer("metadata_bytes"),
         metadata_sha256=fields.hexadecimal("metadata_sha256", 64),
         crc32c=fields.integers("crc32c"),
+        compressed=_read_compressed(fields.child("compressed"))
+        if fields.has("compressed")
+        else None,
     )
     chunks = -(-entry.length // entry.chunk)
     if len(entry.crc32c) != chunks:
@@ -170,7 +199,19 @@ def _read_array(fields: Fields) -> ArrayEntry:
             f"{fields.where}.crc32c: expected {chunks} checksums,"
             f" got {len(entry.crc32c)}"
         )
+    if entry.compressed is not None and len(entry.compressed.bytes) != chunks:
+        fields.problems.append(
+            f"{fields.where}.compressed.bytes: expected {chunks} sizes,"
+            f" got {len(entry.compressed.bytes)}"
+        )
     return entry
+
+
+def _read_compressed(fields: Fields) -> Compressed:
+    return Compressed(
+        codec=fields.text("codec", choices=COMPRESSIONS),
+        bytes=fields.integers("bytes", minimum=1),
+    )
 
 
 def _read_row_ids(fields: Fields) -> RowIds:

@@ -108,7 +108,8 @@ class ArrayReader:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
         self._dtype = numpy_dtype(entry.dtype)
-        spec = spec_of(path, entry.dtype, entry.length, entry.chunk)
+        compression = entry.compressed.codec if entry.compressed else None
+        spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # Not in the spec: `open=True` would override it there, and read zarr.json.
         self._store = ts.open(
             spec, open=True, assume_metadata=True, context=context(cached)

@@ -11,10 +11,11 @@ import hashlib
 import numpy as np
 import tensorstore as ts
 
-from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.format.tiles import ArrayEntry, Compressed
+from cnr_jax.repository.files import AnyPath, size_of
 from cnr_jax.repository.store import (
     CHUNK_BYTES,
+    COMPRESSED_LEAST_BYTES,
     chunk_length,
     context,
     numpy_dtype,
@@ -35,13 +36,21 @@ class ArrayWriter:
         length: elements that will be appended, or the most there can be where `exact` is
             False. An inexact array has chunks of a quarter of `CHUNK_BYTES`, because nothing
             may come, and is cut at the end.
+        compression: how chunks are compressed; None: not. Nor is an array that is too short
+            for it to pay.
     """
 
     def __init__(
-        self, path: AnyPath, dtype: str, length: int, *, exact: bool = True
+        self,
+        path: AnyPath,
+        dtype: str,
+        length: int,
+        *,
+        exact: bool = True,
+        compression: str | None = None,
     ) -> None:
         self._path, self._dtype, self._length = path, dtype, length
-        self._exact = exact
+        self._exact, self._compression = exact, compression
         self._item = numpy_dtype(dtype)
         limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
         if exact:
@@ -91,7 +100,9 @@ class ArrayWriter:
         self._filled = 0
 
     def _create(self, length: int) -> ts.TensorStore:
-        spec = spec_of(self._path, self._dtype, length, self._chunk)
+        if length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
+            self._compression = None
+        spec = spec_of(self._path, self._dtype, length, self._chunk, self._compression)
         return ts.open(spec, create=True, context=context()).result()
 
     def finish(self) -> ArrayEntry | None:
@@ -130,12 +141,17 @@ class ArrayWriter:
 
     def _describe(self) -> ArrayEntry:
         metadata = (self._path / "zarr.json").read_bytes()
-        chunks = -(-self._written // self._chunk)
+        chunks = range(-(-self._written // self._chunk))
+        compressed = None
+        if self._compression is not None:
+            sizes = tuple(size_of(self._path / "c" / str(i)) for i in chunks)
+            compressed = Compressed(codec=self._compression, bytes=sizes)
         return ArrayEntry(
             dtype=self._dtype,
             length=self._written,
             chunk=self._chunk,
             metadata_bytes=len(metadata),
             metadata_sha256=hashlib.sha256(metadata).hexdigest(),
-            crc32c=tuple(stored_crc32c(self._path, i) for i in range(chunks)),
+            crc32c=tuple(stored_crc32c(self._path, i) for i in chunks),
+            compressed=compressed,
         )

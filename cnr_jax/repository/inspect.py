@@ -34,7 +34,7 @@ from cnr_jax.repository.checked import (
     unnamed_files,
 )
 from cnr_jax.repository.files import AnyPath, size_of
-from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.repository.store import file_bytes, numpy_dtype
 from cnr_jax.rows.codecs import codec_from
 
 Harm = Literal["none", "step", "chain"]
@@ -164,8 +164,7 @@ def _check_chunk(
     found: list[Finding] = []
     file = f"{array}/c/{chunk}"
     with _noted(found, item, file):
-        size = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
-        _check_size(item, file, size)
+        _check_size(item, file, file_bytes(entry)[chunk])
         if data:
             if not reader:
                 reader.append(ArrayReader(item / array, entry, cached=False))

@@ -6,6 +6,7 @@ Crash order: a process manifest is written when every array it names is on stora
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -29,6 +30,7 @@ from cnr_jax.format.tiles import (
 )
 from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
+from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
@@ -78,12 +80,13 @@ class Written(NamedTuple):
 
 
 class _PartArray(NamedTuple):
-    """The array that holds a part of a codec, and its elements in a row."""
+    """The array that holds a part of a codec, and its elements and bytes in a row."""
 
     part: str
     array: str
     dtype: str
     width: int
+    row_bytes: int
 
 
 @functools.cache
@@ -93,7 +96,8 @@ def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray,
     for name, part in codec.parts(width, dtype).items():
         stored = part.dtype.name
         array = names.array_name(codec.name, name, stored)
-        found.append(_PartArray(name, array, stored, part.width))
+        row_bytes = part.width * part.dtype.itemsize
+        found.append(_PartArray(name, array, stored, part.width, row_bytes))
     return tuple(found)
 
 
@@ -103,9 +107,16 @@ def _escape_array(dtype: np.dtype) -> tuple[str, str]:
     return names.array_name("escaped", "rows", dtype.name), dtype.name
 
 
-@functools.cache
-def _row_bytes(codec: Codec, width: int, dtype: np.dtype) -> int:
-    return codec.row_bytes(width, dtype)
+def part_of_array(entry: ArrayEntry, encoded_bytes: int) -> int:
+    """Bytes in files that some of the encoded bytes of an array come to.
+
+    Of a compressed array that is their share, as if all of it were packed equally well: slots
+    and tables may lie in one chunk.
+    """
+    if entry.compressed is None:
+        return encoded_bytes
+    whole_bytes = entry.length * numpy_dtype(entry.dtype).itemsize
+    return sum(entry.compressed.bytes) * encoded_bytes // whole_bytes
 
 
 class RowsWriter:
@@ -116,12 +127,19 @@ class RowsWriter:
         uuid: of the checkpoint.
         process: index of this process.
         plans: one for each tile, those with rows in the order of the chunks.
+        compression: of all arrays; None: none.
     """
 
     def __init__(
-        self, directory: AnyPath, uuid: str, process: int, plans: Sequence[RunPlan]
+        self,
+        directory: AnyPath,
+        uuid: str,
+        process: int,
+        plans: Sequence[RunPlan],
+        *,
+        compression: str | None = None,
     ) -> None:
-        self._directory = directory
+        self._directory, self._compression = directory, compression
         self._rows = directory / names.rows_directory(process)
         self._uuid, self._process, self._plans = uuid, process, plans
         self._with_rows = [plan for plan in plans if plan.count]
@@ -133,7 +151,8 @@ class RowsWriter:
         self._id_length = 0
         self._known_ids: dict[tuple[int, int], int] = {}
         self._escaped: dict[int, list[tuple[np.ndarray, PartRef]]] = {}
-        self._slot_bytes = 0
+        # By array, as encoded.
+        self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
         self._writers = self._open_writers()
 
@@ -152,7 +171,7 @@ class RowsWriter:
 
     def _open_writers(self) -> dict[str, ArrayWriter]:
         writers = {
-            array: ArrayWriter(self._rows / array, dtype, length)
+            array: self._open(array, dtype, length)
             for (array, dtype), length in self._lay_out().items()
         }
         escapes: dict[tuple[str, str], int] = {}
@@ -161,8 +180,19 @@ class RowsWriter:
                 key = _escape_array(plan.dtype)
                 escapes[key] = escapes.get(key, 0) + plan.count * plan.width
         for (array, dtype), length in escapes.items():
-            writers[array] = ArrayWriter(self._rows / array, dtype, length, exact=False)
+            writers[array] = self._open(array, dtype, length, exact=False)
         return writers
+
+    def _open(
+        self, array: str, dtype: str, length: int, *, exact: bool = True
+    ) -> ArrayWriter:
+        return ArrayWriter(
+            self._rows / array,
+            dtype,
+            length,
+            exact=exact,
+            compression=self._compression,
+        )
 
     def write(self, chunks: Iterable[Chunk], device: jax.Device) -> Written:
         """Encodes and writes all chunks, then the process manifest.
@@ -191,7 +221,10 @@ class RowsWriter:
             ),
             row_ids=tuple(self._ids),
             tiles=tiles,
-            slot_bytes=self._slot_bytes,
+            slot_bytes=sum(
+                part_of_array(arrays[name], encoded)
+                for name, encoded in self._slot_bytes.items()
+            ),
         )
         if arrays:
             self._sync_array_directories(arrays)
@@ -225,7 +258,8 @@ class RowsWriter:
             found = self._escaped.setdefault(run, [])
             found.append((at[mine] - self._starts[run], where))
             plan = self._with_rows[run]
-            self._slot_bytes += rows[mine].nbytes if plan.is_slot else 0
+            if plan.is_slot:
+                self._slot_bytes[array] += rows[mine].nbytes
 
     def _tile(self, plan: RunPlan) -> Tile:
         segments: list[Segment] = []
@@ -247,8 +281,8 @@ class RowsWriter:
                     )
                 )
             if plan.is_slot:
-                row_bytes = _row_bytes(plan.codec, plan.width, plan.dtype)
-                self._slot_bytes += plan.count * row_bytes
+                for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+                    self._slot_bytes[part.array] += plan.count * part.row_bytes
         return Tile(
             table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)
         )
@@ -280,7 +314,7 @@ class RowsWriter:
         data = np.concatenate([*self._id_bytes, np.empty(0, np.uint8)])
         if len(data):
             name = names.ROW_IDS_ARRAY
-            self._writers[name] = ArrayWriter(self._rows / name, "uint8", len(data))
+            self._writers[name] = self._open(name, "uint8", len(data))
             self._writers[name].append(data)
         entries = {name: writer.finish() for name, writer in self._writers.items()}
         return {name: entry for name, entry in entries.items() if entry is not None}
