@@ -55,9 +55,9 @@ class Options:
         compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
             checksums are taken; None: not. Measured on deltas of trained tables of dim 64, all
             bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about 8 % of float32 rows.
-            Costs a core a second for 0.6 GB to write, behind training, and for 0.55 GB
-            to restore: of encoded bytes, and of those on up to two cores. May change from
-            save to save; versions of cnr_jax before this option refuse such steps.
+            Costs a second of a core for 0.6 GB of encoded rows, behind training, on up to two
+            cores, and one for 0.55 GB in a restore. May change from save to save; versions of
+            cnr_jax before this option refuse such steps.
         tables: options of single tables, by name.
         tracking: how rows that changed are found. `"recorded"`: those that `record` was told
             of; exact where the optimizer changes no others. `"fingerprint"`: those whose

@@ -127,3 +127,8 @@ def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> N
 )
 def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
     cnr.Options(**options)
+
+
+def test_a_compression_that_is_not_known_is_refused() -> None:
+    with pytest.raises(cnr.errors.OptionError, match="'lz4' is not known"):
+        cnr.Options(compression="lz4")  # type: ignore[arg-type]

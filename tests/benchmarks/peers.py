@@ -13,13 +13,22 @@ from typing import Any
 
 from system import State as State
 from system import System as System
-from systems_jax import Cnr2, Cnr4, Cnr8, CnrRaw, Numpy, Orbax, OrbaxUncompressed
+from systems_jax import (
+    Cnr2,
+    Cnr4,
+    Cnr4Zstd,
+    Cnr8,
+    CnrRaw,
+    Numpy,
+    Orbax,
+    OrbaxUncompressed,
+)
 from systems_torch import DcpAsync, Safetensors, TorchsnapshotAsync
 
 _SYSTEMS: dict[str, type[System]] = {
     system.name: system
     for system in (
-        *(Cnr4, CnrRaw, Cnr8, Cnr2, Orbax, OrbaxUncompressed),
+        *(Cnr4, Cnr4Zstd, CnrRaw, Cnr8, Cnr2, Orbax, OrbaxUncompressed),
         *(DcpAsync, TorchsnapshotAsync, Safetensors, Numpy),
     )
 }

@@ -27,7 +27,7 @@ import workload
 from checks import check_restored, first_check
 from harness import Case, Figures, Results, middle, print_mark, print_table, spread
 
-BITS = {"cnr-4bit": 4}
+BITS = {"cnr-4bit": 4, "cnr-4bit-zstd": 4}
 OURS, PLAIN = "cnr-4bit", "orbax-uncompressed"
 CHAINS = (0, 4, 11)
 DEVICES, FEWER = 8, 2
@@ -50,6 +50,7 @@ def plan(quick: bool) -> list[Case]:
     if not quick:
         cases.append(make("peers", PLAIN, cold=True))
         cases.append(make("peers", "orbax", once=True))
+        cases.append(make("peers", "cnr-4bit-zstd", once=True))
     cases += [ours("chains", deltas=count) for count in chains]
     for name in (OURS,) if quick else (OURS, PLAIN):
         cases.append(make("meshes", name, devices=DEVICES, onto=FEWER))

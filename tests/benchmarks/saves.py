@@ -14,7 +14,7 @@ from harness import Figures
 
 DIM = 64
 POLICIES = ("Full", "OneShot", "Consecutive", "Intermittent")
-BITS = {"cnr-2bit": 2, "cnr-4bit": 4, "cnr-8bit": 8}
+BITS = {"cnr-2bit": 2, "cnr-4bit": 4, "cnr-4bit-zstd": 4, "cnr-8bit": 8}
 
 
 def full_save(params: dict[str, Any], root: Path) -> Figures:

@@ -58,6 +58,7 @@ def plan(quick: bool) -> list[Case]:
         if quick
         else {
             "deltas, cnr-raw": {**one, "system": "cnr-raw", "shares": SHARES_RAW},
+            "deltas, cnr-4bit-zstd": {**one, "system": "cnr-4bit-zstd"},
             "staging bounded to 64 MiB": {
                 **one,
                 "options": {"max_staging_bytes": STAGING_BYTES},

@@ -36,6 +36,7 @@ class Cnr(_Managed):
 
     codec: ClassVar[str] = "adaptive"
     bits: ClassVar[int] = 4
+    compression: ClassVar[str | None] = None
 
     def __init__(self, root: Path, state: State, **options: Any) -> None:
         from workload import tables_of
@@ -46,6 +47,7 @@ class Cnr(_Managed):
         given = {
             "codec": self.codec,
             "bits": self.bits,
+            "compression": self.compression,
             "policy": cnr.OneShot(),
             "audit_saves": 0,
             "tracking": "recorded",
@@ -71,6 +73,13 @@ class Cnr4(Cnr):
     """4 bits, the default."""
 
     name = "cnr-4bit"
+
+
+class Cnr4Zstd(Cnr4):
+    """Arrays compressed by zstd."""
+
+    name = "cnr-4bit-zstd"
+    compression = "zstd"
 
 
 class Cnr2(Cnr):

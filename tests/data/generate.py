@@ -1,10 +1,12 @@
 """Writes the frozen checkpoints that later versions must still read. Not run by tests.
 
     python tests/data/generate.py v1
+    python tests/data/generate.py v1-zstd
 
-writes `tests/data/v1/root/`, three steps that rest on each other, and `tests/data/v1/expected.npz`:
-what was saved (`truth/...`) and what it must restore to (`restored/...`), both as bits. What is
-written once stays: a folder that exists is refused.
+The first writes `tests/data/v1/root/`, three steps that rest on each other, and
+`tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
+(`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed.
+What is written once stays: a folder that exists is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ ITEM_ROWS = 15
 ITEM_LAYOUT = cnr.ModSharded(shards=2, rows_per_shard=8)
 
 
-def first_state() -> dict[str, Any]:
-    """Two tables over two devices, one with a slot, and a dense leaf of every kind."""
+def first_state(peaked: bool = False) -> dict[str, Any]:
+    """Two tables over two devices, one with a slot, and a dense leaf of every kind.
+
+    Args:
+        peaked: some codes are much more frequent than others, and most slots are zeros.
+    """
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
 
@@ -46,15 +52,19 @@ def first_state() -> dict[str, Any]:
         return jax.device_put(jnp.asarray(values, dtype), NamedSharding(mesh, spec))
 
     user = rng.normal(size=(USER_ROWS, 8)).astype(np.float32)
+    user = user**5 if peaked else user
     user[3, 2] = np.nan
     user[9] = 0
+    start = 0.0 if peaked else 1.0
     return {
         "params": {
             "user": {"embedding": sharded(user, jnp.float32)},
             "item": {"embedding": sharded(rng.normal(size=(16, 8)), jnp.bfloat16)},
             "dense": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32),
         },
-        "opt": {"user": {"embedding": sharded(rng.random(USER_ROWS), jnp.float32)}},
+        "opt": {
+            "user": {"embedding": sharded(rng.random(USER_ROWS) * start, jnp.float32)}
+        },
         "key": jax.random.key(7),
         "step": 0,
         "rate": 0.125,
@@ -120,15 +130,22 @@ def flatten(state: Any, prefix: str) -> dict[str, np.ndarray]:
 def generate(folder: Path) -> None:
     """Writes root and expected values below a folder that must not exist."""
     folder.mkdir(parents=True)
-    state = first_state()
+    _, _, compression = folder.name.partition("-")
+    steps = STEPS[:1] if compression else STEPS
+    state = first_state(peaked=bool(compression))
     tables = tables_of(state)
     touched = cnr.init_touched(state, tables)
-    options = cnr.Options(policy=cnr.Consecutive(), codec="adaptive", bits=4)
+    options = cnr.Options(
+        policy=cnr.Consecutive(),
+        codec="adaptive",
+        bits=4,
+        compression=compression or None,
+    )
     expected: dict[str, np.ndarray] = {}
     with cnr.CheckpointManager(
         folder / "root", tables=tables, options=options
     ) as manager:
-        for step in STEPS:
+        for step in steps:
             state = next_state(state, step)
             ids = {
                 name: jnp.asarray(rows, jnp.int32)
@@ -138,7 +155,7 @@ def generate(folder: Path) -> None:
             manager.save(step, args=cnr.args.Save(state, touched))
             expected |= flatten(state, f"truth/{step}")
     with cnr.CheckpointManager(folder / "root", tables=tables) as manager:
-        for step in STEPS:
+        for step in steps:
             restored = manager.restore(step, args=cnr.args.Restore(state))
             expected |= flatten(restored.state, f"restored/{step}")
     np.savez_compressed(folder / "expected.npz", **expected)

@@ -27,6 +27,7 @@ from cnr_jax.format.manifest import (
 from cnr_jax.format.tiles import (
     PROCESS_FORMAT,
     ArrayEntry,
+    Compressed,
     PartRef,
     ProcessManifest,
     RowIds,
@@ -157,6 +158,17 @@ def test_full_manifest_without_clock_parent_or_leaves_comes_back_equal() -> None
 
 def test_process_manifest_comes_back_equal() -> None:
     assert load_process(dump_process(PROCESS), "manifest") == PROCESS
+    assert PROCESS.features == frozenset()
+
+
+def test_compressed_arrays_come_back_equal_and_others_say_nothing_of_it() -> None:
+    assert b"compressed" not in dump_process(PROCESS)
+    ids = dataclasses.replace(
+        PROCESS.arrays["row_ids"], compressed=Compressed(codec="zstd", bytes=(19, 20))
+    )
+    process = dataclasses.replace(PROCESS, arrays={**PROCESS.arrays, "ids": ids})
+    assert load_process(dump_process(process), "manifest") == process
+    assert process.features == {"zstd"}
 
 
 def test_manifest_is_ascii_with_sorted_keys_and_one_final_newline() -> None:
@@ -335,6 +347,22 @@ def test_rules_of_the_manifest_are_checked(
     [
         ({"arrays.row_ids.crc32c": [1]}, "expected 2 checksums, got 1"),
         ({"arrays.row_ids.chunk": 0}, "chunk: expected an integer of at least 1"),
+        (
+            {"arrays.row_ids.compressed": {"codec": "lz4", "bytes": [20, 20]}},
+            'compressed.codec: expected one of zstd, got "lz4"',
+        ),
+        (
+            {"arrays.row_ids.compressed": {"codec": "zstd", "bytes": [20]}},
+            "compressed.bytes: expected 2 sizes, got 1",
+        ),
+        (
+            {"arrays.row_ids.compressed": {"codec": "zstd", "bytes": [20, 0]}},
+            "compressed.bytes: expected a list of integers of at least 1",
+        ),
+        (
+            {"arrays.row_ids.compressed": "zstd"},
+            'arrays.row_ids.compressed: expected an object, got "zstd"',
+        ),
         ({"arrays.row_ids": ...}, "array row_ids is not listed"),
         (
             {"arrays.a/b": to_json(PROCESS.arrays["row_ids"])},

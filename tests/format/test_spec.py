@@ -21,7 +21,10 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax import errors, finalizing, handler, layouts
 from cnr_jax.format import manifest, names, rowids, tiles
+from cnr_jax.format.fields import Fields
 from cnr_jax.repository import store
+from cnr_jax.repository.array_reader import ArrayReader
+from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.files import digest_of
 from cnr_jax.repository.planner import Planner
 from cnr_jax.rows import codecs
@@ -42,6 +45,7 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("5.9", 0): (manifest.Totals, ()),
     ("6.1", 0): (tiles.ProcessManifest, ("format", "sha256")),
     ("6.2", 0): (tiles.ArrayEntry, ()),
+    ("6.2", 1): (tiles.Compressed, ()),
     ("6.3", 0): (tiles.RowIds, ()),
     ("6.4", 0): (tiles.Tile, ()),
     ("6.4", 1): (tiles.Segment, ()),
@@ -103,8 +107,8 @@ def test_fields_that_may_be_null_are_optional_in_the_code(
 ) -> None:
     kind, _ = DESCRIBED[place]
     optional = {f.name for f in dataclasses.fields(kind) if "None" in str(f.type)}
-    null = {name for name, row in described(*place).items() if row["null"] == "yes"}
-    assert null == optional
+    rows = described(*place).items()
+    assert {name for name, row in rows if row["null"] in ("yes", "absent")} == optional
 
 
 def test_every_table_of_fields_is_compared() -> None:
@@ -119,9 +123,13 @@ def test_every_table_of_fields_is_compared() -> None:
     assert found == set(DESCRIBED)
 
 
-def test_all_fields_are_of_version_1() -> None:
-    since = {row["since"] for place in DESCRIBED for row in described(*place).values()}
-    assert since == {str(names.VERSION)} == {"1"}
+def test_all_fields_are_of_version_1_or_a_feature() -> None:
+    rows = [row for place in DESCRIBED for row in described(*place).values()]
+    features = {f"`{feature}`" for feature in names.KNOWN_FEATURES}
+    assert {row["since"] for row in rows} == {str(names.VERSION), *features}
+    assert names.VERSION == 1
+    absent = {row["since"] for row in rows if row["null"] == "absent"}
+    assert absent == features
 
 
 CHECKS: dict[str, Any] = {
@@ -160,7 +168,9 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
         return [*found, (("5.9", 0), document["totals"])]
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]
-    found += [(("6.2", 0), a) for a in document["arrays"].values()]
+    arrays = document["arrays"].values()
+    found += [(("6.2", 0), a) for a in arrays]
+    found += [(("6.2", 1), a["compressed"]) for a in arrays if "compressed" in a]
     found += [(("6.3", 0), e) for e in document["row_ids"]]
     found += [(("6.4", 0), tile) for tile in document["tiles"]]
     found += [(("6.4", 1), s) for s in segments]
@@ -179,9 +189,10 @@ def test_written_documents_have_the_described_fields_and_types() -> None:
         for place, value in parts_of(document):
             seen.add(place)
             rows = described(*place)
-            assert value.keys() == rows.keys(), place
-            for name, row in rows.items():
-                assert is_of(value[name], row), (place, name, value[name])
+            absent = {name for name, row in rows.items() if row["null"] == "absent"}
+            assert rows.keys() - absent <= value.keys() <= rows.keys(), place
+            for name, found in value.items():
+                assert is_of(found, rows[name]), (place, name, found)
     assert seen == set(DESCRIBED)
 
 
@@ -319,14 +330,16 @@ def test_formula_gives_the_bits_of_the_codec(bits: int, dtype: str) -> None:
 
 
 def test_required_features_are_those_of_the_code() -> None:
-    line = re.search(r"Known features: (\w+)\. Reserved: (.*?) \(", section("11"))
-    assert line[1] == "none" and names.KNOWN_FEATURES == frozenset()
+    line = re.search(r"Known features: (.*?)\. Reserved: (.*?) \(", section("11"))
+    assert set(re.findall(r"`(\w+)` \(", line[1])) == names.KNOWN_FEATURES
+    assert set(tiles.COMPRESSIONS) <= names.KNOWN_FEATURES
     assert set(re.findall(r"`(\w+)`", line[2])) == names.RESERVED_FEATURES
     assert not names.RESERVED_FEATURES & names.KNOWN_FEATURES
 
 
-def test_limit_of_chunks_is_that_of_the_code() -> None:
+def test_limits_of_arrays_and_chunks_are_those_of_the_code() -> None:
     assert f"at most {store.CHUNK_BYTES >> 20} MiB" in section("6.2")
+    assert f"less than {store.COMPRESSED_LEAST_BYTES} bytes" in section("6.2")
 
 
 def test_handler_types_ever_used_are_importable() -> None:
@@ -479,6 +492,33 @@ def test_example_restores_to_the_shown_values(example: Path, step: int) -> None:
     assert np.asarray(state["user"]["embedding"]).tobytes() == shown.tobytes()
     assert np.asarray(state["opt"]["user"]["embedding"]).tolist() == values["slot"]
     assert state["name"] == "demo"
+
+
+def test_compressed_example_is_read_and_its_metadata_is_what_is_written(
+    tmp_path: Path,
+) -> None:
+    """Written again it need not be the same frame: that is up to the version of zstd."""
+    ((name, shown),) = blocks("entry").items()
+    ((chunk, frame),) = blocks("compressed").items()
+    problems: list[str] = []
+    entry = tiles._read_array(Fields(json.loads(shown), name, problems))
+    path = tmp_path / name
+    (path / chunk).parent.mkdir(parents=True)
+    (path / chunk).write_bytes(shown_bytes(frame))
+    codes = np.full(2048, 0x11, np.uint8)
+    np.testing.assert_array_equal(ArrayReader(path, entry).read(0, 2048), codes)
+    assert problems == []
+    assert store.file_bytes(entry) == (len(shown_bytes(frame)),)
+    assert entry.crc32c[0] == int.from_bytes(shown_bytes(frame)[-4:], "little")
+    writer = ArrayWriter(tmp_path / "again", "uint8", 2048, compression="zstd")
+    writer.append(codes)
+    again = writer.finish()
+    assert again is not None and again.compressed is not None
+    ((file, described_codecs),) = blocks("metadata").items()
+    written = json.loads((tmp_path / "again" / file).read_bytes())["codecs"]
+    expected = json.loads(described_codecs)
+    assert [codec["name"] for codec in written] == [c["name"] for c in expected]
+    assert written[1]["configuration"]["level"] == expected[1]["configuration"]["level"]
 
 
 def test_damaged_example_is_refused() -> None:

@@ -24,13 +24,20 @@ LIMIT = 64
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 bytes a chunk of exact arrays, 16 of others, so that small arrays have many."""
     monkeypatch.setattr(array_writer, "CHUNK_BYTES", LIMIT)
+    monkeypatch.setattr(array_writer, "COMPRESSED_LEAST_BYTES", 0)
 
 
 def write(
-    path: Path, *pieces: np.ndarray, exact: bool = True, length: int = 0
+    path: Path,
+    *pieces: np.ndarray,
+    exact: bool = True,
+    length: int = 0,
+    compression: str | None = None,
 ) -> ArrayEntry:
     total = length or sum(piece.size for piece in pieces)
-    writer = ArrayWriter(path, pieces[0].dtype.name, total, exact=exact)
+    writer = ArrayWriter(
+        path, pieces[0].dtype.name, total, exact=exact, compression=compression
+    )
     for piece in pieces:
         writer.append(piece)
     entry = writer.finish()
@@ -44,24 +51,30 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(bytes(data))
 
 
+both_ways = pytest.mark.parametrize("compression", [None, "zstd"])
+
+
+@both_ways
 @pytest.mark.parametrize(
     "dtype",
     "bool int8 uint16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn"
     " complex64".split(),
 )
 def test_values_come_back_bit_for_bit_in_every_dtype(
-    tmp_path: Path, dtype: str
+    tmp_path: Path, dtype: str, compression: str | None
 ) -> None:
     item = store.numpy_dtype(dtype)
     raw = np.random.default_rng(0).integers(0, 256, 50 * item.itemsize, np.uint8)
     values = (raw & 1).view(item) if dtype == "bool" else raw.view(item)
-    entry = write(tmp_path / "a", values)
+    entry = write(tmp_path / "a", values, compression=compression)
+    assert (entry.compressed is not None) == (compression is not None)
     assert ArrayReader(tmp_path / "a", entry).read(0, 50).tobytes() == values.tobytes()
 
 
 @given(
     sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6),
     exact=st.booleans(),
+    compression=st.sampled_from([None, "zstd"]),
     spare=st.integers(0, 70),
     data=st.data(),
 )
@@ -70,6 +83,7 @@ def test_any_slice_of_any_appended_pieces_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
     exact: bool,
+    compression: str | None,
     spare: int,
     data: st.DataObject,
 ) -> None:
@@ -79,7 +93,11 @@ def test_any_slice_of_any_appended_pieces_comes_back(
     path = tmp_path_factory.mktemp("array") / "a"
     length = total if exact else total + spare
     writer = ArrayWriter(
-        path, "int32", max(length, 1) if not exact else length, exact=exact
+        path,
+        "int32",
+        max(length, 1) if not exact else length,
+        exact=exact,
+        compression=compression,
     )
     for piece in pieces:
         writer.append(piece)
@@ -201,12 +219,14 @@ def test_slice_outside_the_array_is_a_format_error(
         ArrayReader(tmp_path / "a", entry).read(*bounds)
 
 
+@both_ways
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("at", [0, -5, -1])
 def test_flipped_bit_is_detected_with_and_without_the_manifest(
-    tmp_path: Path, verify: bool, at: int
+    tmp_path: Path, verify: bool, at: int, compression: str | None
 ) -> None:
-    entry = write(tmp_path / "a", np.arange(40, dtype=np.int32))
+    values = np.arange(40, dtype=np.int32)
+    entry = write(tmp_path / "a", values, compression=compression)
     flip(tmp_path / "a" / "c" / "1", at)
     reader = ArrayReader(tmp_path / "a", entry, verify=verify)
     assert reader.read(0, entry.chunk)[0] == 0
@@ -214,14 +234,16 @@ def test_flipped_bit_is_detected_with_and_without_the_manifest(
         reader.read(0, 40)
 
 
+@both_ways
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("size", [None, 0, 3, 20])
+@pytest.mark.parametrize("size", [None, 0, 3, 15])
 def test_missing_or_truncated_chunk_is_never_read_as_zeros(
-    tmp_path: Path, verify: bool, size: int | None
+    tmp_path: Path, verify: bool, size: int | None, compression: str | None
 ) -> None:
-    entry = write(tmp_path / "a", np.zeros(40, np.int32))
+    entry = write(tmp_path / "a", np.zeros(40, np.int32), compression=compression)
     file = tmp_path / "a" / "c" / "2"
     data = file.read_bytes()
+    assert len(data) > 15
     file.unlink()
     if size is not None:
         file.write_bytes(data[:size])
