@@ -238,9 +238,11 @@ class Options:
             return make_codec(codec, bits)
         except ValueError as error:
             why = f"{_where(table)}: {error}"
-            if given == "auto":
+            if given == "auto" and _is_codec(codec):
                 why += (
-                    "\n  to which bits='auto' comes after more restores than expected"
+                    "\n  bits='auto' comes to 8 for small tables, and after more restores than"
+                    f" expected\n  hint: give codec {codec!r} a number of bits, such as"
+                    " bits=4, or take codec='adaptive'"
                 )
             raise errors.OptionError(why) from error
 
@@ -291,6 +293,14 @@ class Options:
                 f"options for unknown tables: {', '.join(unknown)}\n"
                 f"  tables: {', '.join(sorted(names))}"
             )
+
+
+def _is_codec(name: str) -> bool:
+    try:
+        make_codec(name, 4)
+    except ValueError:
+        return False
+    return True
 
 
 def _where(table: str) -> str:

@@ -97,6 +97,7 @@ OWN_BITS = "bits='auto' has nothing to choose: Asymmetric.* has bits of its own"
         ({**AUTO, "expected_restores": "3"}, "expected_restores is '3', expected a f"),
         # There are no 8 bits to fall back to.
         ({**AUTO, "codec": "kmeans"}, "bits is 8, expected one of .*\n.*'auto' comes"),
+        ({**AUTO, "codec": "unheard"}, r"codec 'unheard' is not known, [^\n]*$"),
     ],
 )
 def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> None:

@@ -94,6 +94,10 @@ class Setting:
             )
 
 
+# By scope and metric.
+Changes = dict[tuple[str, str], dict[Case, Interval]]
+
+
 class Report:
     """Figures of all runs, in a file that is written after each.
 
@@ -171,7 +175,7 @@ def ways(change: Interval) -> list[str]:
 def present(runs: Sequence[Run], setting: Setting) -> None:
     """Prints all figures: those that are judged first."""
     _print_seeds([run for run in runs if not run["restores"]])
-    found = {metric: changes(runs, *metric) for metric in METRICS}
+    found: Changes = {metric: changes(runs, *metric) for metric in METRICS}
     exact = [of.get(Case(None, EXACT_RESTORES)) for of in found.values()]
     worst = max((abs(c.mean) for c in exact if c is not None), default=float("nan"))
     print_mark(
@@ -181,7 +185,7 @@ def present(runs: Sequence[Run], setting: Setting) -> None:
     _print_fixed(found, setting)
 
 
-def _print_auto(found: dict[tuple[str, str], dict[Case, Interval]]) -> None:
+def _print_auto(found: Changes) -> None:
     """What `bits="auto"` costs, and over the lifetime, how it keeps the mark."""
     for (scope, metric), of in found.items():
         judged = scope == JUDGED
@@ -210,9 +214,7 @@ def _verdict(change: Interval) -> tuple[str, str]:
     return "kept" if kept else "MISSED", f"{how}; {MARK} % {noise}"
 
 
-def _print_fixed(
-    found: dict[tuple[str, str], dict[Case, Interval]], setting: Setting
-) -> None:
+def _print_fixed(found: Changes, setting: Setting) -> None:
     """The same for every number of bits and restores."""
     for (scope, metric), of in found.items():
         rows = [
