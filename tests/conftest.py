@@ -1,14 +1,23 @@
-"""Eight CPU devices for every test, set before jax starts."""
+"""Eight CPU devices for every test, set before jax starts, and temporary files in memory."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
+# Thousands of tiny saves spend most of their time on syncing, and no power fails in a test. Where
+# memory is short or runs no programs, and where TMPDIR says otherwise, files go to disk as ever.
+_MEMORY, _NEEDED_BYTES = "/dev/shm", 4 << 30
+if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK):
+    _found = os.statvfs(_MEMORY)
+    _free_bytes = _found.f_bavail * _found.f_frsize
+    if _free_bytes >= _NEEDED_BYTES and not _found.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
 
 # Imports of jax must come after the flags above.
 import dataclasses  # noqa: E402
@@ -32,7 +41,6 @@ from cnr_jax.repository.step import read_manifest  # noqa: E402
 collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
 
 _ROWS = {"user": 64, "item": 32}
-_BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
 @jax.jit
@@ -168,12 +176,24 @@ def tiny_run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the benchmarks, as their scripts do."""
-    monkeypatch.syspath_prepend(str(_BENCHMARKS))
+def modules_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports modules of a folder as the programs in it do, for one test."""
     before = set(sys.modules)
-    yield importlib.import_module
+    folders: list[str] = []
+
+    def importing(folder: Path) -> Any:
+        monkeypatch.syspath_prepend(str(folder))
+        folders.append(str(folder))
+        return importlib.import_module
+
+    yield importing
     for name in set(sys.modules) - before:
-        module = sys.modules[name]
-        if str(_BENCHMARKS) in str(getattr(module, "__file__", "")):
+        path = str(getattr(sys.modules[name], "__file__", ""))
+        if any(folder in path for folder in folders):
             del sys.modules[name]
+
+
+@pytest.fixture
+def benchmarks(modules_in: Any) -> Any:
+    """Imports a module of the benchmarks."""
+    return modules_in(Path(__file__).parent / "benchmarks")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -630,6 +631,39 @@ def test_fingerprint_chains_hashed_on_the_device_equal_model(
         tracking="fingerprint",
     )
     play(data, options, st.sampled_from(DEVICE_WORLDS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("test", "policy"),
+    [
+        *((test_exact_chains_equal_model_for_any_placement, p) for p in POLICIES),
+        *(
+            (test_quantized_chains_hold_decoded_rows_and_leave_others_alone, p)
+            for p in POLICIES
+        ),
+        *(
+            (test, policy)
+            for test in (
+                test_exact_chains_encoded_on_the_device_equal_model,
+                test_fingerprint_chains_equal_model_for_any_placement,
+            )
+            for policy in ("one_shot", "consecutive")
+        ),
+        (test_quantized_chains_encoded_on_the_device_equal_model, None),
+        (test_quantized_fingerprint_chains_hold_decoded_rows, None),
+        (test_fingerprint_chains_hashed_on_the_device_equal_model, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_many_chains_equal_model(test: Any, policy: str | None) -> None:
+    """Each of the tests above, on far more runs."""
+    inner = test.hypothesis.inner_test
+    names = inspect.signature(inner).parameters
+    drawn = {"data": st.data(), "staging_bytes": STAGING_BYTES}
+    many = hypothesis.given(**{k: v for k, v in drawn.items() if k in names})(inner)
+    _settings(100)(many)(**({"policy": policy} if policy else {}))
 
 
 def _same_everywhere(devices: int, spec: str, tag_layout: RowLayout) -> World:

@@ -19,6 +19,8 @@ from cnr_jax.rows.codecs import Asymmetric, Greedy, KMeans, Symmetric
 from cnr_jax.rows.codecs.tuning import Variant, cheapest, mean_error, variants
 
 ROWS, DIM = 6000, 16
+# Tunings of one width and dim share their programs, a second each to compile.
+BITS = 3
 
 
 def trained_like(rows: int, dim: int, seed: int = 0) -> np.ndarray:
@@ -42,7 +44,7 @@ def tuned(
     tables = cnr.find_tables(state, {"user": spec} if spec else ["user"])
     caplog.clear()
     with caplog.at_level(logging.INFO, "cnr_jax.tuning"):
-        options = cnr.tune(state, tables, cnr.Options(bits=3))
+        options = cnr.tune(state, tables, cnr.Options(bits=BITS))
     (record,) = caplog.records
     return options, record.getMessage()
 
@@ -104,7 +106,7 @@ def test_optimum_of_a_sample_is_that_of_all_rows_within_one_percent(
     assert "on 4,096 of 6,000 rows" in said
     chosen = options.tables["user"].codec
     assert isinstance(chosen, Asymmetric)
-    assert chosen.bits == 3
+    assert chosen.bits == BITS
     errors = {v.codec: mean_error(v.codec, values) for v in variants(chosen)}
     assert errors[chosen] <= 1.01 * 1.01 * min(errors.values())
     # Not merely the longest search.
@@ -143,7 +145,7 @@ def test_tables_whose_codec_does_not_search_keep_theirs() -> None:
     }
     tables = cnr.find_tables(state, list(state))
     own = {
-        "user": cnr.TableOptions(bits=8, slot_codec="bfloat16"),
+        "user": cnr.TableOptions(bits=BITS, slot_codec="bfloat16"),
         "plain": cnr.TableOptions(codec="asymmetric"),
     }
     options = cnr.Options(bits=2, tables=own, slot_codec="log")
@@ -152,7 +154,7 @@ def test_tables_whose_codec_does_not_search_keep_theirs() -> None:
     assert got.tables["plain"] == own["plain"]
     user = got.tables["user"]
     assert isinstance(user.codec, Asymmetric)
-    assert (user.codec.bits, user.slot_codec) == (8, "bfloat16")
+    assert (user.codec.bits, user.slot_codec) == (BITS, "bfloat16")
     assert (got.bits, got.slot_codec, options.tables) == (2, "log", own)
 
 
@@ -161,14 +163,14 @@ def test_tables_whose_bits_follow_the_restores_keep_their_codec(
 ) -> None:
     state = {"user": jnp.asarray(values), "item": jnp.asarray(values)}
     tables = cnr.find_tables(state, ["user", "item"])
-    fixed = {"item": cnr.TableOptions(bits=2)}
+    fixed = {"item": cnr.TableOptions(bits=BITS)}
     options = cnr.tune(state, tables, cnr.Options(bits="auto", tables=fixed))
     widths = {
         (name, options.codec_for(name, "table", DIM, np.float32, auto_bits=bits).bits)
         for name in tables
         for bits in (4, 8)
     }
-    assert widths == {("user", 4), ("user", 8), ("item", 2)}
+    assert widths == {("user", 4), ("user", 8), ("item", BITS)}
     assert "user" not in options.tables
     assert isinstance(options.tables["item"].codec, Asymmetric)
 
@@ -190,10 +192,10 @@ def test_saves_use_and_store_what_was_chosen(tmp_path: Path) -> None:
     rows = trained_like(256, 16)
     state = {"user": jnp.asarray(rows), "step": 1}
     tables = cnr.find_tables(state, ["user"])
-    options = cnr.tune(state, tables, cnr.Options(bits=2), within=0.2)
+    options = cnr.tune(state, tables, cnr.Options(bits=BITS), within=0.2)
     chosen = options.tables["user"].codec
     assert isinstance(chosen, Asymmetric)
-    assert chosen != Asymmetric(bits=2), "the default would prove nothing"
+    assert chosen != Asymmetric(bits=BITS), "the default would prove nothing"
     with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
         manager.save(1, args=cnr.args.Save(state))
         manager.wait_until_finished()

@@ -97,7 +97,7 @@ class StepReader:
         directory: of the item.
         manifest: as `read_manifest` returned it.
         verify: whether chunks are compared with the checksums in the manifest.
-        kept: holds chunks that small slices are cut from; None: a store of its own.
+        kept: holds chunks that small slices are cut from.
     """
 
     def __init__(
@@ -105,14 +105,13 @@ class StepReader:
         directory: AnyPath,
         manifest: Manifest,
         *,
-        verify: bool = True,
-        kept: KeptChunks | None = None,
+        verify: bool,
+        kept: KeptChunks,
     ) -> None:
         self.directory = directory
         self.manifest = manifest
         self.tables = {entry.name: entry for entry in manifest.tables}
-        self._verify = verify
-        self._kept = kept if kept is not None else KeptChunks()
+        self._verify, self._kept = verify, kept
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
         self._codecs: dict[tuple[int, int], Codec] = {}

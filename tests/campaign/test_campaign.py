@@ -5,7 +5,6 @@ Beside it, whether the campaign would notice: its judges look at stores that lie
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 import shutil
@@ -30,14 +29,9 @@ needs_faults = pytest.mark.skipif(
 
 
 @pytest.fixture
-def campaign(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the campaign, as its program does."""
-    monkeypatch.syspath_prepend(str(CAMPAIGN))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(CAMPAIGN) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def campaign(modules_in: Any) -> Any:
+    """Imports a module of the campaign."""
+    return modules_in(CAMPAIGN)
 
 
 def run(report: Path, *arguments: str, timeout_secs: float) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ usually fail.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +29,9 @@ WORKER = Path(__file__).parent / "worker.py"
 PROJECT = Path(__file__).parents[2]
 DEADLINE_SECS = 75.0
 STEPS = 10
+# What one child has compiled the others need not: they train and save the same tables.
+COMPILED = tempfile.mkdtemp(prefix="cnr-compiled-")
+atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 
 
 class Processes:
@@ -47,6 +52,8 @@ class Processes:
         env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
         env["JAX_PLATFORMS"] = "cpu"
         env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        env["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
         common = ["--processes", count, "--port", port, "--root", root, "--out", out]
         self.out, self.logs = out, [Path(f"{out}.{i}.log") for i in range(count)]
         self.children: list[subprocess.Popen[bytes]] = []
