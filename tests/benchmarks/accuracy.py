@@ -18,7 +18,6 @@ about 48 seconds on two idle cores, so 25 and 105 minutes; nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -33,6 +32,7 @@ import numpy as np
 import traces
 import trained_tables
 from accuracy_report import Case, Report, Run, Setting, present
+from commandline import make_parser
 from flights_course import Course
 from restored_training import train_restored, train_undisturbed
 from trained_tables import Flights
@@ -134,16 +134,18 @@ def _add_undisturbed(report: Report, seed: int, figures: Run, secs: float) -> No
 
 def main() -> None:
     """Makes the runs that are missing, and prints all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few runs on few flights")
+    parser = make_parser(
+        __doc__,
+        quick="few runs on few flights",
+        json="where figures are kept",
+        data="the folder of flights-3m.parquet",
+        dir="where checkpoints go",
+    )
     parser.add_argument(
         "--only", choices=["auto"], help="without the runs at fixed bits"
     )
     parser.add_argument("--seeds", type=int, help="runs of each case; 5, quick 2")
     parser.add_argument("--flights", type=int, help="of these a tenth is held out")
-    parser.add_argument("--data", type=Path, help="the folder of flights-3m.parquet")
-    parser.add_argument("--json", type=Path, help="where figures are kept")
-    parser.add_argument("--dir", type=Path, help="where checkpoints go")
     args = parser.parse_args()
     setting = QUICK if args.quick else Setting()
     if args.flights:

@@ -9,8 +9,6 @@ array metadata and checksums; manifests are counted with them, slots are stated 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -21,6 +19,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from commandline import make_parser, write_figures
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,10 +70,7 @@ def measure(rows: int, dim: int, share: float, bits: int, sharding: str) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a table of 80,000 rows")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
+    args = make_parser(__doc__, quick="a table of 80,000 rows").parse_args()
     rows = 80_000 if args.quick else 1_000_000
     cases = [
         (dim, share, bits, sharding)
@@ -95,8 +91,7 @@ def main() -> None:
             f" {figure['times_smaller_than_fp32_rows']:9.2f}x",
             flush=True,
         )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

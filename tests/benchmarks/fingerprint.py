@@ -11,13 +11,10 @@ both also as a share of the table and its slots. Audits keep a byte more for eac
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
 from cnr_jax.rows.hashing import bytes_of
@@ -153,10 +151,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="64 MiB a case")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
+    args = make_parser(__doc__, quick="64 MiB a case").parse_args()
     size, repetitions = (64 << 20, 5) if args.quick else (256 << 20, 11)
     load = os.getloadavg()[0]
     print(
@@ -181,8 +176,7 @@ def main() -> None:
             f"  {figure['kept_of_model']:7.1%} {figure['peak_of_model']:6.1%}",
             flush=True,
         )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from commandline import make_parser, write_figures
 from measures import PeakMemory as PeakMemory
 from measures import devices as devices
 from measures import drop_cache as drop_cache
@@ -123,9 +124,11 @@ def main(
 
 
 def _parser(doc: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small; ends within 60 s")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser = make_parser(
+        doc,
+        quick="small; ends within 60 s",
+        dir="where to write (default: temporary)",
+    )
     parser.add_argument("--repeats", type=int, help="runs of each case")
     parser.add_argument(
         "--only",
@@ -133,7 +136,6 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
         default=[""],
         help="cases whose label contains one of these",
     )
-    parser.add_argument("--dir", type=Path, help="where to write (default: temporary)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 
@@ -179,7 +181,7 @@ def _write(path: Path, results: Results, args: argparse.Namespace) -> None:
         "arguments": arguments,
         "cases": [case.as_json() for case in results],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_figures(path, report)
 
 
 class _RunError(Exception):

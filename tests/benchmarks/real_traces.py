@@ -11,16 +11,14 @@ The full run takes about 3 minutes, `--quick` half a one.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+from commandline import make_parser, write_figures
 from measures import machine
 from paper_figures import by_interval, by_restores, modified_rows
 from real_saves import compare
@@ -212,12 +210,12 @@ def real_saves(cache: Cache, quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs all sections."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer interval lengths")
-    parser.add_argument("--data", type=Path, help="the folder that holds the traces")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--plots", type=Path, help="also draw figures (PNG) here")
-    args = parser.parse_args()
+    args = make_parser(
+        __doc__,
+        quick="fewer interval lengths",
+        data="the folder that holds the traces",
+        plots="also draw figures (PNG) here",
+    ).parse_args()
     cache = Cache(data_folder(args.data))
     lengths = LENGTHS_QUICK if args.quick else LENGTHS
     found: dict[str, Any] = {
@@ -231,8 +229,7 @@ def main() -> None:
         "any_parent": any_parent(cache, 24 if args.quick else 48),
         "real_saves": real_saves(cache, args.quick),
     }
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    write_figures(args.json, found)
     if args.plots:
         from trace_plots import draw
 

@@ -10,9 +10,7 @@ managers save every state, one with `drop_unchanged`. Bytes are all bytes of the
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -25,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
 
@@ -103,10 +102,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
+    args = make_parser(__doc__, quick="fewer steps").parse_args()
     steps = 20 if args.quick else 100
     results = []
     print("dtype     rate   unlabelled  recorded rows  changed   MB all  MB changed")
@@ -124,9 +120,8 @@ def main() -> None:
             f" {result['all_bytes'] / 1e6:8.2f} {result['changed_bytes'] / 1e6:8.2f}"
             f"   {result['all_bytes'] / result['changed_bytes']:.2f}x fewer"
         )
-    if args.json:
-        figures = {"jax": jax.__version__, "numpy": np.__version__, "results": results}
-        args.json.write_text(json.dumps(figures, indent=1))
+    figures = {"jax": jax.__version__, "numpy": np.__version__, "results": results}
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":
