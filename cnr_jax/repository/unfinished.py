@@ -26,23 +26,31 @@ class Unfinished:
 
     def __init__(self, root: AnyPath, remover: Remover | None) -> None:
         self._root, self._remover = root, remover
-        self._names: list[str] = []
+        # By name, whether it was out of the way when `clear` looked last.
+        self._gone: dict[str, bool] = {}
         self._waits = False
 
     def add(self, directory: str) -> None:
         """Notes a save that was to be in a step directory and is not committed."""
-        self._names.append(directory + names.TEMPORARY_SUFFIX)
+        self._gone[directory + names.TEMPORARY_SUFFIX] = False
 
     def forget(self) -> None:
         """Another manager has saved here: a folder of the same name may be its own."""
-        self._names.clear()
+        self._gone.clear()
 
     def clear(self) -> None:
         """Takes out of the way what is there; what cannot be is tried again next time.
 
+        What has gone is looked for once more, before the next save: Orbax ends a save at its
+        first error, while others of its threads may still be writing, and make folders anew.
+
         Nobody may be writing a save. What is not part of the state may still be written.
         """
-        self._names = [name for name in self._names if not self._remove(name)]
+        looked_at, self._gone = self._gone, {}
+        for name, was_gone in looked_at.items():
+            is_gone = self._remove(name)
+            if not (is_gone and was_gone):
+                self._gone[name] = is_gone
 
     def wait_for_room(self) -> None:
         """Waits until what was taken out of the way is deleted: a save may need the room."""
