@@ -8,7 +8,7 @@ one process, on the same state, one after the other, in the order A B B A. The e
 mean of the logarithms of the ratios of pairs, without the tenth at either end, and an interval
 that holds it in 95 of 100 cases; seconds of the wall clock, and of all cores' work, which other
 load disturbs less. Other processes run steps of one kind only. `record` alone, jitted and
-donated, is timed beside. A full run makes 3 turns in about 10
+donated, is timed beside. A full run makes 3 turns in about 15
 minutes, a quick one takes 60 s.
 """
 
