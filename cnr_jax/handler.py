@@ -241,7 +241,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directories,
                 self._channel,
                 self.options,
-                self._widening.widths(flight.plan),
+                self._widening,
                 self._buffers,
             )
             await launch.go(prepared, self._tracker, self._dense)

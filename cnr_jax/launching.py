@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 
@@ -21,6 +21,7 @@ from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight, Prepared
 from cnr_jax.table import Tables
 from cnr_jax.tracking import Tracker
+from cnr_jax.widening import Widening
 from cnr_jax.widths import with_codec
 
 
@@ -52,7 +53,7 @@ class Launch:
         directories: tell when it is there.
         channel: to the other processes.
         options: of the run.
-        widths: of codes, by table, where options leave them to the number of restores.
+        widening: knows the width of each table's codes.
         buffers: of the run, for the rows that wait to be written.
     """
 
@@ -63,7 +64,7 @@ class Launch:
         directories: Directories,
         channel: Channel,
         options: Options,
-        widths: Mapping[str, int],
+        widening: Widening,
         buffers: Buffers,
     ) -> None:
         self._flight, self._directory, self._directories = (
@@ -72,7 +73,7 @@ class Launch:
             directories,
         )
         self._channel, self._options, self._buffers = channel, options, buffers
-        self._widths = widths
+        self._widening = widening
 
     async def go(self, prepared: Prepared, tracker: Tracker, dense: DenseStore) -> None:
         """Gathers; nothing of the state is needed afterwards.
@@ -106,7 +107,7 @@ class Launch:
             checked.arrays,
             choose,
             with_codec(self._options, plan.codec),
-            self._widths,
+            self._widening.widths(plan),
         )
         # Gathering on the host takes all cores already; on devices it waits for these.
         stage: Stage[Chunk] = Stage(

@@ -42,7 +42,7 @@ class Options:
             checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3 for up
             to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all saves after
             there have been more restores than expected, with a warning. Small tables, those of
-            fewest elements that together have at most 1 % of all, have 8 from the start: their
+            fewest elements that together have at most 1 % of those at "auto", have 8: their
             rows are looked up most, and cost next to nothing. Codecs that are objects keep
             bits of their own, and so do tables with a number here or in `tables`.
         expected_restores: how often the whole run will be restored, for `bits="auto"`: a
@@ -58,7 +58,8 @@ class Options:
             Costs a second of a core for 0.6 GB of encoded rows, behind training, on up to two
             cores, and one for 0.55 GB in a restore; up to four chunks of 16 MiB of an array are
             in memory twice while they are packed. May change from save to save; versions of
-            cnr_jax before this option refuse such steps.
+            cnr_jax before this option refuse such steps, and their `restore(None)` takes an
+            older one that they can read.
         tables: options of single tables, by name.
         tracking: how rows that changed are found. `"recorded"`: those that `record` was told
             of; exact where the optimizer changes no others. `"fingerprint"`: those whose

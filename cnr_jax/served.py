@@ -24,7 +24,8 @@ class Served:
     """Where saves go: one item of one root, always the same from the first save on.
 
     Until then, or until a manager or a restore says which, there is none. Process 0 alone
-    guards it: what that is for does nothing on the others.
+    guards it: only there `begin` and `move_aside` are called; what ends a save does nothing
+    on the others.
 
     Attributes:
         root: of the manager, which may hold nothing yet; None: that of the first save or

@@ -16,7 +16,7 @@ from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.rows.watch import group_tiles
 from cnr_jax.table import Tables
-from cnr_jax.widths import find_small, widths
+from cnr_jax.widths import find_small, widths_of
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Warmth:
             return
         if self.widths:
             _log.info("compiling for codes of %s bits", auto_bits)
-        of_tables = widths(self._tables, self._small, auto_bits)
+        of_tables = widths_of(self._tables, self._small, auto_bits)
         needed = capture.programs(self._tiles, self._options, of_tables)
         if not self.widths:
             needed = itertools.chain(needed, self.hashes())

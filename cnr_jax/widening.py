@@ -10,7 +10,7 @@ from cnr_jax.options import Options
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS
 from cnr_jax.repository.planner import Plan
 from cnr_jax.table import Tables
-from cnr_jax.widths import find_small, widths, with_codec
+from cnr_jax.widths import find_small, widths_of, with_codec
 
 _log = logging.getLogger(__name__)
 
@@ -27,21 +27,32 @@ class Widening:
 
     def __init__(self, options: Options, tables: Tables | None) -> None:
         self._options, self._tables = options, tables
-        self._follows = options.follows_restores()
         # By the codec that a policy names: it may be what makes widths follow the restores.
+        self._follows: dict[str | None, bool] = {}
         self._found: dict[str | None, frozenset[str]] = {}
         self._said: int | None = None
 
-    def bits(self, restores: int) -> int | None:
-        """The width in saves after so many restores; None if it is "auto" nowhere."""
-        return self._options.auto_bits(restores) if self._follows else None
+    def bits(self, restores: int, codec: str | None = None) -> int | None:
+        """The width in saves after so many restores; None if it is "auto" nowhere.
+
+        Args:
+            restores: of the run.
+            codec: that the policy names, if it does.
+
+        Raises:
+            OptionError: if there is no such codec, or it leaves "auto" nothing to choose.
+        """
+        if codec not in self._follows:
+            options = with_codec(self._options, codec)
+            self._follows[codec] = options.follows_restores()
+        return self._options.auto_bits(restores) if self._follows[codec] else None
 
     def widened(self, plan: Plan) -> Plan:
         """A plan with its width, and the reason where that is not the one for the expectation.
 
         Called on the process that plans: the others are told, so that all encode alike.
         """
-        bits = self.bits(plan.restores)
+        bits = self.bits(plan.restores, plan.codec)
         if bits is None:
             return plan
         reason, usual = plan.reason, self._options.auto_bits(0)
@@ -55,8 +66,10 @@ class Widening:
 
     def widths(self, plan: Plan) -> Mapping[str, int]:
         """The width of each table in a save, on every process."""
+        if plan.auto_bits is None:
+            return {}
         assert self._tables is not None
-        return widths(self._tables, self._small(plan), plan.auto_bits)
+        return widths_of(self._tables, self._small(plan), plan.auto_bits)
 
     def _small(self, plan: Plan) -> frozenset[str]:
         if plan.codec not in self._found:

@@ -29,7 +29,7 @@ def find_small(options: Options, tables: Tables) -> frozenset[str]:
     return small_tables({name: count for name, count in elements.items() if count})
 
 
-def widths(
+def widths_of(
     tables: Tables, small: frozenset[str], auto_bits: int | None
 ) -> Mapping[str, int]:
     """Bits of the codes of each table's leaves, where options leave them to the restores.

@@ -66,7 +66,7 @@ TABLE = {
         f"{BELOW_HANDLER} {STAGES} {ORBAX} channel last_save read_back served verdicts",
         "",
     ),
-    "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} widths", "jax"),
+    "launching": (f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} widening widths", "jax"),
     "verdicts": ("errors channel", "jax"),
     "widening": (f"{BELOW_HANDLER} widths", ""),
     "planning": (

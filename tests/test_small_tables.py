@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -143,6 +144,56 @@ def test_only_tables_of_auto_bits_are_small_and_count(
 ) -> None:
     saves = Saves(tmp_path, **options)
     assert saves.bits(saves.save(*made())) == bits
+
+
+class Naming:
+    """Full saves, each with a codec that the policy names."""
+
+    name = "naming"
+
+    def __init__(self, *codecs: str | None) -> None:
+        self._codecs = iter(codecs)
+
+    def decide(self, history: Any) -> cnr.Decision:
+        found = cnr.Full().decide(history)
+        return dataclasses.replace(found, codec=next(self._codecs))
+
+
+def test_a_codec_that_a_policy_names_follows_the_restores_too(tmp_path: Path) -> None:
+    # The first save of a root is full whatever a policy says, and does not ask it.
+    saves = Saves(
+        tmp_path, codec="raw", policy=Naming("asymmetric", None, "asymmetric")
+    )
+    state, tables = made()
+    with cnr.CheckpointManager(
+        tmp_path, tables=tables, options=saves.options
+    ) as manager:
+        for step in range(4):
+            manager.save(step, args=cnr.args.Save(state))
+    found = [saves.bits(step) for step in range(4)]
+    exact, auto = each(None, None, None), each(2, 8, 8)
+    assert found == [exact, auto, exact, auto]
+
+
+@pytest.mark.parametrize("bits", [4, "auto"])
+def test_a_codec_that_a_policy_names_and_nobody_knows_leaves_nothing_behind(
+    tmp_path: Path, bits: Any
+) -> None:
+    policy = Naming("no such codec", None)
+    restores = 1 if bits == "auto" else None
+    options = {"bits": bits, "expected_restores": restores, "policy": policy}
+    state, tables = made()
+    saves = Saves(tmp_path, **options)
+    with cnr.CheckpointManager(
+        tmp_path, tables=tables, options=saves.options
+    ) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        with pytest.raises(cnr.errors.OptionError, match="no such codec"):
+            manager.save(1, args=cnr.args.Save(state))
+        assert not [p.name for p in tmp_path.iterdir() if p.name.startswith("1")]
+        manager.save(2, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 2]
 
 
 def test_shards_and_padding_have_no_say(tmp_path: Path) -> None:

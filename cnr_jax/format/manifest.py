@@ -111,7 +111,7 @@ class Totals:
     Attributes:
         rows: rows stored, each counted once for its table, not for its slots.
         table_bytes: files of the arrays less what belongs to slots.
-        slot_bytes: encoded bytes of slots.
+        slot_bytes: encoded bytes of slots; of compressed arrays their share of the files.
         dense_bytes: files under `dense/`.
         manifest_bytes: the process manifests.
     """

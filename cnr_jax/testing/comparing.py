@@ -25,7 +25,7 @@ class WrongError(errors.CnrError):
 class Comparison:
     """Looks at a root and at managers of it; raises `WrongError` where the model differs.
 
-    Changes neither, and leaves the root as it was.
+    Leaves the root as it was; a manager that restores goes on from there.
 
     Args:
         root: of the checkpoints.
