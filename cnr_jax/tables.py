@@ -191,6 +191,12 @@ def _leaf(name: str, entry: Entry, table: str) -> Leaf:
         raise TableError(
             f"table {table!r}: leaf {where} holds {value.dtype}, expected plain numbers"
         )
+    if 0 in value.shape[1:]:
+        raise TableError(
+            f"table {table!r}: rows of leaf {where} are empty\n"
+            f"  got {value.dtype}{list(value.shape)}, expected one element a row or more\n"
+            "  hint: leave it out of the state that is saved"
+        )
     return Leaf(
         name=name,
         path=entry.path,

@@ -613,6 +613,11 @@ ERRORS = {
         r"opt/user is not a JAX array\n.*\n.*device_put",
     ),
     "a string": ({"params": {"user": "x"}}, ["user"], r"got str, expected jax.Array"),
+    "a slot of no columns": (
+        {"params": zeros(4, 2), "opt": {"user": jnp.zeros((4, 0))}},
+        ["user"],
+        r"opt/user are empty\n.*float32\[4, 0\], expected one element",
+    ),
     "random keys": (
         {"user": jax.ShapeDtypeStruct((4, 2), jax.random.key(0).dtype)},
         ["user"],
