@@ -13,11 +13,24 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 # Thousands of tiny saves spend most of their time on syncing, and no power fails in a test. Where
 # memory is short or runs no programs, and where TMPDIR says otherwise, files go to disk as ever.
 _MEMORY, _NEEDED_BYTES = "/dev/shm", 4 << 30
-if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK):
-    _found = os.statvfs(_MEMORY)
-    _free_bytes = _found.f_bavail * _found.f_frsize
-    if _free_bytes >= _NEEDED_BYTES and not _found.f_flag & os.ST_NOEXEC:
-        os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
+# Of a container, which may have less than its machine; older ones do not say.
+_LIMIT = "/sys/fs/cgroup/memory.max"
+
+
+def _has_room() -> bool:
+    found = os.statvfs(_MEMORY)
+    free_bytes = found.f_bavail * found.f_frsize
+    pages = os.sysconf("SC_AVPHYS_PAGES")
+    limits = [free_bytes, pages * os.sysconf("SC_PAGE_SIZE")]
+    if os.path.exists(_LIMIT):
+        with open(_LIMIT) as file:
+            limit = file.read().strip()
+        limits += [int(limit) // 2] if limit.isdigit() else []
+    return min(limits) >= _NEEDED_BYTES and not found.f_flag & os.ST_NOEXEC
+
+
+if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) and _has_room():
+    os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
 
 # Imports of jax must come after the flags above.
 import dataclasses  # noqa: E402

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -29,9 +30,14 @@ WORKER = Path(__file__).parent / "worker.py"
 PROJECT = Path(__file__).parents[2]
 DEADLINE_SECS = 75.0
 STEPS = 10
-# What one child has compiled the others need not: they train and save the same tables.
-COMPILED = tempfile.mkdtemp(prefix="cnr-compiled-")
-atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+
+
+@functools.cache
+def compiled() -> str:
+    """Where children keep what they compile: they train and save the same tables."""
+    folder = tempfile.mkdtemp(prefix="cnr-compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 class Processes:
@@ -52,7 +58,7 @@ class Processes:
         env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
         env["JAX_PLATFORMS"] = "cpu"
         env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-        env["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+        env["JAX_COMPILATION_CACHE_DIR"] = compiled()
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
         common = ["--processes", count, "--port", port, "--root", root, "--out", out]
         self.out, self.logs = out, [Path(f"{out}.{i}.log") for i in range(count)]
