@@ -175,17 +175,19 @@ def test_every_moment_of_a_removal_leaves_whole_steps_only(
                 return result
             return real(path, *args, **kwargs)
 
-        monkeypatch.setattr(os, name, wrapped)
+        watched.setattr(os, name, wrapped)
 
     def look() -> None:
         resolve_all(root)
         moments.append(steps_in(root))
 
-    for name in ("rename", "unlink", "rmdir"):
-        watch(name)
-    run.train(4)
-    run.save(manager, 4)
-    manager.wait_until_finished()
+    # Only here: the test's own folder is removed with the same functions.
+    with monkeypatch.context() as watched:
+        for name in ("rename", "unlink", "rmdir"):
+            watch(name)
+        run.train(4)
+        run.save(manager, 4)
+        manager.wait_until_finished()
     order = [moments[0]]
     order += [b for a, b in itertools.pairwise(moments) if a != b]
     assert order == [{1, 2, 3, 4}, {1, 2, 4}, {1, 4}, {4}]
