@@ -45,10 +45,10 @@ def plan(quick: bool) -> list[Case]:
     chains = CHAINS[1:2] if quick else CHAINS
     # One run has all chains: its first steps are the shorter ones.
     ours = partial(make, name=OURS, saved=max(chains))
-    cases = [ours("peers"), ours("peers", cold=True), make("peers", "cnr-raw")]
-    cases.append(make("peers", PLAIN))
+    cases = [ours("peers"), make("peers", PLAIN)]
     if not quick:
-        cases.append(make("peers", PLAIN, cold=True))
+        cases += [ours("peers", cold=True), make("peers", PLAIN, cold=True)]
+        cases.append(make("peers", "cnr-raw"))
         cases.append(make("peers", "orbax", once=True))
         cases.append(make("peers", "cnr-4bit-zstd", once=True))
     cases += [ours("chains", deltas=count) for count in chains]
