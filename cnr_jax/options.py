@@ -102,7 +102,7 @@ class Options:
 
     Example:
         >>> Options(codec="adaptive", bits=4).codec_for("user", "table", 64, np.float32)
-        Asymmetric(bits=4, refits=3, metadata_bits=16)
+        Asymmetric(bits=4, refits=None, metadata_bits=16)
     """
 
     policy: Policy = dataclasses.field(default_factory=Intermittent)

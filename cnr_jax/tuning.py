@@ -41,7 +41,7 @@ def tune(
 ) -> Options:
     """Chooses for each table how long its codec searches, on a sample of its rows.
 
-    Of a codec that searches (`"adaptive"`: rounds of least squares; `"greedy"`: bins and ratio;
+    Of a codec that searches (`"adaptive"`: fits by least squares; `"greedy"`: bins and ratio;
     `"kmeans"`: iterations) several settings are tried on 0.001 % of the rows, at least 4096,
     and the one of fewest rounds is taken whose mean l2 error is at most `within` above the best.
     What comes of it is logged, and stored with every save as any codec is. It costs some
@@ -72,7 +72,7 @@ def tune(
         >>> state = {"user": rows, "step": 3}
         >>> options = tune(state, find_tables(state, ["user"]), Options(bits=2), within=0.02)
         >>> options.tables["user"].codec
-        Asymmetric(bits=2, refits=1, metadata_bits=16)
+        Asymmetric(bits=2, refits=2, metadata_bits=16)
 
     Source: Check-N-Run (NSDI'22), tuning of the adaptive search on a sample.
     """

@@ -359,9 +359,10 @@ def test_fitted_levels_are_a_fixed_point_and_no_other_levels_are_better():
             )
 
 
+@pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_adaptive_codec_errs_no_more_than_the_greedy_search(bits):
-    rows = np.random.default_rng(6).normal(size=(2048, 64)).astype(np.float32)
+def test_adaptive_codec_errs_no_more_than_the_greedy_search(bits, dim):
+    rows = np.random.default_rng(6).normal(size=(2048, dim)).astype(np.float32)
     greedy = mean_l2(Greedy(bits=bits, bins=45, ratio=1.0), rows)
     assert mean_l2(make_codec("adaptive", bits), rows) <= greedy
 

@@ -73,7 +73,7 @@ def make_codec(name: str, bits: int) -> Codec:
 
     Example:
         >>> make_codec("adaptive", bits=4)
-        Asymmetric(bits=4, refits=3, metadata_bits=16)
+        Asymmetric(bits=4, refits=None, metadata_bits=16)
     """
     if name not in _NAMED:
         raise ValueError(
@@ -111,9 +111,12 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
     kind = _STORED[name]
     expected = kind().configuration()
     if set(configuration) != set(expected) or not all(
-        type(value) is type(expected[key]) for key, value in configuration.items()
+        type(value) in _types(expected[key]) for key, value in configuration.items()
     ):
-        fields = {key: type(value).__name__ for key, value in expected.items()}
+        fields = {
+            key: "int or None" if value is None else type(value).__name__
+            for key, value in expected.items()
+        }
         raise FormatError(
             f"configuration of codec {name!r} is {dict(configuration)},"
             f" expected {fields}"
@@ -122,3 +125,8 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
         return kind(**configuration)
     except (ValueError, TypeError) as error:
         raise FormatError(f"configuration of codec {name!r}: {error}") from error
+
+
+def _types(default: object) -> tuple[type, ...]:
+    """What a value of a configuration may be: a number that is left to the codec is None."""
+    return (int, type(None)) if default is None else (type(default),)

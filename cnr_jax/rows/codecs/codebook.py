@@ -51,7 +51,7 @@ class SharedCodebook(grids.OnGrid):
         levels: 2**bits ascending float32 numbers, in steps from the middle of the range;
             see `fit`. By default those of Lloyd and Max for normal rows of some 64
             elements.
-        refits: rounds of least squares.
+        refits: fits by least squares, each one pass over the rows.
         metadata_bits: see `Asymmetric`.
 
     Example:

@@ -9,7 +9,7 @@ four sums; more no longer fit into registers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 LANES = 8
 
 Terms = Sequence[jax.Array]
+_T = TypeVar("_T")
 
 
 def in_lanes(rows: jax.Array) -> jax.Array:
@@ -40,6 +41,25 @@ def sums(dim: int, *terms: jax.Array) -> Terms:
         zeros,
         lambda a, b: [p + q for p, q in zip(a, b, strict=True)],
     )
+
+
+def in_one_loop(values: _T) -> _T:
+    """Returns a tree of float32[rows] as it is, but -0.0 as 0.0.
+
+    XLA's CPU backend has a loop for each array that it writes, and computes anew in each
+    what they have in common. A reduction is the only one that writes several: here one of
+    two terms, the second of which is zero.
+    """
+    arrays, tree = jax.tree.flatten(values)
+    rows = arrays[0].shape[0]
+    first = lax.broadcasted_iota(np.int32, (rows, 2), 1) == 0
+    terms = [jnp.where(first, array[:, None], 0.0) for array in arrays]
+    zeros = (np.float32(0),) * len(arrays)
+
+    def add(a: Terms, b: Terms) -> tuple[jax.Array, ...]:
+        return tuple(p + q for p, q in zip(a, b, strict=True))
+
+    return tree.unflatten(lax.reduce(tuple(terms), zeros, add, (1,)))
 
 
 class Extremes(NamedTuple):

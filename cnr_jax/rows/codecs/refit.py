@@ -3,9 +3,10 @@
 With the codes of a row fixed, the scale and offset of least squared error have a closed
 form; coded anew for them, the error can only fall further. That ends in the nearest of
 many local minima, so the search starts from several grids, goes on from the one whose
-solution is best, and moves past the solution (`_OVERSHOOT`). Each start and each round is
-one pass over the rows. What is judged is the solution for the codes, whose error follows
-from the sums; the best one of all is kept, the grid over the whole range included.
+solution is best, and moves past the solution (`_OVERSHOOT`). Each fit, from a start or
+from where the search has come, is one pass over the rows. What is judged is the solution
+for the codes, whose error follows from the sums; the best one of all is kept, the grid
+over the whole range included.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from cnr_jax.rows.codecs.grid import (
     Ranged,
     placing,
 )
-from cnr_jax.rows.codecs.lanes import in_lanes, sums
+from cnr_jax.rows.codecs.lanes import in_lanes, in_one_loop, sums
 
 # Of 1, 1.5, 2, 2.5, 3 and 4 the best or close to it, for normal and for trained rows of
 # 16 to 128 columns at 2 to 4 bits: codes that are about to change make moves too small.
 _OVERSHOOT = 2.0
 
-# Factors by which a scale changes in one round at most: outliers at 2 bits would throw it
+# Factors by which a scale changes in one fit at most: outliers at 2 bits would throw it
 # past zero.
 _FARTHEST = (0.6, 1.6)
 
@@ -51,7 +52,7 @@ def refit(
     given: Ranged,
     starts: Sequence[Grid],
     step: jax.Array,
-    rounds: int,
+    fits: int,
     levels: Levels,
     metadata: Metadata,
 ) -> Grid:
@@ -61,7 +62,7 @@ def refit(
         given: the rows, with the grid over the whole range of each.
         starts: from which the search starts, [rows] each; none: from that grid.
         step: an unrounded scale of the rows, [rows]; errors are compared in it.
-        rounds: at least 1, of which the starts are the first.
+        fits: passes over the rows, at least as many as starts and 1.
         levels: what codes stand for.
         metadata: how scale and offset are stored.
     """
@@ -81,6 +82,7 @@ def refit(
     error, whole, found = _first_sums(x, given.grid, starts[0], dim, levels)
     solved, ahead = tried(starts[0], found)
     best = Judged(error * unit, given.grid).or_better(solved, metadata)
+    best, ahead = in_one_loop((best, ahead))
     others = jax.tree.map(lambda *each: jnp.stack(each), *starts)
 
     def improve(i: jax.Array, carry: tuple[Judged, Judged]) -> tuple[Judged, Judged]:
@@ -90,11 +92,12 @@ def refit(
         grid = _where(starting, start, ahead.grid)
         solved, beyond = tried(grid, _sums(x, whole, grid, dim, levels))
         behind = starting & ~(beyond.error < ahead.error)
-        return best.or_better(solved, metadata), _where(behind, ahead, beyond)
+        return in_one_loop(
+            (best.or_better(solved, metadata), _where(behind, ahead, beyond))
+        )
 
     # A loop rather than copies of its body: compiling takes a third of the time.
-    passes = len(starts) + rounds - 1
-    return lax.fori_loop(1, passes, improve, (best, ahead))[0].grid
+    return lax.fori_loop(1, fits, improve, (best, ahead))[0].grid
 
 
 def _where(condition: jax.Array, a: _T, b: _T) -> _T:

@@ -20,6 +20,7 @@ from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
 
 # What is tried. The greedy search gains nothing from more bins on trained rows.
 _ROUNDS = (0, 1, 2, 3, 4, 6, 8)
+_REFITS = (0, 1, 2, 3, 4, 5, 7, 9)
 _BINS = (5, 10, 15, 25, 45)
 _RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
 # Encoded at a time, as long as these are no more bytes than a chunk of a save.
@@ -63,10 +64,10 @@ def variants(codec: Codec) -> Sequence[Variant]:
 
     Example:
         >>> [variant.codec.refits for variant in variants(Asymmetric(bits=2))]
-        [0, 1, 2, 3, 4, 6, 8]
+        [0, 1, 2, 3, 4, 5, 7, 9]
     """
-    if isinstance(codec, Asymmetric) and codec.refits:
-        return [Variant(dataclasses.replace(codec, refits=n), n) for n in _ROUNDS]
+    if isinstance(codec, Asymmetric) and codec.refits != 0:
+        return [Variant(dataclasses.replace(codec, refits=n), n) for n in _REFITS]
     if isinstance(codec, KMeans) and codec.iterations:
         return [Variant(dataclasses.replace(codec, iterations=n), n) for n in _ROUNDS]
     if isinstance(codec, Greedy):
@@ -90,7 +91,7 @@ def cheapest(rows: np.ndarray, found: Sequence[Variant], within: float) -> Choic
     Example:
         >>> rows = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
         >>> cheapest(rows, variants(Asymmetric(bits=2)), within=0.05).chosen.rounds
-        1
+        2
     """
     tried = tuple(Tried(*each, mean_error(each.codec, rows)) for each in found)
     limit = (1.0 + within) * min(each.error for each in tried)
