@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Configuration, Encoded
@@ -164,18 +165,13 @@ def _starts(
     most: int,
     bits: int,
     metadata: grids.Metadata,
-) -> list[grids.Grid]:
-    """Returns the grids over other ranges from which to search, [rows] each, at most three."""
+) -> grids.Grid:
+    """Returns grids over other ranges from which to search, at most three: [starts, rows]."""
     mean, growth, of_two, of_three = _INWARDS[bits]
     doublings = min(math.log2(given.x.shape[1] / 64), _MOST_DOUBLINGS)
     mean = max(0.0, mean + growth * doublings)
     apart = of_two if most == 2 else of_three
     sides = {1: (0,), 2: (-1, 1)}.get(most, (-1, 1, 0))
-    return [
-        metadata.between(
-            given.low + (mean + side * apart) * step,
-            given.high - (mean - side * apart) * step,
-            2**bits - 1,
-        )
-        for side in sides
-    ]
+    aside = apart * np.array(sides, np.float32)[:, None]
+    low, high = given.low + (mean + aside) * step, given.high - (mean - aside) * step
+    return metadata.between(low, high, 2**bits - 1)

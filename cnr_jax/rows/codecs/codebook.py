@@ -145,7 +145,8 @@ class SharedCodebook(grids.OnGrid):
         grid = given.grid
         if self.refits:
             step = (given.high - given.low) / count
-            grid = refit(given, [], step, self.refits, self._book, self._metadata)
+            start = jax.tree.map(lambda a: a[None], grid)
+            grid = refit(given, start, step, self.refits, self._book, self._metadata)
         factor, shift = grids.placing(grid, self._book)
         place = given.x * factor[:, None] + shift[:, None]
         place = jnp.where(given.held[:, None], place, 0.0)

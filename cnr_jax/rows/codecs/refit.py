@@ -50,7 +50,7 @@ _LEAST_SPREAD = 1e-3
 
 def refit(
     given: Ranged,
-    starts: Sequence[Grid],
+    starts: Grid,
     step: jax.Array,
     fits: int,
     levels: Levels,
@@ -60,44 +60,39 @@ def refit(
 
     Args:
         given: the rows, with the grid over the whole range of each.
-        starts: from which the search starts, [rows] each; none: from that grid.
+        starts: from which the search starts, [starts, rows].
         step: an unrounded scale of the rows, [rows]; errors are compared in it.
-        fits: passes over the rows, at least as many as starts and 1.
+        fits: passes over the rows, at least as many as starts.
         levels: what codes stand for.
         metadata: how scale and offset are stored.
     """
     dim = given.x.shape[1]
     x = in_lanes(given.x)
-    starts = list(starts) or [given.grid]
-    unit = jnp.square(given.grid.scale / step)
+    count = len(starts.scale)
+    error, places = _first_sums(x, given.grid, dim, levels)
+    best = Judged(error * jnp.square(given.grid.scale / step), given.grid)
+    nowhere = Judged(jnp.full_like(error, jnp.inf), given.grid)
 
-    def tried(grid: Grid, found: _Sums) -> tuple[Judged, Judged]:
-        """The solution for the codes of a grid, and where to go on from there."""
+    def improve(i: jax.Array, carry: tuple[Judged, Judged]) -> tuple[Judged, Judged]:
+        best, ahead = carry
+        starting = i < count
+        start = jax.tree.map(lambda a: a[jnp.minimum(i, count - 1)], starts)
+        grid = _where(starting, start, ahead.grid)
+        found = _sums(x, places, grid, dim, levels)
         solved = _moved(grid, found, 1.0, dim, levels, metadata)
         error = _error_at(solved, grid, found, dim, levels)
         error *= jnp.square(grid.scale / step)
         beyond = _moved(grid, found, _OVERSHOOT, dim, levels, metadata)
-        return Judged(error, solved), Judged(error, beyond)
-
-    error, whole, found = _first_sums(x, given.grid, starts[0], dim, levels)
-    solved, ahead = tried(starts[0], found)
-    best = Judged(error * unit, given.grid).or_better(solved, metadata)
-    best, ahead = in_one_loop((best, ahead))
-    others = jax.tree.map(lambda *each: jnp.stack(each), *starts)
-
-    def improve(i: jax.Array, carry: tuple[Judged, Judged]) -> tuple[Judged, Judged]:
-        best, ahead = carry
-        starting = i < len(starts)
-        start = jax.tree.map(lambda a: a[jnp.minimum(i, len(starts) - 1)], others)
-        grid = _where(starting, start, ahead.grid)
-        solved, beyond = tried(grid, _sums(x, whole, grid, dim, levels))
-        behind = starting & ~(beyond.error < ahead.error)
+        behind = starting & ~(error < ahead.error)
         return in_one_loop(
-            (best.or_better(solved, metadata), _where(behind, ahead, beyond))
+            (
+                best.or_better(Judged(error, solved), metadata),
+                _where(behind, ahead, Judged(error, beyond)),
+            )
         )
 
     # A loop rather than copies of its body: compiling takes a third of the time.
-    return lax.fori_loop(1, fits, improve, (best, ahead))[0].grid
+    return lax.fori_loop(0, fits, improve, (best, nowhere))[0].grid
 
 
 def _where(condition: jax.Array, a: _T, b: _T) -> _T:
@@ -131,17 +126,14 @@ class _Sums(NamedTuple):
 
 
 def _first_sums(
-    x: jax.Array, whole: Grid, grid: Grid, dim: int, levels: Levels
-) -> tuple[jax.Array, _Places, _Sums]:
-    """Returns of one pass the squared error and the places on one grid, sums for another."""
-    factor, shift = placing(whole, levels)
-    u = x * factor[:, None] + shift[:, None]
-    terms = _terms(x, grid, levels)
-    error, p, pp, *found = sums(
-        dim, jnp.square(u - levels.nearest(u)), u, u * u, *terms
-    )
-    places = _Places(whole, p, pp)
-    return error, places, _of_terms(found, places, grid, dim, levels)
+    x: jax.Array, grid: Grid, dim: int, levels: Levels
+) -> tuple[jax.Array, _Places]:
+    """Returns the squared error on a grid, in its scales, and the places."""
+    factor, shift = placing(grid, levels)
+    place = x * factor[:, None] + shift[:, None]
+    error = jnp.square(place - levels.nearest(place))
+    error, p, pp = sums(dim, error, place, place * place)
+    return error, _Places(grid, p, pp)
 
 
 def _sums(x: jax.Array, places: _Places, grid: Grid, dim: int, levels: Levels) -> _Sums:
