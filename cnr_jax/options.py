@@ -13,7 +13,7 @@ from cnr_jax.format.manifest import Tracking
 from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Intermittent, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
-from cnr_jax.rows.codecs import Codec, Raw, codec_from, make_codec
+from cnr_jax.rows.codecs import Codec, Raw, at_dim, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
@@ -102,7 +102,7 @@ class Options:
 
     Example:
         >>> Options(codec="adaptive", bits=4).codec_for("user", "table", 64, np.float32)
-        Asymmetric(bits=4, refits=None, metadata_bits=16)
+        Asymmetric(bits=4, refits=3, metadata_bits=16)
     """
 
     policy: Policy = dataclasses.field(default_factory=Intermittent)
@@ -280,7 +280,7 @@ class Options:
             return Raw()
         if codec.row_bytes(width, dtype) >= width * dtype.itemsize:
             return Raw()
-        return codec
+        return at_dim(codec, width)
 
     def check_tables(self, names: Any) -> None:
         """Checks that options of single tables name tables that exist.
@@ -314,6 +314,7 @@ def _check_readable(codec: Codec) -> None:
     Raises:
         OptionError: for a codec of the user's own.
     """
+    codec = at_dim(codec, 1)
     try:
         known = codec_from(codec.name, codec.configuration()) == codec
     except errors.FormatError:

@@ -45,13 +45,13 @@ def test_auto_bits_are_those_of_the_expectation_or_of_the_save() -> None:
     def codec(**given: Any) -> Any:
         return options.codec_for("user", "table", 64, np.float32, **given)
 
-    assert codec() == Asymmetric(bits=3)
-    assert codec(auto_bits=8) == Asymmetric(bits=8)
+    assert codec() == Asymmetric(bits=3).at_dim(64)
+    assert codec(auto_bits=8) == Asymmetric(bits=8).at_dim(64)
     assert cnr.Options(**AUTO).auto_bits(20) == 4
     assert cnr.Options(**AUTO).auto_bits(21) == 8
     assert cnr.Options().codec_for(
         "user", "table", 64, np.float32, auto_bits=8
-    ) == Asymmetric(bits=4)
+    ) == Asymmetric(bits=4).at_dim(64)
 
 
 def test_auto_bits_are_for_slots_too() -> None:

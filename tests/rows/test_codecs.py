@@ -15,6 +15,7 @@ from cnr_jax.rows.codecs import (
     Asymmetric,
     Codec,
     Raw,
+    at_dim,
     codec_from,
     codec_spec,
     make_codec,
@@ -69,11 +70,15 @@ def step_of(codec: Asymmetric, rows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bound_holds_and_only_rows_that_must_are_escaped(bits, dtype, rows_of):
-    plain, refined = Asymmetric(bits=bits, refits=0), Asymmetric(bits=bits)
+@pytest.mark.parametrize("refits", [2, 5])
+def test_bound_holds_and_only_rows_that_must_are_escaped(bits, dtype, refits, rows_of):
+    plain, refined = (
+        Asymmetric(bits=bits, refits=0),
+        Asymmetric(bits=bits, refits=refits),
+    )
 
     @settings(
-        max_examples=25,
+        max_examples=15,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -179,6 +184,39 @@ def test_a_row_is_encoded_the_same_beside_any_other_rows():
 
 
 @pytest.mark.parametrize(
+    ("bits", "dim", "refits"),
+    [
+        (2, 16, 3),
+        (2, 33, 4),
+        (2, 65, 5),
+        (3, 16, 2),
+        (3, 17, 3),
+        (3, 65, 5),
+        (4, 32, 2),
+        (4, 33, 3),
+        (4, 129, 5),
+        (8, 64, 2),
+        (8, 65, 3),
+    ],
+)
+def test_refits_are_as_many_as_bits_and_columns_need(bits, dim, refits):
+    left, given = Asymmetric(bits=bits), Asymmetric(bits=bits, refits=refits)
+    assert left.at_dim(dim) == given and given.at_dim(dim + 999) == given
+    with pytest.raises(ValueError, match="leaves refits to the columns"):
+        codec_spec(left)
+
+
+def test_rows_are_encoded_with_the_refits_of_their_columns():
+    rows = np.random.default_rng(3).normal(size=(64, DIM)).astype(np.float32)
+    codes = {}
+    for refits in (None, 2, 3, 4):
+        encoded = encode(Asymmetric(bits=2, refits=refits), rows)
+        codes[refits] = np.asarray(encoded.parts["codes"])
+    np.testing.assert_array_equal(codes[None], codes[3])
+    assert (codes[2] != codes[3]).any() and (codes[4] != codes[3]).any()
+
+
+@pytest.mark.parametrize(
     ("bits", "share"), [(2, 0.72), (3, 0.865), (4, 0.92), (8, 0.94)], ids=str
 )
 def test_refits_reduce_the_error_to_what_is_promised(bits, share):
@@ -267,17 +305,18 @@ def test_raw_refuses_to_convert():
     [Raw(), *(make_codec(n, b) for n in ("asymmetric", "adaptive") for b in BITS)],
 )
 def test_spec_leads_back_to_an_equal_codec(codec):
-    spec = codec_spec(codec)
+    stored = at_dim(codec, DIM)
+    spec = codec_spec(stored)
     again = codec_from(spec["name"], spec["configuration"])
-    assert again == codec and hash(again) == hash(codec)
+    assert again == stored and hash(again) == hash(stored)
     assert isinstance(codec, Codec)
 
 
 def test_stored_names_and_configurations_do_not_change():
     assert codec_spec(Raw()) == {"name": "cnr.raw", "configuration": {}}
-    assert codec_spec(make_codec("adaptive", 4)) == {
+    assert codec_spec(at_dim(make_codec("adaptive", 4), 64)) == {
         "name": "cnr.asymmetric",
-        "configuration": {"bits": 4, "refits": None, "metadata_bits": 16},
+        "configuration": {"bits": 4, "refits": 3, "metadata_bits": 16},
     }
     assert make_codec("asymmetric", 8) == Asymmetric(bits=8, refits=0, metadata_bits=32)
     assert make_codec("raw", 4) == Raw()
@@ -296,13 +335,8 @@ def test_stored_names_and_configurations_do_not_change():
         ),
         (
             "cnr.asymmetric",
-            {"bits": 4, "refits": 2.5, "metadata_bits": 16},
-            "'refits': 'int or None'",
-        ),
-        (
-            "cnr.asymmetric",
-            {"bits": None, "refits": 3, "metadata_bits": 16},
-            "'bits': 'int'",
+            {"bits": 4, "refits": None, "metadata_bits": 16},
+            "'refits': 'int'",
         ),
         (
             "cnr.asymmetric",

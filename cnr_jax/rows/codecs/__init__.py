@@ -33,6 +33,7 @@ __all__ = [
     "Raw",
     "SharedCodebook",
     "Symmetric",
+    "at_dim",
     "codec_from",
     "codec_spec",
     "make_codec",
@@ -82,8 +83,21 @@ def make_codec(name: str, bits: int) -> Codec:
     return _NAMED[name](bits)
 
 
+def at_dim(codec: Codec, dim: int) -> Codec:
+    """Returns the codec as rows of `dim` elements are stored with it: nothing is left open.
+
+    Example:
+        >>> at_dim(make_codec("adaptive", bits=4), 64)
+        Asymmetric(bits=4, refits=3, metadata_bits=16)
+    """
+    return codec.at_dim(dim) if isinstance(codec, Asymmetric) else codec
+
+
 def codec_spec(codec: Codec) -> dict[str, Any]:
     """Returns `{"name": ..., "configuration": {...}}`, the codec for a manifest.
+
+    Args:
+        codec: with nothing left open, see `at_dim`.
 
     Example:
         >>> codec_spec(Raw())
@@ -109,14 +123,11 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
             "  hint: a newer version of cnr_jax may have written this checkpoint."
         )
     kind = _STORED[name]
-    expected = kind().configuration()
+    expected = at_dim(kind(), 1).configuration()
     if set(configuration) != set(expected) or not all(
-        type(value) in _types(expected[key]) for key, value in configuration.items()
+        type(value) is type(expected[key]) for key, value in configuration.items()
     ):
-        fields = {
-            key: "int or None" if value is None else type(value).__name__
-            for key, value in expected.items()
-        }
+        fields = {key: type(value).__name__ for key, value in expected.items()}
         raise FormatError(
             f"configuration of codec {name!r} is {dict(configuration)},"
             f" expected {fields}"
@@ -125,8 +136,3 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
         return kind(**configuration)
     except (ValueError, TypeError) as error:
         raise FormatError(f"configuration of codec {name!r}: {error}") from error
-
-
-def _types(default: object) -> tuple[type, ...]:
-    """What a value of a configuration may be: a number that is left to the codec is None."""
-    return (int, type(None)) if default is None else (type(default),)

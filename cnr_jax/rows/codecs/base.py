@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 # Values that JSON reads back as they were written.
-Configuration = dict[str, int | float | str | list[float] | None]
+Configuration = dict[str, int | float | str | list[float]]
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reductions over rows, taken in lanes: what quantizers spend their time on.
+"""Reductions over rows, taken in lanes, and other loops: where quantizers spend their time.
 
 XLA's CPU backend keeps the lanes in vector registers, and computes all reductions of a
 call in one loop; one for each would compute anew what their terms have in common, and one
@@ -48,7 +48,7 @@ def in_one_loop(values: _T) -> _T:
 
     XLA's CPU backend has a loop for each array that it writes, and computes anew in each
     what they have in common. A reduction is the only one that writes several: here one of
-    two terms, the second of which is zero.
+    two terms, the second of which is zero. Where that is not so it is one small loop more.
     """
     arrays, tree = jax.tree.flatten(values)
     rows = arrays[0].shape[0]

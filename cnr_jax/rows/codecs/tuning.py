@@ -19,7 +19,7 @@ from cnr_jax.rows.chunk import chunk_rows, padded
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
 
 # What is tried. The greedy search gains nothing from more bins on trained rows.
-_ROUNDS = (0, 1, 2, 3, 4, 6, 8)
+_ITERATIONS = (0, 1, 2, 3, 4, 6, 8)
 _REFITS = (0, 1, 2, 3, 4, 5, 7, 9)
 _BINS = (5, 10, 15, 25, 45)
 _RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -69,7 +69,9 @@ def variants(codec: Codec) -> Sequence[Variant]:
     if isinstance(codec, Asymmetric) and codec.refits != 0:
         return [Variant(dataclasses.replace(codec, refits=n), n) for n in _REFITS]
     if isinstance(codec, KMeans) and codec.iterations:
-        return [Variant(dataclasses.replace(codec, iterations=n), n) for n in _ROUNDS]
+        return [
+            Variant(dataclasses.replace(codec, iterations=n), n) for n in _ITERATIONS
+        ]
     if isinstance(codec, Greedy):
         return [
             Variant(dataclasses.replace(codec, bins=bins, ratio=ratio), moves)
