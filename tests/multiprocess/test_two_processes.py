@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_jax.format.tiles import load_process
+from cnr_jax.format.tiles import ProcessManifest, load_process
 from cnr_jax.repository.step import read_manifest
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -220,18 +220,21 @@ def test_states_that_differ_between_processes_are_refused_alike_on_all(
 
 
 @pytest.mark.parametrize(
-    ("policy", "tracking"),
-    [("one_shot", "recorded"), ("consecutive", "fingerprint")],
+    ("policy", "tracking", "compression"),
+    [("one_shot", "recorded", None), ("consecutive", "fingerprint", "zstd")],
 )
 def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
-    twin: tuple[Path, list[list[str]]], tmp_path: Path, policy: str, tracking: str
+    twin: tuple[Path, list[list[str]]],
+    tmp_path: Path,
+    policy: str,
+    tracking: str,
+    compression: str | None,
 ) -> None:
     out, _ = twin
     want = values(out / "twin", 0)
-    root, with_policy = (
-        tmp_path / "root",
-        ("--policy", policy, "--tracking", tracking),
-    )
+    root = tmp_path / "root"
+    with_policy = ["--policy", policy, "--tracking", tracking]
+    with_policy += ["--compression", compression] if compression else []
     # Process 1 dies while it writes its rows; of step 4 nothing may ever be listed.
     killed(root, tmp_path / "a", 4, victim=1, where="rows", options=with_policy)
     if policy == "consecutive":
@@ -251,6 +254,8 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     manifest = read_manifest(root / str(STEPS - 1) / "default")
     assert (manifest.kind, manifest.tracking) == ("delta", tracking)
     assert len(manifest.processes) == 2
+    features = [process.features for process in _processes(root, 0)]
+    assert features == [{compression} - {None}] * 2
 
     one = run(1, tmp_path / "copy", tmp_path / "one", *options)
     assert one == [
@@ -263,13 +268,17 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     assert len(manifest.processes) == 1
 
 
-def _bits(root: Path, step: int) -> list[set[int]]:
-    """Width of the codes that each process has written."""
+def _processes(root: Path, step: int) -> list[ProcessManifest]:
+    """What each process says it has written."""
     paths = sorted((root / str(step) / "default").glob("manifest.p*.json"))
-    found = [load_process(path.read_bytes(), str(path)).codecs for path in paths]
+    return [load_process(path.read_bytes(), str(path)) for path in paths]
+
+
+def _bits(root: Path, step: int) -> list[set[int]]:
+    """Widths of the codes that each process has written."""
     return [
-        {c.configuration["bits"] for c in codecs if c.name == "cnr.asymmetric"}
-        for codecs in found
+        {c.configuration["bits"] for c in found.codecs if c.name == "cnr.asymmetric"}
+        for found in _processes(root, step)
     ]
 
 
@@ -299,7 +308,8 @@ def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
     # Process 0 chooses the bits, whatever process 1 was told to expect.
     few_lines = [lines.pop(1) for lines in found for _ in range(2)]
     assert few_lines == ["full 0 2", "delta 1 8"] * 2
-    assert [_bits(few, step) for step in range(2)] == [[{2}, {2}], [{8}, {8}]]
+    # Process 0 writes the small table, which has 8 bits from the start.
+    assert [_bits(few, step) for step in range(2)] == [[{2, 8}, {2}], [{8}, {8}]]
     assert found == [lines, lines]
     assert_same(values(tmp_path / "a", 0), values(out / "twin", 0))
     assert_same(values(tmp_path / "a", 1), values(out / "twin", 0))

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,24 @@ from cnr_jax.orbax_compat import ChainDeleter
 from cnr_jax.repository.write import RowsWriter
 
 ROWS = {"user": 512, "item": 128}
+# Also a table that `bits="auto"` takes for small, whole on every device.
+WITH_SMALL = {**ROWS, "kind": 4}
 FOREVER_SECS = 600.0
 
 
 class Run:
-    """The train state on this run's mesh, and one train step."""
+    """The train state on this run's mesh, and one train step.
 
-    def __init__(self) -> None:
+    Args:
+        rows: of each table; it is sharded where they can be dealt out to all devices evenly.
+    """
+
+    def __init__(self, rows: Mapping[str, int] = ROWS) -> None:
+        self._rows = rows
         devices = jax.device_count()
         self.mesh = jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
         self.state = self._fresh()
-        self.tables = cnr.find_tables(self.state, list(ROWS))
+        self.tables = cnr.find_tables(self.state, list(rows))
         self.touched = cnr.init_touched(self.state, self.tables)
         self._step = jax.jit(self._arrays_after, donate_argnums=(0, 1))
 
@@ -57,20 +64,24 @@ class Run:
     def _fresh(self) -> dict[str, Any]:
         rng = np.random.default_rng(1)
         tables = {
-            k: rng.normal(size=(n, 8)).astype(np.float32) for k, n in ROWS.items()
+            k: rng.normal(size=(n, 8)).astype(np.float32) for k, n in self._rows.items()
+        }
+        spec = {
+            k: "rows" if n % jax.device_count() == 0 else None
+            for k, n in self._rows.items()
         }
         return {
             "params": {
-                k: {"embedding": self.put(v, "rows")} for k, v in tables.items()
+                k: {"embedding": self.put(v, spec[k])} for k, v in tables.items()
             },
             # One slot is sharded like its table, the other lies on every device.
             "sharded": {
-                k: {"embedding": self.put(np.zeros(n, np.float32), "rows")}
-                for k, n in ROWS.items()
+                k: {"embedding": self.put(np.zeros(n, np.float32), spec[k])}
+                for k, n in self._rows.items()
             },
             "replicated": {
                 k: {"embedding": self.put(np.zeros((n, 2), np.float32))}
-                for k, n in ROWS.items()
+                for k, n in self._rows.items()
             },
             "w": self.put(np.ones((8, 3), np.float32), "rows"),
             "key": jax.random.key(3),
@@ -100,8 +111,8 @@ class Run:
         rng = np.random.default_rng(step)
         # Distinct rows, so that no order of additions can show.
         ids = {
-            k: rng.choice(n, 17, replace=False).astype(np.int32)
-            for k, n in ROWS.items()
+            k: rng.choice(n, min(n, 17), replace=False).astype(np.int32)
+            for k, n in self._rows.items()
         }
         arrays = {k: self.state[k] for k in ("params", "sharded", "replicated", "w")}
         placed = {k: self.put(v) for k, v in ids.items()}
@@ -245,7 +256,7 @@ def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> s
 
 def save_in_few_bits(root: Path) -> list[str]:
     """A run that is restored, while its processes expect different numbers of restores."""
-    run = Run()
+    run = Run(WITH_SMALL)
     options = cnr.Options(
         codec="asymmetric",
         bits="auto",
@@ -353,6 +364,7 @@ def main() -> None:
     parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--policy", default="consecutive")
     parser.add_argument("--tracking")
+    parser.add_argument("--compression")
     parser.add_argument("--hold-step", type=int)
     parser.add_argument("--hold-where", choices=["rows", "manifest"])
     parser.add_argument("--hold-process", type=int)
@@ -378,6 +390,7 @@ def main() -> None:
         codec="raw",
         policy=policies[args.policy],
         tracking=args.tracking,
+        compression=args.compression,
         timeout_secs=args.timeout_secs,
         preservation_policy=keep,
     )
