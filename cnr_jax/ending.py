@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -154,12 +155,22 @@ class EndingManager(ocp.CheckpointManager):
             return True
         return thread is not None and thread.is_alive()
 
-    def _clear_up(self) -> None:
-        """Ends a save of which the blocking part was left by an error or an interrupt."""
-        self._settle()
-        self._failure = None  # it is on its way
-        if jax.process_count() == 1:
-            self._save_progress_tracker.set(False)
+    @contextlib.contextmanager
+    def _clearing_up(self) -> Iterator[None]:
+        """Ends a save of which the blocking part is left by an error or an interrupt."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._settle()
+                self._failure = None  # it is on its way
+                if jax.process_count() == 1:
+                    self._save_progress_tracker.set(False)
+            finally:
+                self._handler.last_save.withdraw()
+                # Steps that were moved aside are back only now.
+                self._reread()
+            raise
 
     def _as_save_error(
         self, error: Exception, step: int | None, *, committed: bool

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Iterator
 
 import jax
 
-from cnr_jax.errors import SaveError
+from cnr_jax.errors import CnrError, SaveError
 
 # How TensorStore's errors, which are no OSErrors, name that of the system.
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
@@ -59,6 +60,22 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
     )
     found.__cause__ = error
     return found
+
+
+@contextlib.contextmanager
+def as_save_errors(step: int, directory: str) -> Iterator[None]:
+    """Raises a `SaveError` for what the system refused; other errors are raised as they are.
+
+    Args:
+        step: that is being saved.
+        directory: where it is to be.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CnrError) or errno_of(error) is None:
+            raise
+        raise save_error(error, step, directory) from error
 
 
 def errno_of(error: BaseException) -> int | None:

@@ -14,7 +14,7 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.channel import Channel
 from cnr_jax.continuing import Continuing, Course
-from cnr_jax.failures import errno_of, save_error
+from cnr_jax.failures import as_save_errors
 from cnr_jax.fallback import Restorer
 from cnr_jax.format import names
 from cnr_jax.handler import CnrHandler, Restored, Save
@@ -85,10 +85,10 @@ class CheckpointManager(ListingManager):
         options = options or Options()
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
-        self._handler.served.root = epath.Path(root).absolute()
         self._channel = Channel(options.timeout_secs)
         self._course = Course(self._handler.uses)
         self._root = epath.Path(root).absolute()
+        self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
         made = missing_directories(self._root)
         if tables is not None and not (orbax_options and orbax_options.read_only):
@@ -207,7 +207,7 @@ class CheckpointManager(ListingManager):
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
             plan = self._prepared(place, state, last)
-        try:
+        with as_save_errors(step, str(self._root)), self._clearing_up():
             self._begin(step, plan.abandoned if plan else ())
             if plan is not None:
                 # Not foreseen where touched rows were made anew.
@@ -226,16 +226,6 @@ class CheckpointManager(ListingManager):
                     args=args,
                     custom_metadata=custom_metadata,
                 )
-        except BaseException as error:
-            try:
-                self._clear_up()
-            finally:
-                self._handler.last_save.withdraw()
-                # Steps that were moved aside are back only now.
-                self._reread()
-            if isinstance(error, errors.CnrError) or errno_of(error) is None:
-                raise
-            raise save_error(error, step, str(self._root)) from error
         if saved:
             self._course.saved(step, state.touched if state else None)
         if last:
@@ -381,14 +371,9 @@ class CheckpointManager(ListingManager):
 
     def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:
         """Prepares a save."""
-        try:
+        # The root may be such that it cannot be read or claimed.
+        with as_save_errors(names.step_number(place.directory), str(self._root)):
             return self._handler.prepare(place, state, urgent=urgent)
-        except Exception as error:
-            # The root could not be read or claimed.
-            if isinstance(error, errors.CnrError) or errno_of(error) is None:
-                raise
-            step = names.step_number(place.directory)
-            raise save_error(error, step, str(self._root)) from error
 
     def _recover(self) -> None:
         """Process 0 undoes an unfinished rollback before any process reads the root."""
