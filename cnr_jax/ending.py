@@ -18,7 +18,11 @@ from cnr_jax.continuing import Course
 from cnr_jax.failures import after_commit, save_error
 from cnr_jax.handler import CnrHandler
 from cnr_jax.keeping import sync_committed, sync_uncommitted
-from cnr_jax.orbax_compat import COMMIT_BARRIERS, ChainDeleter
+from cnr_jax.orbax_compat import (
+    COMMIT_BARRIERS,
+    ChainDeleter,
+    end_interrupted_tasks,
+)
 from cnr_jax.repository.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -161,6 +165,7 @@ class EndingManager(ocp.CheckpointManager):
         try:
             yield
         except BaseException:
+            end_interrupted_tasks()
             try:
                 self._settle()
                 self._failure = None  # it is on its way

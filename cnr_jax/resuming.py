@@ -11,7 +11,7 @@ from cnr_jax import capture
 from cnr_jax.channel import Channel
 from cnr_jax.last_save import LastSave
 from cnr_jax.meshes import outside_mesh
-from cnr_jax.orbax_compat import Place
+from cnr_jax.orbax_compat import Place, end_interrupted_tasks
 from cnr_jax.read_back import ReadBack
 from cnr_jax.repository.ledger import Ledger, entry_of
 from cnr_jax.repository.planner import Planner
@@ -79,6 +79,7 @@ class Resuming:
         try:
             yield
         except BaseException as error:
+            end_interrupted_tasks()
             if reads and not attempt.told:
                 come_out_alike(self._channel, error)
             raise

@@ -218,15 +218,20 @@ def test_a_run_of_failing_saves_leaks_nothing(
     assert all(isinstance(error.__cause__, MemoryError) for error in kept)
     wait_for_removal(tmp_path)
     assert len(open_files()) == descriptors
-    gc.collect()
     # The errors are kept; the rows that the failed saves had staged are not.
-    assert not [found for found in gc.get_objects() if isinstance(found, Chunk)]
+    assert staged_rows() == []
     assert temporaries(tmp_path) == []
     run.run(manager, [6])
     run.check(manager, 6)
     manager.close()
     left = {t.name for t in set(threading.enumerate()) - before if t.is_alive()}
     assert not {name for name in left if "save" in name or "cnr" in name}, left
+
+
+def staged_rows() -> list[Chunk]:
+    """What is held of any save."""
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, Chunk)]
 
 
 def _no_memory(*args: Any) -> Any:
@@ -378,7 +383,11 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tiny_run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
 ) -> None:
     run = tiny_run()
     manager = open_manager(tmp_path, run)
@@ -399,6 +408,8 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     run.check(manager, 4)
     assert temporaries(tmp_path) == []
     manager.close()
+    assert staged_rows() == []
+    assert not [r for r in caplog.records if r.name == "asyncio"], "told already"
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -28,6 +28,7 @@ from cnr_jax.format import names
 from cnr_jax.orbax_compat import (
     DenseStore,
     checkpoint_infos,
+    end_interrupted_tasks,
     place_of,
     step_names,
 )
@@ -566,6 +567,30 @@ def test_a_manager_reads_its_steps_by_one_method_that_can_be_done_again(
         (tmp_path / "1" / "metrics" / "metrics").write_text("{")
         with pytest.raises(ValueError):
             manager._load_checkpoint_infos()
+
+
+def test_an_interrupt_in_a_handler_leaves_its_task_on_the_thread(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the frames that the interrupt went through, and what they hold."""
+    handler, manager = probe
+
+    async def interrupted(directory: epath.Path, args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handler, "async_save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=ProbeSave())
+    task: Any = threading.current_thread().main_task  # type: ignore[attr-defined]
+    assert not task.done() and task.get_loop().is_closed()
+    (left,) = [child for child in task._fut_waiter._children if child.done()]
+    assert isinstance(left.exception(), KeyboardInterrupt)
+    end_interrupted_tasks()
+    assert not hasattr(threading.current_thread(), "main_task")
+    assert manager.save(0, args=ProbeSave())
+    manager.wait_until_finished()
+    assert handler.find("written")
 
 
 @pytest.mark.parametrize("prefix", [None, "ck"])

@@ -2,8 +2,8 @@
 
 tests/test_orbax_assumptions.py names and tests each of them: the shape of temporary paths, that
 a standard handler can be nested below an item, that directories are created while `async_save`
-runs and what tells when they are there, and which client the processes of a run coordinate
-through.
+runs and what tells when they are there, which client the processes of a run coordinate through,
+and what an interrupt leaves behind.
 """
 
 from cnr_jax.orbax_compat.deleting import ChainDeleter as ChainDeleter
@@ -21,3 +21,4 @@ from cnr_jax.orbax_compat.places import step_names as step_names
 from cnr_jax.orbax_compat.processes import COMMIT_BARRIERS as COMMIT_BARRIERS
 from cnr_jax.orbax_compat.processes import distributed_client as distributed_client
 from cnr_jax.orbax_compat.processes import is_distributed as is_distributed
+from cnr_jax.orbax_compat.tasks import end_interrupted_tasks as end_interrupted_tasks

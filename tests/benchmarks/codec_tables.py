@@ -32,7 +32,7 @@ class Tables:
     @property
     def dims(self) -> tuple[int, ...]:
         """Columns of the tables."""
-        return (16, 64) if self.quick else DIMS
+        return (64,) if self.quick else DIMS
 
     @property
     def turns(self) -> int:
