@@ -19,7 +19,7 @@ def end_interrupted_tasks() -> None:
     # A task of somebody else's loop, which Orbax takes care not to touch, has one that goes on.
     if not isinstance(task, asyncio.Task) or not task.get_loop().is_closed():
         return
-    for each in [task, *asyncio.all_tasks(task.get_loop())]:
+    for each in asyncio.all_tasks(task.get_loop()):
         _tell_nobody(each)
         # Its own clean-up runs: what it has noted on the thread is put back.
         with contextlib.suppress(RuntimeError):  # it was about to wait again
