@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from codec_tables import BITS, Tables
+from codec_tables import Tables
 from results import print_mark, print_table
 
 from cnr_jax.rows.chunk import chunk_rows
@@ -68,7 +68,7 @@ def mean_errors(tables: Tables) -> list[Report]:
     figures: list[Report] = []
     for name, dim in tables.all():
         rows = tables.rows(name, dim)
-        for bits in BITS:
+        for bits in tables.bits:
             found = {
                 scheme: float(norms(codec, rows).mean())
                 for scheme, codec in schemes(bits, rows).items()

@@ -35,6 +35,11 @@ class Tables:
         return (64,) if self.quick else DIMS
 
     @property
+    def bits(self) -> tuple[int, ...]:
+        """Widths of a code."""
+        return (4, 8) if self.quick else BITS
+
+    @property
     def turns(self) -> int:
         """Timed repetitions."""
         return 2 if self.quick else 7

