@@ -165,8 +165,9 @@ class EndingManager(ocp.CheckpointManager):
         try:
             yield
         except BaseException:
-            end_interrupted_tasks()
             try:
+                # First: what is written behind goes on until the task ends that began it.
+                end_interrupted_tasks()
                 self._settle()
                 self._failure = None  # it is on its way
                 if jax.process_count() == 1:

@@ -88,7 +88,9 @@ class Launch:
             background = self._flight.background or self._in_background(
                 _nothing, _nothing
             )
-            background.hand_over([], error)
+            # An interrupt of the loop, while nothing runs in it, closes what waits in it.
+            interrupted = isinstance(error, GeneratorExit)
+            background.hand_over([], KeyboardInterrupt() if interrupted else error)
             if jax.process_count() == 1 or not isinstance(error, Exception):
                 self._flight.stop()
                 raise

@@ -207,7 +207,7 @@ class CheckpointManager(ListingManager):
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
             plan = self._prepared(place, state, last)
-        with as_save_errors(step, str(self._root)), self._clearing_up():
+        with self._clearing_up(), as_save_errors(step, str(self._root)):
             self._begin(step, plan.abandoned if plan else ())
             if plan is not None:
                 # Not foreseen where touched rows were made anew.

@@ -79,12 +79,12 @@ class Resuming:
         try:
             yield
         except BaseException as error:
-            end_interrupted_tasks()
             if reads and not attempt.told:
                 come_out_alike(self._channel, error)
             raise
         finally:
             self._attempt = None
+            end_interrupted_tasks()
         if attempt.note is not None:
             with outside_mesh():
                 attempt.note()

@@ -6,6 +6,7 @@ that returns errors, signals. What cannot be had here is skipped with a word.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src import asyncio_utils
 
 import cnr_jax as cnr
 from cnr_jax import capture, tracking
@@ -36,6 +38,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.write import RowsWriter
 from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.staging import Stage
+from cnr_jax.saving import InFlight
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -361,12 +364,19 @@ def _interrupt(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the signal did not arrive")
 
 
+async def _interrupt_while_waiting(*args: Any, **kwargs: Any) -> Any:
+    """As most interrupts come: the loop waits for storage, and nothing runs in it."""
+    asyncio.get_running_loop().call_later(0.05, _interrupt)
+    await asyncio.sleep(60)
+
+
 INTERRUPTED = {
     "finding rows": (tracking.Tracker, "find"),
     "planning": (planner.Planner, "plan"),
     "gathering": (capture, "capture"),
     "staging": (Stage, "put"),
     "dense leaves": (DenseStore, "save"),
+    "waiting for dense leaves": (DenseStore, "save", _interrupt_while_waiting),
     "Orbax, while it is written": (ocp.CheckpointManager, "_add_checkpoint_info"),
     "Orbax, after the policy": (ocp.CheckpointManager, "_get_old_steps_to_remove"),
 }
@@ -392,10 +402,10 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     run = tiny_run()
     manager = open_manager(tmp_path, run)
     run.run(manager, [1, 2])
-    owner, name = INTERRUPTED[where]
+    owner, name, *how = INTERRUPTED[where]
     run.train(3)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, _interrupt)
+        patch.setattr(owner, name, *(how or [_interrupt]))
         with pytest.raises(KeyboardInterrupt):
             manager.save(3, args=cnr.args.Save(run.state, run.touched))
     assert not manager.is_saving_in_progress()
@@ -410,6 +420,50 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     manager.close()
     assert staged_rows() == []
     assert not [r for r in caplog.records if r.name == "asyncio"], "told already"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_while_the_first_is_cleared_up_holds_nothing_up(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1, 2])
+    run.train(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(DenseStore, "save", _interrupt_while_waiting)
+        patch.setattr(InFlight, "stop", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(3, args=cnr.args.Save(run.state, run.touched))
+    with pytest.raises(SaveError, match="step 3 failed\n  KeyboardInterrupt"):
+        manager.wait_until_finished()
+    run.run(manager, [4])
+    run.check(manager, 4)
+    manager.close()
+    assert temporaries(tmp_path) == []
+    assert staged_rows() == []
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_restore_leaves_no_task_behind(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1])
+    manager.wait_until_finished()
+
+    def waiting(*args: Any) -> Any:
+        return asyncio_utils.run_sync(_interrupt_while_waiting())
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(DenseStore, "restore", waiting)
+            with pytest.raises(KeyboardInterrupt):
+                manager.restore(1, args=cnr.args.Restore(run.state))
+        assert not hasattr(threading.current_thread(), "main_task")
+    run.check(manager, 1)
+    manager.close()
 
 
 @pytest.mark.usefixtures("interruptible")

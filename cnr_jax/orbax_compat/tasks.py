@@ -15,15 +15,30 @@ def end_interrupted_tasks() -> None:
     handler ends the loop instead, and the task stays, for as long as the thread does: with the
     interrupt, hence with the frames it went through, hence with the state that was being saved.
     """
+    ended: set[Any] = set()
+    while (task := _interrupted_task()) is not None and task not in ended:
+        with contextlib.suppress(RuntimeError):  # other threads make tasks meanwhile
+            for each in asyncio.all_tasks(task.get_loop()):
+                _end(each)
+        # Its own clean-up has put back what was noted before it: from an earlier interrupt?
+        ended.add(task)
+
+
+def _interrupted_task() -> Any:
+    """The task that is noted on this thread, if its loop has ended.
+
+    One of somebody else's loop, which Orbax takes care not to touch, has a loop that goes on.
+    """
     task = getattr(threading.current_thread(), "main_task", None)
-    # A task of somebody else's loop, which Orbax takes care not to touch, has one that goes on.
-    if not isinstance(task, asyncio.Task) or not task.get_loop().is_closed():
-        return
-    for each in asyncio.all_tasks(task.get_loop()):
-        _tell_nobody(each)
-        # Its own clean-up runs: what it has noted on the thread is put back.
-        with contextlib.suppress(RuntimeError):  # it was about to wait again
-            each.get_coro().close()  # type: ignore[union-attr]
+    if isinstance(task, asyncio.Task) and task.get_loop().is_closed():
+        return task
+    return None
+
+
+def _end(task: asyncio.Task[Any]) -> None:
+    _tell_nobody(task)
+    with contextlib.suppress(Exception):  # others must end all the same
+        task.get_coro().close()  # type: ignore[union-attr]
 
 
 def _tell_nobody(task: asyncio.Task[Any]) -> None:

@@ -129,6 +129,10 @@ class Run:
         changed = jax.jit(lambda x: x.at[row].add(1))(params[table]["embedding"])
         return {**params, table: {"embedding": changed}}
 
+    def small_table(self) -> np.ndarray:
+        """The whole table that is not sharded, as this process has it."""
+        return np.asarray(self.state["params"]["kind"]["embedding"].addressable_data(0))
+
     def values(self) -> dict[str, np.ndarray]:
         """Every leaf as a numpy array, global ones gathered; alike on every process."""
         found = {}
@@ -273,9 +277,13 @@ def save_in_few_bits(root: Path) -> list[str]:
             assert manager.latest_step() == step
             report = manager.last_report
             assert report is not None
-            lines.append(f"{report.kind} {report.restores} {report.auto_bits}")
+            saved = run.small_table()
             args = cnr.args.Restore(run.state)
             run.state, run.touched = manager.restore(step, args=args)
+            got = run.small_table()
+            np.testing.assert_allclose(got, saved, rtol=0, atol=0.02)
+            line = f"{report.kind} {report.restores} {report.auto_bits}"
+            lines.append(f"{line} of {got.ravel().tolist()}")
     return lines
 
 
