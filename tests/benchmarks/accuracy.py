@@ -13,7 +13,8 @@ held out after the last batch. Judged are those over the lifetime with `bits="au
 
 Figures are written after each run: the same command goes on where it was stopped, and adds what
 was left out, or more seeds. Of five seeds these are 30 runs with `--only auto` and 130 in all, of
-20 to 48 seconds by the speed of two cores, so 25 and 105 minutes at most; nothing is timed.
+26 to 48 seconds on average, by the speed of two cores: 13 to 25 and 57 to 105 minutes. Nothing is
+timed.
 """
 
 from __future__ import annotations
