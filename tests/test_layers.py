@@ -31,11 +31,11 @@ ENDING = "failures channel preemption"
 TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
-    "paths": ("errors", "numpy jax flax"),
+    "paths": ("errors", "numpy jax"),
     "table": ("errors layouts", "numpy jax"),
-    "tables": ("errors layouts paths table", "numpy jax flax"),
+    "tables": ("errors layouts paths table", "numpy jax"),
     "splitting": ("errors paths table", "jax"),
-    "optimizers": ("errors layouts paths table tables", "numpy jax flax"),
+    "optimizers": ("errors layouts paths table tables", "numpy jax"),
     "rows": (BELOW_ROWS, "numpy jax"),
     "format": ("errors", "numpy"),
     "policy": ("errors", ""),
@@ -76,7 +76,7 @@ TABLE = {
     "handler": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} {SAVING} {HOLDING} launching read_back"
         " verdicts widening",
-        "numpy jax flax orbax etils",
+        "numpy jax orbax etils",
     ),
     "args": ("handler", ""),
     "registry": (f"{BELOW_HANDLER} handler", "orbax"),
@@ -97,13 +97,13 @@ TABLE = {
     "manager": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING} {ENDING}"
         " fallback listing verdicts",
-        "numpy jax flax orbax etils",
+        "numpy jax orbax etils",
     ),
     "facade": (f"{BELOW_HANDLER} handler args registry manager optim tuning", ""),
     "simulate": ("errors format policy", "numpy"),
     "testing": (
         f"{BELOW_HANDLER} handler args manager facade simulate",
-        "numpy jax flax optax hypothesis pytest",
+        "numpy jax optax hypothesis pytest",
     ),
     "cli": (
         f"{BELOW_HANDLER} handler args manager facade simulate",

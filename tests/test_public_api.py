@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import cnr_jax as cnr
+
+PACKAGE = Path(cnr.__file__).parent
+# Where a distribution is not imported by its own name.
+IMPORTED_AS = {"orbax-checkpoint": "orbax"}
 
 PUBLIC = {
     "CheckpointManager",
@@ -63,3 +71,26 @@ def test_import_starts_no_backend_and_leaves_the_global_handlers_of_orbax_alone(
         "assert not xla_bridge._backends, 'a backend was started'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def imported_packages() -> set[str]:
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    return found
+
+
+def test_what_is_required_is_imported():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    required = [re.split(r"[^\w-]", line)[0] for line in project["dependencies"]]
+    assert "jax" in required
+    modules = {IMPORTED_AS.get(name, name) for name in required}
+    assert modules <= imported_packages()
+
+
+def test_type_checkers_are_told_that_the_package_is_typed():
+    assert (PACKAGE / "py.typed").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -21,9 +22,13 @@ def block(mark: str) -> str:
     return found[1]
 
 
-def test_example_saves_deltas_and_restores_them(tmp_path, capsys):
+def test_example_runs_as_pasted_saves_deltas_and_restores_them(
+    tmp_path, capsys, monkeypatch
+):
     code = block("example")
-    scope: dict = {"root": tmp_path}
+    scope: dict = {}
+    # The example makes its root where temporary folders go.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     exec(compile(code, "README.md", "exec"), scope)
     printed = capsys.readouterr().out
     assert printed.count("delta on 0") == 3, printed
