@@ -10,7 +10,9 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -55,22 +57,55 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
     )
 
 
+class _Standing(NamedTuple):
+    """What the chain of an entry comes to.
+
+    Attributes:
+        depth: entries in it, itself included.
+        rooted: it leads to one without a parent.
+        whole: it does so without damage, and without a save that is being written.
+    """
+
+    depth: int
+    rooted: bool
+    whole: bool
+
+
+_NOWHERE = _Standing(depth=0, rooted=False, whole=False)
+
+
+@dataclasses.dataclass(slots=True)
+class _Derived:
+    """What follows from the entries and the known damage, by one pass over them.
+
+    Attributes:
+        version: of the ledger, when the pass began.
+        committed: newest last.
+        restorable: newest last.
+        by_step: of each step the entry of the highest generation.
+        children: directories of the entries that name an entry as their parent, by directory.
+        standing: of all entries, by directory.
+    """
+
+    version: int
+    committed: list[Entry]
+    restorable: list[Entry]
+    by_step: dict[int, Entry]
+    children: dict[str, list[str]]
+    standing: dict[str, _Standing]
+
+
 class Ledger:
     """The step directories of one root, by name.
+
+    What it answers costs one pass over the entries after a change, and look-ups until the next.
 
     Args:
         is_step: tells names of step directories; None: all that end in a digit.
 
     Attributes:
-        entries: committed checkpoints, and at most one that is being written.
-        unreadable: step directories whose manifest is missing or damaged, with the reason.
-            Nothing older than these may be deleted: they might depend on it.
         foreign: those of the unreadable ones that hold something, but nothing of this library.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
-        damaged: uuids of checkpoints whose rows or process manifests were found damaged, with
-            the reason: neither they nor what rests on them can be restored.
-        spoilt: uuids of checkpoints of which only `dense/` was found damaged, with the reason:
-            they cannot be restored, but others can rest on them.
         pending: the save that is being written.
         doomed: step directories that are deleted once the pending save is committed.
         leaving: step directories that retention has dropped and that may still be there.
@@ -78,15 +113,47 @@ class Ledger:
 
     def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
         self.is_step = is_step or may_be_step
-        self.entries: dict[str, Entry] = {}
-        self.unreadable: dict[str, str] = {}
+        self._entries: dict[str, Entry] = {}
+        self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
         self.withheld: set[str] = set()
-        self.damaged: dict[str, str] = {}
-        self.spoilt: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._spoilt: dict[str, str] = {}
         self.pending: Entry | None = None
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
+        # Of the entries and the known damage; counts their changes.
+        self._version = 0
+        self._derived: _Derived | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Committed checkpoints, and at most one that is being written, by directory."""
+        return types.MappingProxyType(self._entries)
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Step directories whose manifest is missing or damaged, with the reason.
+
+        Nothing older than these may be deleted: they might depend on it.
+        """
+        return types.MappingProxyType(self._unreadable)
+
+    @property
+    def damaged(self) -> Mapping[str, str]:
+        """Uuids of checkpoints whose rows or process manifests are damaged, with the reason.
+
+        Neither they nor what rests on them can be restored.
+        """
+        return types.MappingProxyType(self._damaged)
+
+    @property
+    def spoilt(self) -> Mapping[str, str]:
+        """Uuids of checkpoints of which only `dense/` is damaged, with the reason.
+
+        They cannot be restored, but others can rest on them.
+        """
+        return types.MappingProxyType(self._spoilt)
 
     @classmethod
     def load(
@@ -141,20 +208,25 @@ class Ledger:
         try:
             manifest = read_step(root, directory, item)
         except (errors.CnrError, OSError) as error:
-            self.unreadable[directory] = str(error)
+            self._unreadable[directory] = str(error)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
             elif is_foreign(root / directory):
                 self.foreign.add(directory)
             _log.warning("step %s cannot be restored: %s", directory, error)
         else:
-            self.entries[directory] = entry_of(directory, manifest)
+            self.add(entry_of(directory, manifest))
+
+    def add(self, entry: Entry) -> None:
+        """Takes in an entry, in the place of what was known of its directory."""
+        self.forget(entry.directory)
+        self._entries[entry.directory] = entry
+        self._changed()
 
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
-        self.forget(entry.directory)
+        self.add(entry)
         self.pending = entry
-        self.entries[entry.directory] = entry
 
     def settle(
         self, root: AnyPath, item: str, committed: bool | None = None
@@ -175,7 +247,8 @@ class Ledger:
             return None
         entry, self.pending = self.pending, None
         doomed, self.doomed = self.doomed, set()
-        self.entries.pop(entry.directory, None)
+        self._entries.pop(entry.directory, None)
+        self._changed()
         try:
             manifest = read_manifest(root / entry.directory / item)
         except (errors.CnrError, OSError) as error:
@@ -183,7 +256,7 @@ class Ledger:
                 self._let_go(doomed)
             return None
         # An older step may stand where a failed save was to be.
-        self.entries[entry.directory] = entry_of(entry.directory, manifest)
+        self.add(entry_of(entry.directory, manifest))
         if manifest.uuid != entry.uuid:
             return None
         self._let_go(doomed)
@@ -198,16 +271,18 @@ class Ledger:
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
-        self.entries.pop(directory, None)
-        self.unreadable.pop(directory, None)
+        self._entries.pop(directory, None)
+        self._unreadable.pop(directory, None)
         self.foreign.discard(directory)
         self.withheld.discard(directory)
+        self._changed()
 
     def become(self, fresh: Ledger) -> None:
         """Takes over what was read anew; of a save that is being written nothing changes."""
-        self.entries, self.unreadable = fresh.entries, fresh.unreadable
+        self._entries, self._unreadable = fresh._entries, fresh._unreadable
         self.foreign, self.withheld = fresh.foreign, fresh.withheld
-        self.damaged, self.spoilt = {}, {}
+        self._damaged, self._spoilt = {}, {}
+        self._changed()
 
     def note_damage(self, path: str, reason: str) -> None:
         """Notes what was found damaged.
@@ -220,7 +295,8 @@ class Ledger:
         entry = self.entries.get(directory)
         if entry is not None:
             only_dense = rest[1:2] == [names.DENSE]
-            (self.spoilt if only_dense else self.damaged)[entry.uuid] = reason
+            (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
+            self._changed()
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the pending save's commit."""
@@ -231,12 +307,11 @@ class Ledger:
 
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""
-        entries = [entry for entry in self.entries.values() if entry.manifest]
-        return sorted(entries, key=lambda entry: entry.order)
+        return list(self._derive().committed)
 
     def head(self) -> Entry | None:
         """The newest committed checkpoint of the highest generation."""
-        committed = self.committed()
+        committed = self._derive().committed
         return committed[-1] if committed else None
 
     def restorable(self) -> list[Entry]:
@@ -244,11 +319,7 @@ class Ledger:
 
         Newest last.
         """
-        return [
-            entry
-            for entry in self.committed()
-            if self.is_whole(entry) and entry.uuid not in self.spoilt
-        ]
+        return list(self._derive().restorable)
 
     def obstacle(self, entry: Entry) -> str:
         """Why a committed checkpoint is not restorable, in a line."""
@@ -268,8 +339,7 @@ class Ledger:
 
     def by_step(self, step: int) -> Entry | None:
         """The entry of a step; of the highest generation, should there be several."""
-        found = [entry for entry in self.entries.values() if entry.step == step]
-        return max(found, key=lambda entry: entry.order) if found else None
+        return self._derive().by_step.get(step)
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""
@@ -285,49 +355,128 @@ class Ledger:
 
     def chain(self, entry: Entry) -> list[Entry]:
         """An entry and those it rests on, as far as they are known, itself first."""
-        found = [entry]
-        while (parent := found[-1].parent) is not None:
-            above = self.entries.get(parent.directory)
-            if above is None or above.uuid != parent.uuid or above in found:
+        found, seen = [entry], set[str]()
+        while (above := self._above(found[-1])) is not None:
+            if above.directory in seen or above == entry:
                 break
+            seen.add(above.directory)
             found.append(above)
         return found
 
+    def _above(self, entry: Entry) -> Entry | None:
+        """The parent of an entry, if it is known."""
+        parent = entry.parent
+        above = self._entries.get(parent.directory) if parent is not None else None
+        same = parent is not None and above is not None and above.uuid == parent.uuid
+        return above if same else None
+
     def is_whole(self, entry: Entry) -> bool:
         """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
-        chain = self.chain(entry)
-        if any(e.manifest is None or e.uuid in self.damaged for e in chain):
-            return False
-        return chain[-1].parent is None
+        if self._entries.get(entry.directory) is entry:
+            return self._derive().standing[entry.directory].whole
+        above = self._above(entry)
+        return self._is_sound(entry) and (
+            entry.parent is None or (above is not None and self.is_whole(above))
+        )
 
-    def is_orphan(self, entry: Entry) -> bool:
-        """Whether a parent is missing that the chain of an entry needs."""
-        return self.chain(entry)[-1].parent is not None
+    def _is_sound(self, entry: Entry) -> bool:
+        """Whether an entry by itself is committed and not known to be damaged."""
+        return entry.manifest is not None and entry.uuid not in self._damaged
 
     def orphans(self) -> list[Entry]:
         """Entries that cannot be restored for want of a parent, oldest first."""
-        found = [entry for entry in self.entries.values() if self.is_orphan(entry)]
+        standing = self._derive().standing
+        found = [e for e in self._entries.values() if not standing[e.directory].rooted]
         return sorted(found, key=lambda entry: entry.order)
 
     def dependents(self, directory: str) -> list[Entry]:
         """Every entry whose chain contains `directory`, itself left out, newest first."""
-        found = [
-            entry
-            for entry in self.entries.values()
-            if entry.directory != directory
-            and any(e.directory == directory for e in self.chain(entry))
-        ]
-        return sorted(found, key=lambda entry: entry.order, reverse=True)
+        children, found, left = self._derive().children, {directory}, [directory]
+        while left:
+            new = [name for name in children.get(left.pop(), ()) if name not in found]
+            found.update(new)
+            left += new
+        if len(found) == 1:
+            return []
+        found.remove(directory)
+        entries = [e for e in self._entries.values() if e.directory in found]
+        return sorted(entries, key=lambda entry: entry.order, reverse=True)
+
+    def depth(self, directory: str) -> int:
+        """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
+        return self._derive().standing.get(directory, _NOWHERE).depth
 
     def closure(self, directories: Iterable[str]) -> set[str]:
         """The given directories and all that they rest on."""
-        kept: set[str] = set()
-        for directory in directories:
-            kept.add(directory)
-            if directory in self.entries:
-                chain = self.chain(self.entries[directory])
-                kept.update(entry.directory for entry in chain)
-        return kept
+        kept, above = set(directories), set[str]()
+        for directory in kept:
+            entry = self._entries.get(directory)
+            while entry is not None and entry.directory not in above:
+                above.add(entry.directory)
+                entry = self._above(entry)
+        return kept | above
+
+    def _changed(self) -> None:
+        """To be called after each change of the entries or of the known damage.
+
+        After it: what another thread derives meanwhile must not pass for what follows from it.
+        """
+        self._version += 1
+
+    def _derive(self) -> _Derived:
+        """What follows from the entries as they are now."""
+        known = self._derived
+        if known is not None and known.version == self._version:
+            return known
+        version, entries = self._version, list(self._entries.values())
+        committed = sorted(
+            (entry for entry in entries if entry.manifest is not None),
+            key=lambda entry: entry.order,
+        )
+        by_step: dict[int, Entry] = {}
+        children: dict[str, list[str]] = {}
+        above = {entry.directory: self._above(entry) for entry in entries}
+        for entry in entries:
+            other, parent = by_step.get(entry.step), above[entry.directory]
+            if other is None or other.order < entry.order:
+                by_step[entry.step] = entry
+            if parent is not None:
+                children.setdefault(parent.directory, []).append(entry.directory)
+        standing = self._standing(entries, above)
+        self._derived = _Derived(
+            version=version,
+            committed=committed,
+            restorable=[
+                entry
+                for entry in committed
+                if standing[entry.directory].whole and entry.uuid not in self._spoilt
+            ],
+            by_step=by_step,
+            children=children,
+            standing=standing,
+        )
+        return self._derived
+
+    def _standing(
+        self, entries: Iterable[Entry], above: Mapping[str, Entry | None]
+    ) -> dict[str, _Standing]:
+        """What all chains come to, parents first: each entry is looked at once."""
+        found: dict[str, _Standing] = {}
+        for entry in entries:
+            path: list[Entry] = []
+            each: Entry | None = entry
+            while each is not None and each.directory not in found:
+                # What a chain that is a circle meets when it comes round.
+                found[each.directory] = _NOWHERE
+                path.append(each)
+                each = above[each.directory]
+            depth, rooted, whole = found[each.directory] if each else _NOWHERE
+            for below in reversed(path):
+                is_full = below.parent is None
+                depth, rooted = depth + 1, rooted or is_full
+                whole = (whole or is_full) and self._is_sound(below)
+                found[below.directory] = _Standing(depth, rooted, whole)
+        return found
 
 
 def _is_missing(error: Exception) -> bool:

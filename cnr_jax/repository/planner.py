@@ -225,7 +225,7 @@ class Planner:
         restored branch must stay the highest, should they become readable again.
         """
         head, tip = ledger.head(), branch.tip
-        highest = max((e.generation for e in ledger.committed()), default=0)
+        highest = head.generation if head is not None else 0
         unknown = len(ledger.unreadable.keys() - ledger.foreign)
         if head is not None and tip is not None and tip.uuid == head.uuid:
             if not unknown or tip.uuid.startswith(self._nonce):

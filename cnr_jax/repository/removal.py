@@ -30,8 +30,7 @@ def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
     """
 
     def depth(directory: str) -> tuple[float, str]:
-        entry = ledger.entries.get(directory)
-        return (len(ledger.chain(entry)) if entry else float("inf")), directory
+        return ledger.depth(directory) or float("inf"), directory
 
     return sorted(directories, key=depth, reverse=True)
 

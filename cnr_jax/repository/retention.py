@@ -70,15 +70,16 @@ class ChainPreservation:
         )
         kept = self._inner.should_preserve(ordered, context=context)
         wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
-        wanted |= lost | _unsafe(ledger, [info.step for info in checkpoints])
+        all_steps = [info.step for info in checkpoints]
+        wanted |= lost | _unsafe(ledger, all_steps)
         found = (ledger.by_step(step) for step in wanted)
         closure = ledger.closure(entry.directory for entry in found if entry)
         steps = {e.step for d, e in ledger.entries.items() if d in closure} | wanted
-        result = [info.step in steps for info in checkpoints]
-        for info, keep in zip(checkpoints, result, strict=True):
-            entry = ledger.by_step(info.step)
+        result = [step in steps for step in all_steps]
+        dropped = [ledger.by_step(step) for step in all_steps if step not in steps]
+        for entry in dropped:
             # What is about to be deleted must not become a parent any more.
-            if not keep and entry is not None:
+            if entry is not None:
                 ledger.doom(entry.directory)
         return result
 

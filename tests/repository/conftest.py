@@ -85,7 +85,7 @@ class Root:
         """A committed step in a directory of its number."""
         directory = kwargs.pop("directory", str(step))
         entry = entry_of(directory, make_manifest(step, parent, **kwargs))
-        self.ledger.entries[directory] = entry
+        self.ledger.add(entry)
         return entry
 
 

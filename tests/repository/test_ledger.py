@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
-from cnr_jax.repository.ledger import Entry, Ledger, describe, rename_aside
+from cnr_jax.repository.ledger import (
+    Entry,
+    Ledger,
+    describe,
+    entry_of,
+    rename_aside,
+)
+from cnr_jax.repository.retention import ChainPreservation, blockers
+
+from .conftest import make_manifest
 
 ITEM = "state"
 
@@ -217,3 +229,195 @@ def test_step_and_generation_can_be_moved_aside_twice(
 
 def test_steps_are_described_oldest_first(tree: Any) -> None:
     assert describe([tree.three, tree.one]) == "1, 3"
+
+
+class Straight:
+    """What a ledger should answer, by walking the chain of each entry."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.entries = dict(ledger.entries)
+        self.damaged, self.spoilt = dict(ledger.damaged), dict(ledger.spoilt)
+
+    def chain(self, entry: Entry) -> list[Entry]:
+        found = [entry]
+        while (parent := found[-1].parent) is not None:
+            above = self.entries.get(parent.directory)
+            if above is None or above.uuid != parent.uuid or above in found:
+                break
+            found.append(above)
+        return found
+
+    def is_orphan(self, entry: Entry) -> bool:
+        return self.chain(entry)[-1].parent is not None
+
+    def is_whole(self, entry: Entry) -> bool:
+        chain = self.chain(entry)
+        sound = all(
+            e.manifest is not None and e.uuid not in self.damaged for e in chain
+        )
+        return sound and chain[-1].parent is None
+
+    def committed(self) -> list[Entry]:
+        found = [entry for entry in self.entries.values() if entry.manifest]
+        return sorted(found, key=lambda entry: entry.order)
+
+    def restorable(self) -> list[Entry]:
+        committed = self.committed()
+        return [e for e in committed if self.is_whole(e) and e.uuid not in self.spoilt]
+
+    def by_step(self, step: int) -> Entry | None:
+        found = [entry for entry in self.entries.values() if entry.step == step]
+        return max(found, key=lambda entry: entry.order) if found else None
+
+    def orphans(self) -> list[Entry]:
+        found = [entry for entry in self.entries.values() if self.is_orphan(entry)]
+        return sorted(found, key=lambda entry: entry.order)
+
+    def dependents(self, directory: str) -> list[Entry]:
+        found = [
+            entry
+            for entry in self.entries.values()
+            if entry.directory != directory
+            and any(e.directory == directory for e in self.chain(entry))
+        ]
+        return sorted(found, key=lambda entry: entry.order, reverse=True)
+
+    def closure(self, directories: list[str]) -> set[str]:
+        kept = set(directories)
+        for directory in kept & self.entries.keys():
+            kept = kept | {e.directory for e in self.chain(self.entries[directory])}
+        return kept
+
+
+def check_as_straight(ledger: Ledger, strangers: list[Entry]) -> None:
+    straight = Straight(ledger)
+    assert ledger.committed() == straight.committed()
+    assert ledger.restorable() == straight.restorable()
+    assert ledger.orphans() == straight.orphans()
+    assert ledger.head() == (straight.committed() or [None])[-1]
+    for entry in (*ledger.entries.values(), *strangers):
+        assert ledger.chain(entry) == straight.chain(entry)
+        assert ledger.is_whole(entry) == straight.is_whole(entry)
+    for step in range(8):
+        assert ledger.by_step(step) == straight.by_step(step)
+    for name in DIRECTORIES:
+        assert ledger.dependents(name) == straight.dependents(name)
+        assert ledger.closure([name, "0"]) == straight.closure([name, "0"])
+        if name in ledger.entries and not straight.is_orphan(ledger.entries[name]):
+            assert ledger.depth(name) == len(straight.chain(ledger.entries[name]))
+
+
+DIRECTORIES = [*map(str, range(6)), "old_1", "old_3"]
+UUIDS = [f"{i:032x}" for i in range(3)]
+PARENTS = st.none() | st.builds(
+    ParentRef,
+    directory=st.sampled_from(DIRECTORIES),
+    uuid=st.sampled_from(UUIDS),
+    clock=st.just(0),
+)
+
+
+@st.composite
+def made_entries(draw: st.DrawFn) -> Entry:
+    directory = draw(st.sampled_from(DIRECTORIES))
+    manifest = make_manifest(
+        names.step_number(directory),
+        uuid=draw(st.sampled_from(UUIDS)),
+        generation=draw(st.integers(1, 3)),
+    )
+    entry = entry_of(directory, manifest)
+    return dataclasses.replace(entry, parent=draw(PARENTS))
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("add"), made_entries()),
+    st.tuples(st.just("begin"), made_entries()),
+    st.tuples(st.just("forget"), st.sampled_from(DIRECTORIES)),
+    st.tuples(st.just("doom"), st.sampled_from(DIRECTORIES)),
+    st.tuples(st.just("rows"), st.sampled_from(DIRECTORIES)),
+    st.tuples(st.just("dense"), st.sampled_from(DIRECTORIES)),
+    st.tuples(st.just("become"), st.lists(made_entries(), max_size=6)),
+)
+
+
+def change(ledger: Ledger, what: str, how: Any) -> None:
+    if what == "begin":
+        if ledger.pending is not None:
+            ledger.forget(ledger.pending.directory)
+        ledger.begin(dataclasses.replace(how, manifest=None))
+    elif what in ("rows", "dense"):
+        ledger.note_damage(f"{how}/{ITEM}/{what}/c/0", "a bit is wrong")
+    elif what == "become":
+        fresh = Ledger()
+        for entry in how:
+            fresh.add(entry)
+        ledger.become(fresh)
+    else:
+        getattr(ledger, what)(how)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(made_entries(), max_size=8),
+    st.lists(CHANGES, max_size=6),
+    st.lists(made_entries(), max_size=2),
+)
+def test_any_ledger_answers_as_walks_of_all_chains_do(
+    entries: list[Entry], changes: list[tuple[str, Any]], strangers: list[Entry]
+) -> None:
+    ledger = Ledger()
+    for entry in entries:
+        ledger.add(entry)
+    check_as_straight(ledger, strangers)
+    for what, how in changes:
+        change(ledger, what, how)
+        check_as_straight(ledger, strangers)
+
+
+class CountedParent:
+    """A reference to a parent that counts how often it is followed."""
+
+    followed = 0
+
+    def __init__(self, parent: Entry) -> None:
+        self._directory, self.uuid, self.clock = parent.directory, parent.uuid, 0
+
+    @property
+    def directory(self) -> str:
+        CountedParent.followed += 1
+        return self._directory
+
+
+class Latest:
+    def should_preserve(self, infos: Any, *, context: Any) -> list[bool]:
+        return [info is infos[-1] for info in infos]
+
+
+@pytest.mark.parametrize("kept", [[], [50, 90]])
+def test_what_a_save_asks_follows_each_parent_a_few_times(
+    root: Any, kept: list[int]
+) -> None:
+    steps, parent = 300, None
+    for step in range(steps):
+        entry = root.add(step)
+        if step and step not in kept:
+            entry = dataclasses.replace(entry, parent=CountedParent(parent))
+        root.ledger.add(entry)
+        parent = entry
+    CountedParent.followed = 0
+    assert len(root.ledger.restorable()) == steps
+    policy = ChainPreservation(Latest(), lambda: root.ledger)
+    keeps = policy.should_preserve(root.ledger.committed())
+    assert keeps == [step >= max(kept, default=0) for step in range(steps)]
+    assert root.ledger.orphans() == []
+    assert root.ledger.restorable()[-1].step == steps - 1
+    assert len(blockers(root.ledger, str(steps - 3))) == 2
+    assert CountedParent.followed < 20 * steps
+
+
+def test_entries_change_through_the_ledger_alone(tree: Any) -> None:
+    with pytest.raises(TypeError):
+        tree.ledger.entries["5"] = tree.four
+    with pytest.raises(TypeError):
+        tree.ledger.damaged[tree.zero.uuid] = "a bit is wrong"
+    assert len(tree.ledger.restorable()) == 5

@@ -191,13 +191,15 @@ def test_removed_steps_are_kept_in_a_folder_if_so_wished(tmp_path: Path) -> None
     assert names.REMOVED_MARK in name and (path / "top").read_text() == "second"
 
 
-def test_no_directory_goes_before_one_that_depends_on_it(root: Any) -> None:
+def test_no_directory_goes_before_one_that_depends_on_it(
+    root: Any, tmp_path: Path
+) -> None:
     zero = root.add(0)
     one = root.add(1, zero)
     root.add(2, one)
     root.add(3, zero)
     root.add(4)
-    root.ledger.unreadable["5"] = "no manifest"
+    root.ledger.read(tmp_path, "5", "state")
     order = children_first(root.ledger, ["0", "1", "2", "3", "4", "5"])
     assert order[0] == "5" and order[1] == "2"
     assert order.index("1") < order.index("0") and order.index("3") < order.index("0")
