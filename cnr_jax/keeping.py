@@ -118,13 +118,13 @@ def deleter(
 
     remove, close = delete, theirs.close
     if is_local(root):
+        theirs.close()
         if options.todelete_full_path is not None:
             raise errors.OptionError(
                 "todelete_full_path works in gs:// only, which this root is not\n"
                 f"  got {options.todelete_full_path!r} for {os.fspath(root)}\n"
                 "  hint: todelete_subdir keeps removed steps in a folder of the root"
             )
-        theirs.close()
         remover = Remover(
             root,
             threads=options.num_deletion_threads,

@@ -90,6 +90,9 @@ class CheckpointManager(ListingManager):
         self._root = epath.Path(root).absolute()
         self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
+        self._sigterm: Sigterm | None = None
+        if options.save_on_sigterm and not is_distributed():
+            self._sigterm = Sigterm()
         made = missing_directories(self._root)
         if tables is not None and not (orbax_options and orbax_options.read_only):
             self._recover()
@@ -122,15 +125,19 @@ class CheckpointManager(ListingManager):
             check=self._handler.served.check_claim,
         )
         self._checkpoint_deleter = self._deleter
-        if jax.process_index() == 0:
-            sync_made(made)
-            report(self._root, find_leftovers(self._root, self._ledger))
-        self._say_if_foreign()
-        self._sigterm: Sigterm | None = None
-        if options.save_on_sigterm and not is_distributed():
-            self._sigterm = Sigterm()
-        self._warmth = Warmth(tables, options) if tables is not None else None
-        self._warm_up(self._handler.auto_bits())
+        try:
+            if jax.process_index() == 0:
+                sync_made(made)
+                report(self._root, find_leftovers(self._root, self._ledger))
+            self._say_if_foreign()
+            self._warmth = Warmth(tables, options) if tables is not None else None
+            self._warm_up(self._handler.auto_bits())
+        except BaseException:
+            super().close()
+            raise
+        # Last: without a manager nobody would act on a signal that is noted.
+        if self._sigterm is not None:
+            self._sigterm.listen()
 
     def _warm_up(self, auto_bits: int | None) -> None:
         """Compiles what saves with codes of this width need, once."""

@@ -95,7 +95,8 @@ class Options:
             `force=True` and the last save before a preemption wait.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens, and
-            this changes nothing. See `CheckpointManager.reached_preemption`.
+            this changes nothing. Processes that the run forks do not listen. See
+            `CheckpointManager.reached_preemption`.
 
     Raises:
         OptionError: if a value cannot work.

@@ -6,6 +6,7 @@ With several processes jax does: its preemption service makes them agree on a st
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from types import FrameType
@@ -19,9 +20,10 @@ _before: list[Any] = []
 
 
 class Sigterm:
-    """Notes that SIGTERM has come. Until it is closed, the first one does not end the program.
+    """Notes that SIGTERM has come. While it listens, the first one does not end the program.
 
-    A second one does what it did before, so that a program that hangs can be ended.
+    A second one does what it did before, so that a program that hangs can be ended. Processes
+    that are forked meanwhile do not listen: the first one ends them.
 
     Raises:
         OptionError: if this is not the main thread, which alone can listen to signals.
@@ -35,6 +37,9 @@ class Sigterm:
             )
         self._noted = False
         self._refused: int | None = None
+
+    def listen(self) -> None:
+        """From now on SIGTERM is noted."""
         if not _listeners:
             _before[:] = [signal.signal(signal.SIGTERM, _note)]
         _listeners.append(self)
@@ -62,10 +67,23 @@ class Sigterm:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
+    _give_back()
+    if not _listeners:
+        # It came while the last one stopped listening, or a process was forked.
+        signal.raise_signal(number)
+        return
     for listener in _listeners:
         listener.note()
-    _give_back()
     _log.warning("SIGTERM: the next save is the last one, and is due at once")
+
+
+def _leave_child_alone() -> None:
+    """In a forked process: it saves nothing, so nobody would end it."""
+    _listeners.clear()
+    _give_back()
+
+
+os.register_at_fork(after_in_child=_leave_child_alone)
 
 
 def _give_back() -> None:

@@ -6,6 +6,7 @@ It prints a line for each thing it does, and writes its last saved table beside 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import time
 
@@ -38,7 +39,7 @@ class Run:
         self.state = {"user": jnp.asarray(values), "w": jnp.zeros(4)}
         self.tables = cnr.find_tables(self.state, ["user"])
         self.touched = cnr.init_touched(self.state, self.tables)
-        self.root, self.step = args.root, -1
+        self.root, self.step, self.forks = args.root, -1, args.forks
         self.manager = cnr.CheckpointManager(
             args.root,
             tables=self.tables,
@@ -66,6 +67,13 @@ class Run:
         np.savez(f"{self.root}.npz", user=np.asarray(self.state["user"]))
 
 
+def forks(count: int) -> None:
+    """Starts processes that do nothing, as those that load data do most of the time."""
+    context = multiprocessing.get_context("fork")
+    for _ in range(count):
+        context.Process(target=time.sleep, args=(600,)).start()
+
+
 def trains_until_preempted(run: Run) -> None:
     """Trains until SIGTERM has led to a last save, and then hangs."""
     while True:
@@ -76,6 +84,8 @@ def trains_until_preempted(run: Run) -> None:
             assert saved
             run.keep()
             print(f"last {run.step}", flush=True)
+            if run.forks:
+                return  # and at its end the program waits for them
             time.sleep(600)
         time.sleep(0.05)
 
@@ -105,9 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("--asks", action="store_true")
+    parser.add_argument("--forks", type=int, default=0)
     args = parser.parse_args()
     run = Run(args)
     with run.manager:
+        forks(args.forks)
         if args.asks:
             saves_when_told(run)
         else:

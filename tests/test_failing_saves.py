@@ -39,6 +39,7 @@ from cnr_jax.repository.write import RowsWriter
 from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight
+from cnr_jax.warming import Warmth
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -573,6 +574,7 @@ def worker(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
         env=env,
+        start_new_session=True,
     )
     killer = threading.Timer(120, child.kill)
     killer.start()
@@ -580,7 +582,9 @@ def worker(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         yield child
     finally:
         killer.cancel()
-        child.kill()
+        # Processes that it has forked would hold its output open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
 
 
@@ -618,6 +622,33 @@ def test_sigterm_leads_to_a_last_delta_and_a_second_one_ends_the_program(
         state = reader.restore(None).state
     with np.load(tmp_path / "root.npz") as truth:
         np.testing.assert_array_equal(state["user"], truth["user"])
+
+
+def test_processes_that_a_run_has_forked_end_at_the_sigterm_that_it_saves_after(
+    tmp_path: Path,
+) -> None:
+    """As a cluster sends it: to all processes of the job at once."""
+    with worker(tmp_path / "root", "--forks", "2") as child:
+        said(child, "step 3")
+        os.killpg(child.pid, signal.SIGTERM)
+        last = int(said(child, "last").split()[1])
+        # It waits for them.
+        assert child.wait(60) == 0
+    assert read_manifest(tmp_path / "root" / str(last) / "default").kind == "delta"
+
+
+def test_a_manager_that_could_not_be_made_listens_to_no_signal(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, run = signal.getsignal(signal.SIGTERM), tiny_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Warmth, "warm_up", _no_memory)
+        with pytest.raises(MemoryError):
+            open_manager(tmp_path, run, save_on_sigterm=True)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with open_manager(tmp_path, run, save_on_sigterm=True) as manager:
+        run.run(manager, [1])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_sigterm_is_left_alone_unless_asked_for_and_given_back(

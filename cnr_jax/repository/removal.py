@@ -125,8 +125,11 @@ class Remover:
         """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
         failed: list[OSError] = []
         folders, files = _walk(path, failed)
-        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
-            failed += [error for error in pool.map(_unlink, files) if error]
+        try:
+            with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+                failed += [error for error in pool.map(_unlink, files) if error]
+        except RuntimeError:  # the system has no more threads
+            failed += [error for error in map(_unlink, files) if error]
         for folder in folders:
             try:
                 folder.rmdir()
@@ -199,14 +202,18 @@ class _Purger:
         self._changed = threading.Condition()
 
     def put(self, *paths: Path) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="cnr_purge", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                _log.warning("files are deleted later: %s", error)
+                self._left += paths
+                return
+            self._thread = thread
         with self._changed:
             self._pending += 1
         self._queue.put([*paths])
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="cnr_purge", daemon=True
-            )
-            self._thread.start()
 
     def _run(self) -> None:
         while (paths := self._queue.get()) is not None:
@@ -217,7 +224,15 @@ class _Purger:
         self._try(self._left)
 
     def _try(self, paths: list[Path]) -> None:
-        self._left = [path for path in paths if not self._purge(path)]
+        self._left = [path for path in paths if not self._is_purged(path)]
+
+    def _is_purged(self, path: Path) -> bool:
+        try:
+            return self._purge(path)
+        except Exception as error:
+            # Whatever it was: whoever waits for this thread must not wait in vain.
+            _log.error("%s is removed, but not deleted yet", path, exc_info=error)
+            return False
 
     def wait(self, timeout_secs: float) -> bool:
         """Whether all is tried that was put, and tried again, each in `timeout_secs`."""

@@ -158,6 +158,48 @@ def test_what_cannot_be_deleted_in_the_background_is_tried_again(
     assert left(tmp_path) == {"4"}
 
 
+def test_deletion_in_the_background_goes_on_after_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("1", "2"):
+        make_step(tmp_path, name)
+    remover = Remover(tmp_path, background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "walk", _fail)
+        remover.remove("1")
+        assert remover.wait(60), "nobody waits for a thread that has died"
+        assert {name[0] for name in left(tmp_path)} == {"1", "2"}
+    assert "on purpose" in caplog.text
+    remover.remove("2")
+    assert remover.wait(60)
+    assert left(tmp_path) == set()
+    remover.close()
+
+
+def test_deletion_needs_no_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that has none left: what one thread can delete is deleted, the rest later."""
+    for name in ("1", "2", "3"):
+        make_step(tmp_path, name)
+    remover = Remover(tmp_path, background=True)
+    foreground = Remover(tmp_path, background=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _fail)
+        foreground.remove("1")
+        remover.remove("2")
+        assert remover.wait(60)
+        assert {name[0] for name in left(tmp_path)} == {"2", "3"}
+    remover.remove("3")
+    assert remover.wait(60)
+    assert left(tmp_path) == set()
+    remover.close()
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("on purpose")
+
+
 def test_waiting_for_deletion_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
