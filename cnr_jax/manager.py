@@ -30,7 +30,7 @@ from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.leftovers import find_leftovers, report
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.roots import find_item
+from cnr_jax.repository.roots import find_item, open_root
 from cnr_jax.retaining import inner_policy
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
@@ -48,7 +48,8 @@ class CheckpointManager(ListingManager):
     restoring an older step saving goes on from there.
 
     Args:
-        root: directory of the checkpoints; made if missing.
+        root: directory of the checkpoints; made if missing. A local path, a `file://` URL, or
+            a `gs://` URL, which Orbax and TensorStore take as it is.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
         orbax_options: Orbax's own. Its `max_to_keep`, `keep_period` and
@@ -58,7 +59,7 @@ class CheckpointManager(ListingManager):
 
     Raises:
         OptionError: if a preservation policy is given in both options, or removed steps are
-            to go where they cannot.
+            to go where they cannot, or the root is a URL of another store.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -87,7 +88,7 @@ class CheckpointManager(ListingManager):
         self._handler: CnrHandler = registry.handler
         self._channel = Channel(options.timeout_secs)
         self._course = Course(self._handler.uses)
-        self._root = epath.Path(root).absolute()
+        self._root = open_root(root)
         self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
         self._sigterm: Sigterm | None = None
@@ -279,14 +280,14 @@ class CheckpointManager(ListingManager):
         plain = isinstance(args, ocp.args.StandardRestore)
         args = restore_args(args, self._item)
         reads = reads_state(args, self._item)
-        elsewhere = None if directory is None else epath.Path(directory)
+        elsewhere = None if directory is None else open_root(directory)
 
         def attempt(step: int) -> Any:
             with self._handler.resuming.attempt(reads=reads):
                 if reads:
                     self._check_ours(elsewhere or self._root, step)
                 return super(CheckpointManager, self).restore(
-                    step, items, restore_kwargs, directory=directory, args=args
+                    step, items, restore_kwargs, directory=elsewhere, args=args
                 )
 
         step, restored = self._restore_by(attempt, step, elsewhere)

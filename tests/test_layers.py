@@ -40,7 +40,8 @@ TABLE = {
     "format": ("errors", "numpy"),
     "policy": ("errors", ""),
     "telemetry": ("errors", "jax"),
-    "repository": (BELOW_REPOSITORY, "numpy jax tensorstore"),
+    # etils.epath: the type of the paths that Orbax hands over.
+    "repository": (BELOW_REPOSITORY, "numpy jax tensorstore etils"),
     "options": (BELOW_REPOSITORY, "numpy jax"),
     "tuning": (f"{BELOW_ROWS} rows options", "numpy jax"),
     "widths": (BELOW_HANDLER, ""),
@@ -59,7 +60,6 @@ TABLE = {
     "background": ("errors repository channel failures orbax_compat", ""),
     "read_back": (f"{BELOW_HANDLER} restoring {ORBAX}", "jax"),
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX} background failures", "jax"),
-    # etils.epath: the type of the paths that Orbax hands over.
     "served": (f"errors repository {ORBAX}", "jax etils"),
     "last_save": (f"{BELOW_HANDLER} saving served", ""),
     "resuming": (

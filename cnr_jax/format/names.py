@@ -26,6 +26,9 @@ ABANDONED_MARK = ".abandoned-"
 # Marks a step directory that is removed and only waits for its files to be deleted.
 REMOVED_MARK = ".removed-"
 
+# In a step directory of a store without renames: Orbax writes it last, to commit the step.
+COMMITTED = "commit_success.txt"
+
 # In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"

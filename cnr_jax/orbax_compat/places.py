@@ -14,6 +14,7 @@ from orbax.checkpoint import checkpoint_manager
 from cnr_jax.format import names
 from cnr_jax.format.names import step_number as step_number
 from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.roots import open_root
 
 _log = logging.getLogger(__name__)
 DEFAULT_ITEM = "default"
@@ -42,6 +43,9 @@ class Place:
 def place_of(directory: AnyPath) -> Place:
     """The final place of an item from the path that Orbax hands to its handler.
 
+    Raises:
+        OptionError: if it is in a store that roots cannot be in, though Orbax opens it.
+
     Example:
         >>> from pathlib import Path
         >>> tmp = ".orbax-checkpoint-tmp"
@@ -50,6 +54,7 @@ def place_of(directory: AnyPath) -> Place:
         ('12', 'state')
     """
     step = directory.parent
+    open_root(step.parent)
     return Place(
         root=step.parent,
         directory=names.final_name(step.name),

@@ -13,7 +13,7 @@ from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import AnyPath, is_local, sync_directory
 from cnr_jax.repository.ledger import Entry, Ledger, aside_name, rename_aside
 from cnr_jax.repository.removal import Remover
-from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.unfinished import Unfinished
 from cnr_jax.repository.writing_lock import WritingLock
 
@@ -196,7 +196,8 @@ class Guard:
 def bring_back(root: AnyPath, aside: Aside) -> None:
     """Undoes a move aside unless the save that it was for is committed, parents first."""
     try:
-        if read_manifest(root / aside.directory / aside.item).uuid == aside.uuid:
+        found = read_committed(root, aside.directory, aside.item)
+        if found.uuid == aside.uuid:
             return
     except (errors.CnrError, OSError):
         pass

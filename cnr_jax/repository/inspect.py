@@ -42,7 +42,7 @@ Harm = Literal["none", "step", "chain"]
 # Files that are read at the same time: enough to keep a disk busy while others are checked.
 _AT_ONCE = 8
 # What Orbax puts into an item beside what its handler wrote.
-_BY_ORBAX = {"commit_success.txt"}
+_BY_ORBAX = {names.COMMITTED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.roots import is_foreign, may_be_step, step_directories
-from cnr_jax.repository.step import read_manifest, read_step
+from cnr_jax.repository.step import read_committed, read_step
 
 _log = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class Ledger:
         self._entries.pop(entry.directory, None)
         self._changed()
         try:
-            manifest = read_manifest(root / entry.directory / item)
+            manifest = read_committed(root, entry.directory, item)
         except (errors.CnrError, OSError) as error:
             if committed or (committed is None and not _is_missing(error)):
                 self._let_go(doomed)
@@ -480,8 +480,8 @@ class Ledger:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether a manifest is not there, rather than damaged or out of reach."""
-    return getattr(error, "kind", None) == "manifest_missing"
+    """Whether a step is not there, rather than damaged or out of reach."""
+    return getattr(error, "kind", None) in ("manifest_missing", "not_committed")
 
 
 def describe(entries: Collection[Entry]) -> str:

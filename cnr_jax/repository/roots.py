@@ -1,12 +1,95 @@
-"""What lies in a root: which directories may be steps, and which item holds checkpoints."""
+"""What a root may be, which directories in it may be steps, and which item holds checkpoints."""
 
 from __future__ import annotations
 
 import os
+import re
+import urllib.parse
 from collections.abc import Callable
 
+from etils import epath
+
+from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, is_local
+
+# pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_CUT_SCHEME = re.compile(r"(gs|gcs|s3|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE)
+
+
+def open_root(root: str | os.PathLike[str]) -> epath.Path:
+    """The path of a root as a user names it: absolute if local, as it is if `gs://`.
+
+    Every function that takes a root makes its path here, and nothing else decides where that is:
+    made absolute like a local path, a URL is a folder of its name below the current directory.
+
+    Args:
+        root: a local path, a `file://` URL of this machine, or a `gs://` URL.
+
+    Raises:
+        OptionError: if checkpoints cannot be kept there.
+
+    Example:
+        >>> open_root("gs://bucket/run"), open_root("file:///ckpt/a%20run")
+        (PosixGPath('gs://bucket/run'), PosixGPath('/ckpt/a run'))
+    """
+    text = os.fspath(root)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        if _CUT_SCHEME.match(text):
+            raise errors.OptionError(
+                f"{text!r} is no root: it looks like a URL that lost a slash, as in a"
+                " pathlib.Path\n  hint: pass URLs as strings"
+            )
+        return _local(text, text)
+    if scheme[1].lower() == "file":
+        return _local(_path_of(text), text)
+    if not text.startswith("gs://"):
+        raise errors.OptionError(
+            f"{text!r} is no root: checkpoints cannot be kept in {scheme[1]}://\n"
+            f"  got {scheme[1]!r}, expected a local path, file:// or gs://\n"
+            "  hint: mount the store as a folder, or save to a local disk and copy"
+        )
+    return epath.Path(text)
+
+
+def _path_of(url: str) -> str:
+    """The local path that a `file://` URL stands for."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.netloc.lower() not in ("", "localhost") or parts.query or parts.fragment:
+        raise errors.OptionError(
+            f"{url!r} is no root: it is no file of this machine\n"
+            f"  got host {parts.netloc!r}, query {parts.query!r}, fragment"
+            f" {parts.fragment!r}; expected file:///path\n"
+            "  hint: pass the path itself; in a URL `?` is %3F and `#` is %23"
+        )
+    if not parts.path.startswith("/"):
+        raise errors.OptionError(
+            f"{url!r} is no root: it names no folder\n  hint: file:///path"
+        )
+    return os.fsdecode(urllib.parse.unquote_to_bytes(parts.path))
+
+
+def _local(text: str, given: str) -> epath.Path:
+    """The absolute path of a local root that all who write below it call the same."""
+    text = os.path.abspath(text)
+    why = ""
+    if "\0" in text:
+        why = "no path holds a NUL"
+    elif "\\" in text:
+        # Rows would go to another folder than manifests, without an error.
+        why = "TensorStore takes a backslash for a slash"
+    elif any("\ud800" <= letter <= "\udfff" for letter in text):
+        why = "TensorStore takes only paths of UTF-8"
+    elif "gs:/" in text or os.fspath(epath.Path(text)) != text:
+        why = "Orbax takes it for a URL"
+    if why:
+        raise errors.OptionError(
+            f"{given!r} is no root: {why}\n  got {text!r}\n"
+            "  hint: rename the folder, or save to another one"
+        )
+    return epath.Path(text)
 
 
 def step_directories(

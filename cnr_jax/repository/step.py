@@ -31,7 +31,7 @@ from cnr_jax.repository.checked import (
     reading,
     sealed,
 )
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.joined import (
     as_one,
     ids_of,
@@ -68,15 +68,36 @@ def read_manifest(directory: AnyPath) -> Manifest:
         return load(data, os.fspath(path))
 
 
+def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
+    """The manifest of a step that Orbax has committed.
+
+    Where directories cannot be renamed, one that holds a manifest need not be: a run may have
+    been killed right before the file that commits it was written.
+
+    Raises:
+        IntegrityError: if it is missing, or the step is not committed.
+        FormatError: see `read_manifest`.
+    """
+    manifest = read_manifest(root / directory / item)
+    commit = root / directory / names.COMMITTED
+    if not is_local(root) and not commit.exists():
+        raise errors.IntegrityError(
+            f"step {directory} was never committed: {os.fspath(commit)} is missing",
+            kind="not_committed",
+            path=os.fspath(commit),
+        )
+    return manifest
+
+
 def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
     """The manifest of a step, which must be that of the step whose directory it is in.
 
     Raises:
-        IntegrityError: if it is missing, or of another step.
+        IntegrityError: if it is missing, not committed, or of another step.
         FormatError: see `read_manifest`.
     """
     where = root / directory / item
-    manifest = read_manifest(where)
+    manifest = read_committed(root, directory, item)
     number = names.step_number(directory)
     if manifest.step != number:
         path = os.fspath(where / names.MANIFEST)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.inspect import Finding, inspect_item
-from cnr_jax.repository.roots import step_directories
+from cnr_jax.repository.roots import open_root, step_directories
 from cnr_jax.repository.step import read_step
 
 Level = Literal["structure", "data"]
@@ -51,7 +51,7 @@ class Problem:
 
 
 def verify(
-    root: str | AnyPath,
+    root: str | os.PathLike[str],
     level: Level = "data",
     *,
     item: str | None = None,
@@ -62,7 +62,7 @@ def verify(
     so the root may be in use; what a run abandoned or left behind is listed as harmless.
 
     Args:
-        root: directory of the checkpoints: local, or an `etils.epath.Path` elsewhere.
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
         level: `"structure"`: manifests, digests of small files, presence and sizes of all
             others, files that do not belong here, parents. `"data"`: also every byte is read
             and compared with its checksum, and row ids are decoded.
@@ -72,7 +72,7 @@ def verify(
         Problems with a `consequence` make steps unrestorable, those without do no harm.
 
     Raises:
-        OptionError: if there is no such level.
+        OptionError: if there is no such level, or checkpoints cannot be kept in such a root.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -87,12 +87,7 @@ def verify(
     if level not in get_args(Level):
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
-    # pathlib's paths have all that is used of `AnyPath`, under wider types.
-    path = cast("AnyPath", Path(root)) if isinstance(root, str) else root
-    if not is_local(path) and isinstance(root, str):
-        raise errors.OptionError(
-            f"{root} is not local\n  hint: pass etils.epath.Path({root!r})"
-        )
+    path = open_root(root)
     if not path.is_dir():
         return ()
     steps = {name: _items(path, name) for name in step_directories(path)}
