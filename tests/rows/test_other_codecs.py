@@ -7,6 +7,7 @@ import json
 from functools import partial
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -449,3 +450,40 @@ def test_parts_are_as_described_without_rows_and_under_strict_promotion(codec, d
             },
         )
         assert (back.shape, back.dtype) == ((0, 11), dtype)
+
+
+def gathers_known_to_the_compiler(jaxpr, known_inputs=()) -> list[str]:
+    """Look-ups at places that do not depend on the rows, which XLA makes as it compiles."""
+    known = set(known_inputs) | set(jaxpr.constvars)
+    found = []
+    for equation in jaxpr.eqns:
+        is_known = [
+            isinstance(x, jax.extend.core.Literal) or x in known
+            for x in equation.invars
+        ]
+        for inner in jax.tree.leaves(
+            equation.params,
+            is_leaf=lambda x: isinstance(
+                x, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr
+            ),
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if isinstance(inner, jax.extend.core.Jaxpr):
+                # Of a scan this is the first turn, which XLA sees where all are unrolled.
+                same = len(inner.invars) == len(is_known)
+                given = zip(inner.invars, is_known, strict=True) if same else ()
+                found += gathers_known_to_the_compiler(
+                    inner, [x for x, sure in given if sure]
+                )
+        if equation.primitive.name == "optimization_barrier" or not all(is_known):
+            continue
+        known.update(equation.outvars)
+        if equation.primitive.name == "gather":
+            found.append(str(equation))
+    return found
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codebook_leaves_no_look_up_of_a_whole_chunk_to_the_compiler(bits):
+    traced = jax.make_jaxpr(make_codec("codebook", bits).encode)(np.ones((32, 16), "f"))
+    assert gathers_known_to_the_compiler(traced.jaxpr) == []

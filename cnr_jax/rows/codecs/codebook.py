@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
@@ -189,7 +190,9 @@ class _Book:
     def index(self, place: jax.Array) -> jax.Array:
         """Returns the number of the level nearest to a place in steps."""
         levels = np.array(self.levels, np.float32)
-        bounds = jnp.asarray(0.5 * (levels[1:] + levels[:-1]))
+        # The search begins at the same bound for all elements. If XLA knew the bounds, it would
+        # look that one up while it compiles, for each element: minutes where chunks are large.
+        bounds = lax.optimization_barrier(jnp.asarray(0.5 * (levels[1:] + levels[:-1])))
         return jnp.searchsorted(bounds, place, method="scan_unrolled")
 
     def value(self, index: jax.Array) -> jax.Array:
