@@ -213,7 +213,8 @@ def _digest(texts: Mapping[str, str]) -> str:
 def _is_intact(data: bytes, document: dict[str, object]) -> bool:
     try:
         texts = {key: _text(value) for key, value in document.items()}
-    except ValueError:  # NaN or infinity, which Python reads but no manifest holds
+    # NaN or infinity, which Python reads but no manifest holds; or nested too deeply.
+    except (ValueError, RecursionError):
         return False
     body = {key: text for key, text in texts.items() if key != "sha256"}
     return document.get("sha256") == _digest(body) and _joined(texts) == data
