@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
@@ -19,6 +19,7 @@ from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.repository.ledger import Entry, Ledger, describe
 
 _log = logging.getLogger(__name__)
+_SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,13 @@ class Branch:
     last_clock: int = -1
     went_back: str = ""
 
+    def forget_parents(self, ledger: Ledger) -> None:
+        """Drops parents that are gone, once they are as many as those that are there."""
+        if len(self.parents) <= 2 * len(ledger.entries) + _SPARE_PARENTS:
+            return
+        there = {entry.uuid for entry in ledger.entries.values()}
+        self.parents = {u: c for u, c in self.parents.items() if u in there}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -130,6 +138,7 @@ class Planner:
         if not request.lineage:
             request = dataclasses.replace(request, lineage=secrets.token_hex(16))
         branch = self._branch(request)
+        branch.forget_parents(ledger)
         generation = self._generation(ledger, branch)
         abandoned = self._in_the_way(ledger, branch, request, generation)
         decision, reason = self._decide(ledger, branch, request)
@@ -272,13 +281,7 @@ class Planner:
         if obstacle is not None:
             _log.info("step %d is saved full: %s", request.step, obstacle)
             return Decision(kind="full", parent=None, reason=obstacle), obstacle
-        records = [
-            SaveRecord(
-                step=h.step, kind=h.kind, bytes=h.bytes, rows=h.rows, secs=h.secs
-            )
-            for h in branch.history
-        ]
-        decision = self._policy.decide(records)
+        decision = self._policy.decide(records(branch.history))
         if request.urgent and decision.kind == "full" and branch.tip is not None:
             reason = "the run is about to end, and a delta is written sooner"
             urgent = dataclasses.replace(
@@ -324,3 +327,18 @@ class Planner:
                         clock=branch.parents[entry.uuid],
                     )
         return None
+
+
+def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
+    """A history as policies see it, save by save; of several in one entry the mean of each."""
+    found: list[SaveRecord] = []
+    for entry in history:
+        record = SaveRecord(
+            step=entry.step,
+            kind=entry.kind,
+            bytes=round(entry.bytes / entry.saves),
+            rows=round(entry.rows / entry.saves),
+            secs=entry.secs / entry.saves,
+        )
+        found += [record] * entry.saves
+    return found
