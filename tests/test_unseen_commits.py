@@ -55,12 +55,12 @@ def opened(
 
 def hidden(step: int) -> Callable[..., Any]:
     """Storage that does not give out the manifest of a step."""
-    read = ledger.read_manifest
+    read = ledger.read_committed
 
-    def failing(path: Any) -> Any:
-        if path.parent.name == str(step):
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return read(path)
+    def failing(root: Any, directory: str, item: str) -> Any:
+        if directory == str(step):
+            raise OSError(errno.EIO, "Input/output error", str(root / directory))
+        return read(root, directory, item)
 
     return failing
 
@@ -72,7 +72,7 @@ def test_what_an_unseen_commit_made_superfluous_is_no_parent(
     run.run(manager, [1])
     keep.steps = {2}
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "read_manifest", hidden(2))
+        patch.setattr(ledger, "read_committed", hidden(2))
         run.train(2)
         run.save(manager, 2)
         with pytest.raises(cnr.errors.SaveError):

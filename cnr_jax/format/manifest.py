@@ -237,7 +237,7 @@ def dump(value: Any, kind: str = names.FORMAT) -> bytes:
     Sorted keys, no spaces, one final newline; `sha256` is the digest of the same document
     without that key, so that any change of any byte shows.
     """
-    document = {"format": kind, **to_json(value)}
+    document: dict[str, Any] = {"format": kind, **to_json(value)}
     if isinstance(value, Manifest):
         for entry in document["history"]:
             if entry["saves"] == 1:
