@@ -68,8 +68,7 @@ def agree(
         if known is error:
             raise
         raise known from error
-    if jax.process_count() > 1:
-        channel.broadcast(json.dumps(to_json(plan)))
+    channel.broadcast(json.dumps(to_json(plan)))
     return plan
 
 

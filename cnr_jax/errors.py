@@ -128,6 +128,16 @@ class WriterError(CnrError, RuntimeError):
     kind = "writer"
 
 
+class UsedRootError(CnrError, RuntimeError):
+    """A root holds checkpoints, and none was restored: saving there would mix two runs.
+
+    Nothing was saved, moved or deleted. Restore first, save into another root, or set the
+    checkpoints aside with `Options(new_run=True)`.
+    """
+
+    kind = "used_root"
+
+
 class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work."""
 

@@ -63,11 +63,11 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
 
 
 @contextlib.contextmanager
-def as_save_errors(step: int, directory: str) -> Iterator[None]:
+def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
     """Raises a `SaveError` for what the system refused; other errors are raised as they are.
 
     Args:
-        step: that is being saved.
+        step: that is being saved; None: none was begun.
         directory: where it is to be.
     """
     try:

@@ -19,7 +19,6 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Totals,
     Tracking,
-    bounded_history,
     dump,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
@@ -56,7 +55,7 @@ class Facts:
     started_secs: float
 
 
-def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
+def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
     """Checks that all processes have written their part, and commits it.
 
     Args:
@@ -66,9 +65,6 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
-
-    Returns:
-        Bytes of the manifest.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save.
@@ -84,9 +80,9 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     totals = _totals(processes, digests, dense_files)
     features = sorted({each for process in processes for each in process.features})
     manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
-    digest = write_durably(directory / names.MANIFEST, dump(manifest))
+    write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
-    return digest.bytes
+    return manifest
 
 
 def _read_processes(
@@ -187,11 +183,12 @@ def _manifest(
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=bounded_history((*plan.history, saved)),
+        history=(*plan.history, saved),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
         required_features=features,
+        run=plan.run or None,
     )
 
 

@@ -30,13 +30,13 @@ from cnr_jax.orbax_compat import DenseStore, Directories, Place, place_of
 from cnr_jax.planning import Planning
 from cnr_jax.read_back import ReadBack, Restored, read_back
 from cnr_jax.repository.ledger import Ledger
-from cnr_jax.repository.planner import Plan, Planner, Request
+from cnr_jax.repository.planner import Origin, Plan, Planner, Request
 from cnr_jax.repository.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.resuming import Resuming
+from cnr_jax.resuming import Resuming, run_restored
 from cnr_jax.rows.buffers import Buffers
-from cnr_jax.rows.touched import Touched
-from cnr_jax.saving import Checked, Prepared, check
+from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
+from cnr_jax.saving import Checked, Prepared, check, is_alive
 from cnr_jax.served import Served
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
@@ -174,6 +174,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tables=capture.table_entries(tables),
             guarded=self.guarded,
             urgent=urgent,
+            origin=self._origin(place.root, args.touched),
         )
         try:
             plan = self.planning.agree(
@@ -194,6 +195,28 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             started_secs=started,
         )
         return plan
+
+    def check_origin(self, root: Any, item: str, args: Save) -> None:
+        """Makes sure that a state may be saved to a root; see `Planner.check_origin`.
+
+        Raises:
+            UsedRootError: if the root holds checkpoints of another run.
+        """
+        ledger = self.open(root, item)
+        if ledger.checkpoints():  # else no train step is waited for
+            self._planner.check_origin(ledger, self._origin(root, args.touched))
+
+    def _origin(self, root: Any, touched: Touched | None) -> Origin:
+        known = None
+        # Others are refused later, or do not matter where fingerprints choose the rows.
+        if isinstance(touched, Touched) and is_alive(touched):
+            known = lineage_hex(touched), clock_of(touched)
+        return Origin(
+            root=str(root),
+            touched=known,
+            restored=run_restored(root, known[0]) if known else None,
+            new_run=self.options.new_run,
+        )
 
     def _look(self, place: Place, args: Save) -> tuple[Ledger, Tables, Checked, Found]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
@@ -271,9 +294,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.served.check_claim()
             self._dense.finalize(directory)
-            flight.manifest_bytes = write_manifest(
-                directory, flight.facts, flight.written
-            )
+            write_manifest(directory, flight.facts, flight.written)
         finally:
             if not self.last_save.managed:
                 self.last_save.end_writing()

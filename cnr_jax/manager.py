@@ -126,6 +126,8 @@ class CheckpointManager(ListingManager):
             check=self._handler.served.check_claim,
         )
         self._checkpoint_deleter = self._deleter
+        # Whether the first save may be of the run that it is, as all processes found alike.
+        self._may_save = False
         try:
             if jax.process_index() == 0:
                 sync_made(made)
@@ -194,6 +196,8 @@ class CheckpointManager(ListingManager):
         If it raises that, it does not save: the next save contains the rows of both.
 
         Raises:
+            UsedRootError: if the root holds checkpoints, and none was restored; at the first
+                call, whether a save is due or not. `Options(new_run=True)` moves them away.
             SaveError: if the save before has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded.
@@ -205,6 +209,7 @@ class CheckpointManager(ListingManager):
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
         state, self._item = state_to_save(args, self._item)
+        self._check_origin(state)
         if not force and not self._is_due(step, state):
             return False
         last = self.reached_preemption(step)
@@ -296,6 +301,7 @@ class CheckpointManager(ListingManager):
             state = restored.get(str(self._item))
         if directory is None and isinstance(state, Restored):
             self._course.restored(step, state.touched)
+            self._may_save = True
         if not self._options.read_only:
             self._warm_up(self._handler.auto_bits())
         return state.state if plain and isinstance(state, Restored) else restored
@@ -343,6 +349,17 @@ class CheckpointManager(ListingManager):
             if self._sigterm is not None:
                 self._sigterm.close()
             super().close()
+
+    def _check_origin(self, state: Save | None) -> None:
+        """Makes sure, once, that a save of this state may begin or go on with a run here."""
+        if self._may_save or state is None:
+            return
+        with as_save_errors(None, str(self._root)):
+            decide(
+                self._channel,
+                lambda: self._handler.check_origin(self._root, str(self._item), state),
+            )
+        self._may_save = True
 
     def _is_due(self, step: int, state: Save | None) -> bool:
         """Whether a save that is not forced is due; it may have to start anew for that."""

@@ -93,6 +93,12 @@ class Options:
         when_busy: what a save does that is due while the one before is being written. `"wait"`:
             waits for it. `"skip"`: is left out, on all processes alike, and returns False;
             `force=True` and the last save before a preemption wait.
+        new_run: whether a manager that has not restored begins a new run in a root that holds
+            checkpoints. Its first save moves them into a folder of the root, which is a root
+            itself: `cnr_jax.verify` and `restore(directory=)` read it, and nothing here ever
+            deletes it. If that save fails they come back. After a restore the run that was
+            restored goes on, and this is ignored with a warning. False: such a save raises
+            `UsedRootError`.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens, and
             this changes nothing. Processes that the run forks do not listen. See
@@ -125,6 +131,7 @@ class Options:
     timeout_secs: float = 600.0
     when_busy: Literal["wait", "skip"] = "wait"
     save_on_sigterm: bool = False
+    new_run: bool = False
 
     def __post_init__(self) -> None:
         self._check_tracking()

@@ -85,6 +85,9 @@ class Planning:
 
     def _decide(self, request: Request, doubt: str) -> Plan:
         committed = self._last_save.settle()
+        if self._planner.run is None:
+            # First: who claims a root ends the saves of the run that is at work there.
+            self._planner.check_origin(self._served.look(), request.origin)
         ledger = self._served.begin()
         asked = dataclasses.replace(request, doubt=doubt or self._last_save.doubt)
         plan = self._planner.plan(ledger, asked, committed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from cnr_jax import capture
 from cnr_jax.channel import Channel
@@ -13,6 +15,7 @@ from cnr_jax.last_save import LastSave
 from cnr_jax.meshes import outside_mesh
 from cnr_jax.orbax_compat import Place, end_interrupted_tasks
 from cnr_jax.read_back import ReadBack
+from cnr_jax.repository.files import is_local
 from cnr_jax.repository.ledger import Ledger, entry_of
 from cnr_jax.repository.planner import Planner
 from cnr_jax.repository.restore import restored_stamps
@@ -21,6 +24,30 @@ from cnr_jax.served import Served
 from cnr_jax.table import Tables
 from cnr_jax.tracking import Tracker
 from cnr_jax.verdicts import come_out_alike
+
+# Of all restores of this process: a state may be restored by one manager and saved by another.
+# By lineage, the root and the run of the step that was restored; the oldest go first.
+_restored_runs: dict[str, tuple[str, str]] = {}
+_REMEMBERED = 1024
+
+
+def run_restored(root: Any, lineage: str) -> str | None:
+    """The run of the step of a root that was restored with touched rows of this lineage.
+
+    None if it was not restored from there in this process. Empty where the step names no run.
+    """
+    known = _restored_runs.get(lineage)
+    return known[1] if known is not None and known[0] == _real(root) else None
+
+
+def _note_run(root: Any, touched: Touched, run: str) -> None:
+    _restored_runs[lineage_hex(touched)] = _real(root), run
+    while len(_restored_runs) > _REMEMBERED:
+        del _restored_runs[next(iter(_restored_runs))]
+
+
+def _real(root: Any) -> str:
+    return os.path.realpath(root) if is_local(root) else str(root)
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,6 +147,7 @@ class Resuming:
     ) -> None:
         """Remembers what the fresh lineage rests on, where this handler goes on saving."""
         chain = found.chain
+        _note_run(place.root, touched, chain[-1].manifest.run or "")
         if ledger is not None and self._served.place is None:
             self._served.serve(place.root, place.item, ledger)
         self._last_save.settle()  # Orbax has waited for the save in flight

@@ -7,12 +7,14 @@ import os
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from cnr_jax import capture, errors
 from cnr_jax.background import Background
 from cnr_jax.failures import save_error
 from cnr_jax.finalizing import Facts
-from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking, dump
+from cnr_jax.format import names
+from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.format.names import step_number
 from cnr_jax.orbax_compat import Place
 from cnr_jax.repository.ledger import Entry
@@ -56,7 +58,6 @@ class InFlight:
 
     Attributes:
         written: what this process has written, once it has.
-        manifest_bytes: of `manifest.json`, if this process has written it.
     """
 
     place: Place
@@ -66,7 +67,6 @@ class InFlight:
     blocking_secs: float = 0.0
     background: Background | None = None
     written: Written | None = None
-    manifest_bytes: int | None = None
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save has failed; waits for their word."""
@@ -111,6 +111,16 @@ def check(
     return Checked(arrays=arrays, dense=dense, dense_leaves=leaves)
 
 
+def is_alive(tree: Any) -> bool:
+    """Whether all leaves are arrays that hold something, none donated or being traced."""
+    return all(
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and not leaf.is_deleted()
+        for leaf in jax.tree_util.tree_leaves(tree)
+    )
+
+
 def _check_alive(tree: Any, what: str) -> None:
     """Checks that no array was donated: saving it would fail halfway."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -129,15 +139,14 @@ def pending_entry(plan: Plan) -> Entry:
         uuid=plan.uuid,
         generation=plan.generation,
         parent=plan.parent,
+        run=plan.run,
     )
 
 
 def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveReport:
     """What a committed save did."""
     parent, totals = manifest.parent, manifest.totals
-    own = flight.manifest_bytes
-    if own is None:  # another process has written it
-        own = len(dump(manifest))
+    own = len((flight.place.path / names.MANIFEST).read_bytes())
     return SaveReport(
         step=manifest.step,
         kind=manifest.kind,

@@ -86,6 +86,17 @@ class Served:
         assert self.ledger is not None and self.place is not None
         self.ledger.match(self.place.root, self.place.item, directories)
 
+    def look(self) -> Ledger:
+        """The ledger as the root now is, without claiming it.
+
+        Raises:
+            OSError: if the root cannot be read.
+        """
+        assert self.ledger is not None and self.place is not None
+        if self.place.root.exists():
+            self.changed |= self.ledger.refresh(self.place.root, self.place.item)
+        return self.ledger
+
     def begin(self) -> Ledger:
         """Claims the root for a save; the ledger is as the root then is.
 
@@ -101,7 +112,7 @@ class Served:
         """Makes room for a save, until it is committed or undone."""
         assert self._guard is not None and self.ledger is not None
         entries = [self.ledger.movable(directory) for directory in plan.abandoned]
-        self._guard.move_aside(plan.uuid, plan.directory, entries)
+        self._guard.move_aside(plan.uuid, plan.directory, entries, plan.earlier)
 
     def check_claim(self) -> None:
         """Right before a commit or a removal.

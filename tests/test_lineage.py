@@ -20,6 +20,7 @@ import cnr_jax as cnr
 from cnr_jax.repository.write import RowsWriter
 from cnr_jax.rows.touched import CLOCK_LIMIT
 
+NEW_RUN = "a new run begins"
 NOT_COUNTED = "the stamps are not counted from any checkpoint here"
 POLICIES = [cnr.Consecutive(), cnr.OneShot()]
 by_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -31,12 +32,18 @@ def opened(tmp_path: Path) -> Any:
     managers: list[cnr.CheckpointManager] = []
 
     def open_(
-        run: Any, policy: Any = None, root: Path | None = None, **orbax: Any
+        run: Any,
+        policy: Any = None,
+        root: Path | None = None,
+        new_run: bool = False,
+        **orbax: Any,
     ) -> Any:
         manager = cnr.CheckpointManager(
             root or tmp_path / "root",
             tables=run.tables,
-            options=cnr.Options(codec="raw", policy=policy or cnr.Consecutive()),
+            options=cnr.Options(
+                codec="raw", policy=policy or cnr.Consecutive(), new_run=new_run
+            ),
             orbax_options=ocp.CheckpointManagerOptions(**orbax),
         )
         managers.append(manager)
@@ -158,19 +165,20 @@ def test_evaluating_a_later_step_of_another_branch_skips_no_save(
     tiny_run: Any, opened: Any
 ) -> None:
     first, run = tiny_run(), tiny_run(salt=1)
-    first.run(opened(first), [10, 20, 30])
-    manager = opened(run)
-    run.run(manager, [1, 2])
+    manager = opened(first)
+    first.run(manager, [10, 20, 30])
+    run.restore(manager, 10)
+    run.run(manager, [11, 12])
     run.same(
         manager.restore(30, args=cnr.args.Restore(run.state)).state, first.truth[30]
     )
-    run.run(manager, [3, 4])
-    expect(manager, run, 3, "full", NOT_COUNTED, gen=3)
-    for step in (1, 2, 3, 4):
+    run.run(manager, [13, 14])
+    expect(manager, run, 13, "full", NOT_COUNTED, gen=3)
+    for step in (11, 12, 13, 14):
         run.check(manager, step)
     for step in (10, 20, 30):
         run.check(manager, step, first.truth)
-    assert manager.latest_step() == 4
+    assert manager.latest_step() == 14
 
 
 def test_evaluation_while_a_save_is_in_flight_still_ends_the_old_lineage(
@@ -327,29 +335,6 @@ def test_a_step_of_the_same_branch_is_not_saved_twice(
     run.check(manager, 1)
 
 
-def test_a_new_run_in_a_used_root_saves_all_its_steps(
-    tiny_run: Any, opened: Any
-) -> None:
-    old, run = tiny_run(), tiny_run(salt=1)
-    old.run(opened(old, cnr.Full()), [0, 2, 4, 6])
-    manager = opened(run, cnr.Consecutive())
-    assert manager.should_save(1)
-    run.run(manager, [1, 2, 3])
-    expect(manager, run, 1, "full", NOT_COUNTED, gen=2)
-    expect(manager, run, 2, "delta", "step 1", gen=2)
-    assert aside(manager) == {"2 g1"}
-    manager.close()
-
-    manager = opened(run)
-    assert manager.latest_step() == 3
-    assert sorted(manager.all_steps()) == [0, 1, 2, 3, 4, 6]
-    run.check(manager, None)
-    for step in (1, 2, 3):
-        run.check(manager, step)
-    for step in (0, 4, 6):
-        run.check(manager, step, old.truth)
-
-
 def test_a_new_run_with_a_save_interval_follows_its_own_steps(
     tiny_run: Any, opened: Any
 ) -> None:
@@ -359,14 +344,12 @@ def test_a_new_run_with_a_save_interval_follows_its_own_steps(
         old.train(step)
         assert old.save(first, step) == (step % 2 == 0)
     first.close()
-    manager = opened(run, save_interval_steps=3)
+    manager = opened(run, new_run=True, save_interval_steps=3)
     for step in range(5):
         run.train(step)
         assert run.save(manager, step) == (step % 3 == 0)
     manager.wait_until_finished()
-    assert manager.latest_step() == 3
-    # Consecutive deltas 2, 4 and 6 of the old run rested on the old 0.
-    assert aside(manager) == {"0 g1", "2 g1", "4 g1", "6 g1"}
+    assert manager.all_steps() == [0, 3]
     for step in (0, 3):
         run.check(manager, step)
 
@@ -378,9 +361,8 @@ def test_a_new_run_in_the_same_process_and_manager_skips_no_save(
     manager = opened(run, cnr.OneShot())
     run.run(manager, [10, 20])
     again.run(manager, [5, 10])
-    expect(manager, again, 5, "full", NOT_COUNTED, gen=2)
+    expect(manager, again, 5, "full", NEW_RUN, gen=2)
     assert manager.latest_step() == 10
-    # 20 rested on the old 10.
     assert aside(manager) == {"10 g1", "20 g1"}
     for step in (5, 10):
         again.check(manager, step)
@@ -449,7 +431,8 @@ def test_a_rollback_in_memory_with_reset_touched_loses_nothing(
     run.state, run.touched = kept, cnr.reset_touched(run.touched)
     run.salt = 1
     run.run(manager, steps)
-    expect(manager, run, steps[0], "full", NOT_COUNTED, gen=2)
+    reason = NEW_RUN if steps[0] <= 4 else NOT_COUNTED
+    expect(manager, run, steps[0], "full", reason, gen=2)
     expect(manager, run, steps[1], "delta", "rows since", gen=2)
     assert manager.latest_step() == steps[1]
     for step in (0, 1, *steps):

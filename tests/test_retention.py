@@ -264,6 +264,7 @@ def test_a_reopened_manager_deletes_nothing_that_a_kept_step_needs(
         run.run(manager, [1, 2, 3])
     assert on_disk(tmp_path) == {1, 2, 3}
     with open_manager(tmp_path, run, cnr.Consecutive(), max_to_keep=2) as manager:
+        run.restore(manager, None)
         # A new lineage: its full save needs none of the old chain, the second latest does.
         run.touched = cnr.init_touched(run.state, run.tables)
         run.run(manager, [4])
@@ -281,11 +282,12 @@ def test_retention_counts_steps_of_the_new_branch_as_the_latest(
     with open_manager(tmp_path, old, cnr.Full()) as manager:
         old.run(manager, [10, 20, 30])
     with open_manager(tmp_path, run, cnr.Full(), max_to_keep=2) as manager:
-        run.run(manager, [1])
-        assert on_disk(tmp_path) == {1, 30}
-        run.run(manager, [2, 3])
-        assert on_disk(tmp_path) == {2, 3}
-        run.check(manager, 3)
+        run.restore(manager, 10)
+        run.run(manager, [11])
+        assert on_disk(tmp_path) == {11, 30}
+        run.run(manager, [12, 13])
+        assert on_disk(tmp_path) == {12, 13}
+        run.check(manager, 13)
 
 
 def test_a_failed_save_takes_nothing_away_from_the_ledger(

@@ -354,6 +354,7 @@ def leave_leftovers(root: Path, run: Any) -> set[str]:
     with open_manager(root, run) as manager:
         run.run(manager, [1, 2, 3])
     with open_manager(root, run, cnr.Full()) as manager:
+        run.restore(manager, None)
         run.touched = cnr.init_touched(run.state, run.tables)
         run.run(manager, [5])
     found = {

@@ -41,7 +41,9 @@ def main(root: str, salt: int) -> None:
     with cnr.CheckpointManager(
         root,
         tables=tables,
-        options=cnr.Options(codec="raw", policy=cnr.Consecutive(max_chain=3)),
+        options=cnr.Options(
+            codec="raw", policy=cnr.Consecutive(max_chain=3), new_run=True
+        ),
         orbax_options=ocp.CheckpointManagerOptions(max_to_keep=3),
     ) as manager:
         print("ready", flush=True)
@@ -59,7 +61,7 @@ def main(root: str, salt: int) -> None:
                 time.sleep(pauses.uniform(0, 0.3))  # else neither gets anywhere
                 manager.reload()
             except cnr.errors.DependentsExistError:
-                pass  # the other has saved this step in the branch that goes on here
+                pass  # the other has saved this step
     print(f"told {told} saved {saved}", flush=True)
 
 

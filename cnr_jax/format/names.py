@@ -19,12 +19,16 @@ RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})
 
 MANIFEST = "manifest.json"
 DENSE = "dense"
+# Written by Orbax into every step, whoever saved its items.
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
 ROW_IDS_ARRAY = "row_ids"
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 # Marks a step directory that a rollback moved out of the way; Orbax does not list such names.
 ABANDONED_MARK = ".abandoned-"
 # Marks a step directory that is removed and only waits for its files to be deleted.
 REMOVED_MARK = ".removed-"
+# Begins the name of a folder that holds the steps of an earlier run, and is a root itself.
+EARLIER_RUN = "earlier-run-"
 
 # In a step directory of a store without renames: Orbax writes it last, to commit the step.
 COMMITTED = "commit_success.txt"
@@ -77,41 +81,19 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
     return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
-def is_abandoned(name: str, directory: str) -> bool:
-    """Whether a name is one under which a step directory is kept that a rollback moved.
+def earlier_run(uuid: str) -> str:
+    """The folder of a root that a new run moves the steps of earlier ones into.
+
+    Never listed as a step: it does not end in a digit.
+
+    Args:
+        uuid: of the first save of the new run.
 
     Example:
-        >>> is_abandoned("1200.abandoned-g1-" + "00ff" * 8, "1200"), is_abandoned("x", "1200")
-        (True, False)
+        >>> earlier_run("00ff" * 8)
+        'earlier-run-00ff00ff00ff00ff00ff00ff00ff00ff.root'
     """
-    generation, _, uuid = name.removeprefix(f"{directory}{ABANDONED_MARK}g").partition(
-        "-"
-    )
-    digits = generation.isascii() and generation.isdecimal()
-    return (
-        digits
-        and is_hex(uuid, 32)
-        and name == abandoned(directory, int(generation[:20]), uuid)
-    )
-
-
-def is_hex(text: str, digits: int) -> bool:
-    """Whether a text is so many lower-case hexadecimal digits."""
-    return len(text) == digits and set(text) <= set("0123456789abcdef")
-
-
-def is_component(name: str) -> bool:
-    """Whether a name is that of one file or folder, which leads nowhere else.
-
-    Example:
-        >>> is_component("user.table"), is_component("../x"), is_component("..")
-        (True, False, False)
-    """
-    try:
-        name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half of a pair: no file system has such a name
-        return False
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    return f"{EARLIER_RUN}{uuid}.root"
 
 
 def removed(directory: str, token: str) -> str:

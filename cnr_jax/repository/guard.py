@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
+from cnr_jax.format.names import ABANDONED_MARK
 from cnr_jax.repository import leftovers
 from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import AnyPath, is_local, sync_directory
-from cnr_jax.repository.ledger import Entry, Ledger, aside_name, rename_aside
+from cnr_jax.repository.ledger import Entry, Ledger, aside_name
 from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.unfinished import Unfinished
@@ -98,7 +100,13 @@ class Guard:
         """
         self._claim.check()
 
-    def move_aside(self, uuid: str, directory: str, entries: Sequence[Entry]) -> None:
+    def move_aside(
+        self,
+        uuid: str,
+        directory: str,
+        entries: Sequence[Entry],
+        earlier: str = "",
+    ) -> None:
         """Moves steps of an abandoned branch out of the way of a save, dependents first.
 
         What is moved is noted in the claim before, so that it comes back if the save fails.
@@ -107,14 +115,28 @@ class Guard:
             uuid: of the save.
             directory: of the save.
             entries: in the order in which they are moved.
+            earlier: folder of the root that they are moved into, and with them what earlier
+                rollbacks have moved aside; empty: they stay in the root under other names.
         """
         if not entries:
             return
-        moved = tuple((entry.directory, aside_name(entry)) for entry in entries)
-        aside = Aside(uuid=uuid, directory=directory, item=self._item, moved=moved)
+        moved = [(entry.directory, aside_name(entry)) for entry in entries]
+        if earlier:
+            left = [p.name for p in self._root.iterdir() if ABANDONED_MARK in p.name]
+            own = [*(entry.directory for entry in entries), *sorted(left)]
+            moved = [(name, f"{earlier}/{name}") for name in own]
+        aside = Aside(
+            uuid=uuid, directory=directory, item=self._item, moved=tuple(moved)
+        )
         self._claim.note_aside(aside)
-        for entry in entries:
-            rename_aside(self._root, entry)
+        if earlier:
+            (self._root / earlier).mkdir()
+            sync_directory(self._root)
+        for name, now in moved:
+            (self._root / name).rename(self._root / now)
+            _log.warning("step %s is now %s", name, os.fspath(self._root / now))
+        if earlier:
+            sync_directory(self._root / earlier)
         sync_directory(self._root)
 
     def committed(self) -> None:
@@ -206,6 +228,10 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
         if (root / now).exists() and not (root / name).exists():
             (root / now).rename(root / name)
             back.append(name)
+    for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
+        # Stays if somebody has put something there, or if it was never made.
+        with contextlib.suppress(OSError):
+            os.rmdir(root / folder)
     if back:
         sync_directory(root)
         _log.warning(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import secrets
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,7 +17,12 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.roots import is_foreign, may_be_step, step_directories
+from cnr_jax.repository.roots import (
+    is_checkpoint,
+    is_foreign,
+    may_be_step,
+    step_directories,
+)
 from cnr_jax.repository.step import read_committed, read_step
 
 _log = logging.getLogger(__name__)
@@ -30,6 +34,7 @@ class Entry:
 
     Attributes:
         manifest: None for a save that is still being written.
+        run: that it belongs to; empty: the one of all steps whose manifests name none.
     """
 
     directory: str
@@ -38,6 +43,7 @@ class Entry:
     generation: int
     parent: ParentRef | None
     manifest: Manifest | None = None
+    run: str = ""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -54,6 +60,7 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
         generation=manifest.generation,
         parent=manifest.parent,
         manifest=manifest,
+        run=manifest.run or "",
     )
 
 
@@ -82,71 +89,17 @@ class _Derived:
         version: of the ledger, when the pass began.
         committed: newest last.
         restorable: newest last.
-        by_step: entries of each step, mostly one.
-        children: directories of the entries that rest on an entry, by its directory.
-        wanted: directories of parents that are not there, or were not.
+        by_step: of each step the entry of the highest generation.
+        children: directories of the entries that name an entry as their parent, by directory.
         standing: of all entries, by directory.
     """
 
     version: int
     committed: list[Entry]
     restorable: list[Entry]
-    by_step: dict[int, list[Entry]]
+    by_step: dict[int, Entry]
     children: dict[str, list[str]]
-    wanted: set[str]
     standing: dict[str, _Standing]
-
-    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
-        """Takes in an entry, if no other rests on it and none that is committed is newer.
-
-        Saves add such an entry, and take it away again: a pass for each would cost more than
-        all else that a save does in a root of thousands.
-
-        Args:
-            entry: of a directory that has none.
-            above: its parent, if it is known.
-            sound: whether it is committed and free of damage.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        newest = self.committed[-1].order if self.committed else entry.order
-        if entry.directory in self.wanted or above is entry or entry.order < newest:
-            return False
-        depth, rooted, whole = self.standing[above.directory] if above else _NOWHERE
-        is_full = entry.parent is None
-        whole = (whole or is_full) and sound
-        self.standing[entry.directory] = _Standing(depth + 1, rooted or is_full, whole)
-        self.by_step.setdefault(entry.step, []).append(entry)
-        if above is not None:
-            self.children.setdefault(above.directory, []).append(entry.directory)
-        elif entry.parent is not None:
-            self.wanted.add(entry.parent.directory)
-        if entry.manifest is not None:
-            self.committed.append(entry)
-            if whole:
-                self.restorable.append(entry)
-        return True
-
-    def shrink(self, entry: Entry, above: Entry | None) -> bool:
-        """Drops an entry, if no other rests on it and none that is committed is newer.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        if self.children.get(entry.directory):
-            return False
-        if entry.manifest is not None:
-            if self.committed[-1] is not entry:
-                return False
-            self.committed.pop()
-            if self.restorable and self.restorable[-1] is entry:
-                self.restorable.pop()
-        del self.standing[entry.directory]
-        self.by_step[entry.step].remove(entry)
-        if above is not None:
-            self.children[above.directory].remove(entry.directory)
-        return True
 
 
 class Ledger:
@@ -159,10 +112,13 @@ class Ledger:
 
     Attributes:
         foreign: those of the unreadable ones that hold something, but nothing of this library.
+        strange: those of the unreadable ones that neither this library nor Orbax has saved.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
         pending: the save that is being written.
         doomed: step directories that are deleted once the pending save is committed.
         leaving: step directories that retention has dropped and that may still be there.
+        run: of the save that was begun last, whose steps alone retention may drop; None: none
+            was begun.
     """
 
     def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
@@ -170,12 +126,14 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
+        self.strange: set[str] = set()
         self.withheld: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
         self.pending: Entry | None = None
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
+        self.run: str | None = None
         # Of the entries and the known damage; counts their changes.
         self._version = 0
         self._derived: _Derived | None = None
@@ -233,7 +191,7 @@ class Ledger:
         Returns:
             Whether anything has.
         """
-        found = step_directories(root, self.is_step, known=self.directories())
+        found = step_directories(root, self.is_step)
         self.leaving &= set(found)
         return self.match(root, item, [d for d in found if d not in self.leaving])
 
@@ -267,6 +225,8 @@ class Ledger:
                 self.withheld.add(directory)
             elif is_foreign(root / directory):
                 self.foreign.add(directory)
+            if not is_checkpoint(root / directory):
+                self.strange.add(directory)
             _log.warning("step %s cannot be restored: %s", directory, error)
         else:
             self.add(entry_of(directory, manifest))
@@ -274,18 +234,13 @@ class Ledger:
     def add(self, entry: Entry) -> None:
         """Takes in an entry, in the place of what was known of its directory."""
         self.forget(entry.directory)
-        derived = self._current()
         self._entries[entry.directory] = entry
         self._changed()
-        if derived is not None and entry.uuid not in self._spoilt:
-            sound = self._is_sound(entry)
-            if derived.grow(entry, self._above(entry), sound=sound):
-                derived.version = self._version
 
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
         self.add(entry)
-        self.pending = entry
+        self.pending, self.run = entry, entry.run
 
     def settle(
         self, root: AnyPath, item: str, committed: bool | None = None
@@ -306,7 +261,8 @@ class Ledger:
             return None
         entry, self.pending = self.pending, None
         doomed, self.doomed = self.doomed, set()
-        self._drop(entry.directory)
+        self._entries.pop(entry.directory, None)
+        self._changed()
         try:
             manifest = read_committed(root, entry.directory, item)
         except (errors.CnrError, OSError) as error:
@@ -329,26 +285,18 @@ class Ledger:
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
-        self._drop(directory)
+        self._entries.pop(directory, None)
         self._unreadable.pop(directory, None)
         self.foreign.discard(directory)
+        self.strange.discard(directory)
         self.withheld.discard(directory)
-
-    def _drop(self, directory: str) -> None:
-        """Drops an entry, if there is one."""
-        entry = self._entries.get(directory)
-        if entry is None:
-            return
-        derived, above = self._current(), self._above(entry)
-        del self._entries[directory]
         self._changed()
-        if derived is not None and derived.shrink(entry, above):
-            derived.version = self._version
 
     def become(self, fresh: Ledger) -> None:
         """Takes over what was read anew; of a save that is being written nothing changes."""
         self._entries, self._unreadable = fresh._entries, fresh._unreadable
-        self.foreign, self.withheld = fresh.foreign, fresh.withheld
+        self.foreign, self.strange = fresh.foreign, fresh.strange
+        self.withheld = fresh.withheld
         self._damaged, self._spoilt = {}, {}
         self._changed()
 
@@ -376,6 +324,14 @@ class Ledger:
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""
         return list(self._derive().committed)
+
+    def checkpoints(self) -> list[str]:
+        """Step directories that hold a checkpoint of this library or of Orbax.
+
+        Those of which nothing is known come first, the others newest first.
+        """
+        unknown = sorted(self.unreadable.keys() - self.strange, reverse=True)
+        return [*unknown, *(entry.directory for entry in reversed(self.committed()))]
 
     def head(self) -> Entry | None:
         """The newest committed checkpoint of the highest generation."""
@@ -407,8 +363,7 @@ class Ledger:
 
     def by_step(self, step: int) -> Entry | None:
         """The entry of a step; of the highest generation, should there be several."""
-        found = self._derive().by_step.get(step)
-        return max(found, key=lambda entry: entry.order) if found else None
+        return self._derive().by_step.get(step)
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""
@@ -492,32 +447,25 @@ class Ledger:
         """
         self._version += 1
 
-    def _current(self) -> _Derived | None:
-        """What follows from the entries as they are now, if that is known."""
-        known = self._derived
-        return known if known is not None and known.version == self._version else None
-
     def _derive(self) -> _Derived:
         """What follows from the entries as they are now."""
-        known = self._current()
-        if known is not None:
+        known = self._derived
+        if known is not None and known.version == self._version:
             return known
         version, entries = self._version, list(self._entries.values())
         committed = sorted(
             (entry for entry in entries if entry.manifest is not None),
             key=lambda entry: entry.order,
         )
-        by_step: dict[int, list[Entry]] = {}
+        by_step: dict[int, Entry] = {}
         children: dict[str, list[str]] = {}
-        wanted: set[str] = set()
         above = {entry.directory: self._above(entry) for entry in entries}
         for entry in entries:
-            by_step.setdefault(entry.step, []).append(entry)
-            parent = above[entry.directory]
+            other, parent = by_step.get(entry.step), above[entry.directory]
+            if other is None or other.order < entry.order:
+                by_step[entry.step] = entry
             if parent is not None:
                 children.setdefault(parent.directory, []).append(entry.directory)
-            elif entry.parent is not None:
-                wanted.add(entry.parent.directory)
         standing = self._standing(entries, above)
         self._derived = _Derived(
             version=version,
@@ -529,7 +477,6 @@ class Ledger:
             ],
             by_step=by_step,
             children=children,
-            wanted=wanted,
             standing=standing,
         )
         return self._derived
@@ -570,19 +517,3 @@ def describe(entries: Collection[Entry]) -> str:
 def aside_name(entry: Entry) -> str:
     """What a step directory is called once it is moved out of the way."""
     return names.abandoned(entry.directory, entry.generation, entry.uuid)
-
-
-def rename_aside(root: AnyPath, entry: Entry) -> str:
-    """Moves a step directory of an abandoned branch out of the way; nothing is deleted.
-
-    Returns:
-        Its new name.
-    """
-    name = aside_name(entry)
-    (root / entry.directory).rename(root / name)
-    _log.warning(
-        "step %s of an abandoned branch is now %s",
-        entry.directory,
-        os.fspath(root / name),
-    )
-    return name

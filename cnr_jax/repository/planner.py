@@ -4,6 +4,10 @@ The policy proposes; this module knows what is legal. A parent is legal for a st
 `touched` rows are counted from it: it was saved in the same lineage, or is the step that was
 restored, or rests beneath that. Whatever is not provably legal becomes a full save, with the
 reason in the log and the manifest: doubt costs bytes, never rows.
+
+It also knows of which run a save is. Retention deletes steps of that run only, so a save joins a
+run where that is known (its root was restored, or its touched rows come from there), and never
+begins one in a root that holds checkpoints, unless that is asked for.
 """
 
 from __future__ import annotations
@@ -11,15 +15,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.repository.ledger import Entry, Ledger, describe
 
 _log = logging.getLogger(__name__)
-_SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,9 @@ class Plan:
             tables; None if they leave none to it.
         known: step directories of the root, before this save moves any aside.
         changed: whether steps have come to the root, or gone, by other hands.
+        run: that this save belongs to; empty: the one of steps whose manifests name none.
+        earlier: folder of the root that `abandoned` are moved into instead, because a new run
+            begins; empty if none does.
     """
 
     uuid: str
@@ -57,6 +64,8 @@ class Plan:
     known: tuple[str, ...]
     changed: bool = False
     auto_bits: int | None = None
+    run: str = ""
+    earlier: str = ""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -79,12 +88,23 @@ class Branch:
     last_clock: int = -1
     went_back: str = ""
 
-    def forget_parents(self, ledger: Ledger) -> None:
-        """Drops parents that are gone, once they are as many as those that are there."""
-        if len(self.parents) <= 2 * len(ledger.entries) + _SPARE_PARENTS:
-            return
-        there = {entry.uuid for entry in ledger.entries.values()}
-        self.parents = {u: c for u, c in self.parents.items() if u in there}
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a state comes from that is about to be saved, as far as that is known.
+
+    Attributes:
+        root: that it is saved to, for errors.
+        touched: lineage and clock of the touched rows that go with it; None without any.
+        restored: run of the step of this root that a restore in this process gave these
+            touched rows with; None if none did.
+        new_run: it begins a new run, though the root holds checkpoints.
+    """
+
+    root: str = ""
+    touched: tuple[str, int] | None = None
+    restored: str | None = None
+    new_run: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +121,7 @@ class Request:
         tables: as the manifest will list them.
         guarded: retention is known to keep parents.
         urgent: the run is about to end: a delta, where one is legal.
+        origin: of the state.
     """
 
     step: int
@@ -112,6 +133,7 @@ class Request:
     guarded: bool
     urgent: bool = False
     doubt: str = ""
+    origin: Origin = Origin()
 
 
 class Planner:
@@ -120,6 +142,9 @@ class Planner:
     Args:
         policy: proposes full or delta.
         nonce: 24 hex digits that are unique to this run of the program.
+
+    Attributes:
+        run: that was restored or saved last; None: this planner has done neither.
     """
 
     def __init__(self, policy: Policy, nonce: str | None = None) -> None:
@@ -127,6 +152,9 @@ class Planner:
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
         self._most_restores = 0
+        self.run: str | None = None
+        # Whether that was restored, so that no other can begin here.
+        self._joined = False
         self.branches: dict[str, Branch] = {}
 
     def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
@@ -134,18 +162,24 @@ class Planner:
 
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
+            UsedRootError: if the root holds checkpoints of a run that this save is not known
+                to go on with.
         """
         if not request.lineage:
             request = dataclasses.replace(request, lineage=secrets.token_hex(16))
-        branch = self._branch(request)
-        branch.forget_parents(ledger)
-        generation = self._generation(ledger, branch)
-        abandoned = self._in_the_way(ledger, branch, request, generation)
-        decision, reason = self._decide(ledger, branch, request)
-        parent = self._parent(ledger, branch, decision)
         self._attempt += 1
+        uuid = f"{self._nonce}{self._attempt:08x}"
+        run, left = self._run(ledger, request, uuid)
+        branch = self._branch(request)
+        generation = self._generation(ledger, branch)
+        begins = run != self.run and bool(left)
+        abandoned = [*left]
+        if all(entry.directory != request.directory for entry in left):
+            abandoned += self._in_the_way(ledger, branch, request, generation, run)
+        decision, reason = self._decide(ledger, branch, request, begins)
+        parent = self._parent(ledger, branch, decision)
         return Plan(
-            uuid=f"{self._nonce}{self._attempt:08x}",
+            uuid=uuid,
             step=request.step,
             directory=request.directory,
             lineage=request.lineage,
@@ -161,7 +195,83 @@ class Planner:
             abandoned=tuple(entry.directory for entry in abandoned),
             committed=committed,
             known=tuple(sorted(ledger.directories())),
+            run=run,
+            earlier=names.earlier_run(uuid) if left and self.run is None else "",
         )
+
+    def check_origin(self, ledger: Ledger, origin: Origin) -> None:
+        """Makes sure that a save of a state from there is of a run that may save here.
+
+        Raises:
+            UsedRootError: if the root holds checkpoints, and neither was one restored, nor
+                does the state come from there, nor is a new run asked for.
+        """
+        if self.run is not None or origin.new_run:
+            return
+        if self._joinable(ledger, origin) is None and ledger.checkpoints():
+            raise _used_root(ledger, origin.root)
+
+    def _run(
+        self, ledger: Ledger, request: Request, uuid: str
+    ) -> tuple[str, list[Entry]]:
+        """The run of a save, and the steps that go aside because it is a new one.
+
+        A new run is called after the save that it begins with.
+        """
+        self.check_origin(ledger, request.origin)
+        if self.run is None:
+            if request.origin.new_run:
+                return uuid, [ledger.movable(name) for name in ledger.checkpoints()]
+            known = self._joinable(ledger, request.origin)
+            return (uuid if known is None else known), []
+        if request.origin.new_run and self._joined:
+            _log.warning(
+                "new_run=True is ignored: a step of %s was restored, and its run goes on",
+                request.origin.root,
+            )
+            self._joined = False  # once
+        whose = self._whose(ledger, request.origin)
+        if whose is not None or request.origin.touched is None:
+            return (self.run if whose is None else whose), []
+        later = self._later(ledger, request.step)
+        return (uuid if later else self.run), later
+
+    def _whose(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that touched rows belong to; None if it is not known."""
+        if origin.touched is None:
+            return None
+        lineage, clock = origin.touched
+        branch = self.branches.get(lineage)
+        if branch is not None and branch.tip is not None:
+            return branch.tip.run
+        if origin.restored is not None:
+            return origin.restored
+        for entry in reversed(ledger.committed()):
+            found = entry.manifest
+            if found is not None and found.lineage == lineage:
+                if found.recorded_clock is not None and found.recorded_clock <= clock:
+                    return entry.run
+        return None
+
+    def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that a first save joins; None if there is none that it goes on with."""
+        # A save of this planner may be there, though storage did not show it at first.
+        own = [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
+        return own[-1] if own else self._whose(ledger, origin)
+
+    def _later(self, ledger: Ledger, step: int) -> list[Entry]:
+        """Steps of the current run from one on, if it has got that far, dependents first.
+
+        Fresh touched rows at such a step are of a loop that begins again from nothing: what
+        retention counts for it is none of the steps before.
+        """
+        own = [entry for entry in ledger.committed() if entry.run == self.run]
+        if not own or step > own[-1].step:
+            return []
+        found = {e.uuid: e for e in own if e.step >= step}
+        for entry in [*found.values()]:
+            found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
+        return sorted(found.values(), key=lambda entry: entry.order, reverse=True)
 
     def saved(self, plan: Plan, entry: Entry) -> None:
         """Notes a committed save: from now on it may be a parent in its lineage."""
@@ -170,6 +280,7 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
+        self.run = plan.run
         branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
@@ -186,6 +297,7 @@ class Planner:
         """
         tip = chain[-1]
         assert tip.manifest is not None
+        self.run, self._joined = tip.run, True
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
         self.end_lineages(branch.restores)
         if exact:
@@ -242,7 +354,12 @@ class Planner:
         return highest + unknown + 1
 
     def _in_the_way(
-        self, ledger: Ledger, branch: Branch, request: Request, generation: int
+        self,
+        ledger: Ledger,
+        branch: Branch,
+        request: Request,
+        generation: int,
+        run: str,
     ) -> list[Entry]:
         """Abandoned steps that must go aside, dependents first."""
         if request.directory in ledger.foreign:
@@ -257,6 +374,14 @@ class Planner:
         entry = ledger.entries.get(request.directory)
         if entry is None:
             return []
+        if entry.run != run:
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory} holds"
+                " a step of another run, which is left alone\n"
+                f"  got run {entry.run or 'without an id'}, expected {run}\n"
+                "  hint: save another step, save into another root, or delete that one",
+                kind="step_exists",
+            )
         if entry.generation >= generation:
             raise errors.DependentsExistError(
                 f"step {request.step} was saved already, in the branch that goes on here",
@@ -275,13 +400,19 @@ class Planner:
         return [*dependents, entry]
 
     def _decide(
-        self, ledger: Ledger, branch: Branch, request: Request
+        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
     ) -> tuple[Decision, str]:
-        obstacle = self._obstacle(ledger, branch, request)
+        obstacle = self._obstacle(ledger, branch, request, begins)
         if obstacle is not None:
             _log.info("step %d is saved full: %s", request.step, obstacle)
             return Decision(kind="full", parent=None, reason=obstacle), obstacle
-        decision = self._policy.decide(records(branch.history))
+        records = [
+            SaveRecord(
+                step=h.step, kind=h.kind, bytes=h.bytes, rows=h.rows, secs=h.secs
+            )
+            for h in branch.history
+        ]
+        decision = self._policy.decide(records)
         if request.urgent and decision.kind == "full" and branch.tip is not None:
             reason = "the run is about to end, and a delta is written sooner"
             urgent = dataclasses.replace(
@@ -295,13 +426,17 @@ class Planner:
             return Decision(kind="full", parent=None, reason=reason), reason
         return decision, decision.reason
 
-    def _obstacle(self, ledger: Ledger, branch: Branch, request: Request) -> str | None:
+    def _obstacle(
+        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
+    ) -> str | None:
         """Why no delta is possible, whatever the policy says; None if one is."""
         if not branch.parents:
             if branch.went_back:
                 return branch.went_back
             if ledger.head() is None:
                 return "no baseline yet"
+            if begins:
+                return "a new run begins"
             return "the stamps are not counted from any checkpoint here"
         if not request.guarded:
             return "retention might delete parents: no policy of cnr_jax was asked yet"
@@ -329,16 +464,27 @@ class Planner:
         return None
 
 
-def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
-    """A history as policies see it, save by save; of several in one entry the mean of each."""
-    found: list[SaveRecord] = []
-    for entry in history:
-        record = SaveRecord(
-            step=entry.step,
-            kind=entry.kind,
-            bytes=round(entry.bytes / entry.saves),
-            rows=round(entry.rows / entry.saves),
-            secs=entry.secs / entry.saves,
+def _used_root(ledger: Ledger, root: str) -> errors.UsedRootError:
+    """The error for a save into a root of which nothing was restored."""
+    found, ours = ledger.checkpoints(), ledger.committed()
+    steps = sorted(names.step_number(directory) for directory in found)
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+    lines = [
+        f"{root} holds checkpoints, and none was restored: a new run would mix with theirs",
+        f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
+        "  expected an empty root, or a restore before the first save; nothing was changed",
+    ]
+    if set(found) <= ledger.foreign:
+        lines[1] += ", saved by plain Orbax"
+    elif ours:
+        lines.append(
+            "  hint: to go on with them, state, touched = manager.restore(None,"
+            " args=cnr_jax.args.Restore(state))"
         )
-        found += [record] * entry.saves
-    return found
+    else:
+        lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
+    lines.append(
+        "  hint: to begin anew, save into another root; or Options(new_run=True), which moves"
+        " them into a folder of this one"
+    )
+    return errors.UsedRootError("\n".join(lines))

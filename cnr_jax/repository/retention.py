@@ -39,7 +39,8 @@ class ChainPreservation:
     latest three" are those of the current branch; it does not see steps that cannot be restored,
     so that those do not take the place of others. Deltas without their parent are kept, in case
     it is brought back. While a step has no readable manifest, everything older is kept: it may
-    depend on any of it.
+    depend on any of it. Steps of other runs than the one that saves are kept, and not shown to
+    the inner policy either: a run that begins beside others replaces none of theirs.
 
     Args:
         inner: an Orbax preservation policy; None keeps everything.
@@ -63,7 +64,7 @@ class ChainPreservation:
         ledger = self._ledger()
         if ledger is None or self._inner is None:
             return [True] * len(checkpoints)
-        lost = _lost(ledger)
+        lost = _lost(ledger) | _of_other_runs(ledger)
         ordered = sorted(
             (info for info in checkpoints if info.step not in lost),
             key=lambda info: _order(ledger, info.step),
@@ -94,6 +95,11 @@ def _lost(ledger: Ledger) -> set[int]:
     unreadable = {step_number(directory) for directory in ledger.unreadable}
     good = {entry.step for entry in ledger.restorable()}
     return {entry.step for entry in ledger.committed()} - good | unreadable
+
+
+def _of_other_runs(ledger: Ledger) -> set[int]:
+    """Steps of runs that retention is not to decide about."""
+    return {entry.step for entry in ledger.committed() if entry.run != ledger.run}
 
 
 def blockers(ledger: Ledger, directory: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from etils import epath
 
@@ -93,29 +93,16 @@ def _local(text: str, given: str) -> epath.Path:
 
 
 def step_directories(
-    root: AnyPath,
-    is_step: Callable[[str], bool] | None = None,
-    *,
-    known: Collection[str] = (),
+    root: AnyPath, is_step: Callable[[str], bool] | None = None
 ) -> list[str]:
-    """Names of the directories below a root that may be committed steps, sorted.
-
-    Args:
-        root: to be looked through.
-        is_step: tells names of step directories; None: all that end in a digit.
-        known: names that were found to be such before; they are not looked at again.
-    """
+    """Names of the directories below a root that may be committed steps, sorted."""
     wanted = is_step or may_be_step
     if not is_local(root):
         found = [path.name for path in root.iterdir() if _is_step(path)]
     else:
         with os.scandir(os.fspath(root)) as entries:
-            found = [
-                e.name
-                for e in entries
-                if e.name in known or (may_be_step(e.name) and e.is_dir())
-            ]
-    return sorted(name for name in found if name in known or wanted(name))
+            found = [e.name for e in entries if may_be_step(e.name) and e.is_dir()]
+    return sorted(name for name in found if wanted(name))
 
 
 def find_item(root: AnyPath) -> str | None:
@@ -159,3 +146,20 @@ def is_foreign(step: AnyPath) -> bool:
     except OSError:
         return True  # it is not known, and so left alone
     return bool(found) and not any(map(names.is_own, found))
+
+
+def is_checkpoint(step: AnyPath) -> bool:
+    """Whether this library or Orbax has saved a step directory, as far as can be seen.
+
+    Orbax leaves `_CHECKPOINT_METADATA` in each step.
+    """
+    try:
+        held = [path.name for path in step.iterdir()]
+        return names.ORBAX_METADATA in held or any(
+            names.is_own(path.name)
+            for item in held
+            if (step / item).is_dir()
+            for path in (step / item).iterdir()
+        )
+    except OSError:
+        return True  # it is not known, and so nothing is begun beside it

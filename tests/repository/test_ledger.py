@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
-from cnr_jax.repository.ledger import (
-    Entry,
-    Ledger,
-    describe,
-    entry_of,
-    rename_aside,
-)
+from cnr_jax.repository.guard import Guard
+from cnr_jax.repository.ledger import Entry, Ledger, describe, entry_of
 from cnr_jax.repository.retention import ChainPreservation, blockers
 
 from .conftest import make_manifest
@@ -205,14 +200,22 @@ def test_older_step_in_the_place_of_a_failed_save_is_known_as_what_it_is(
     assert ledger.entries["10"].uuid == "1" * 32
 
 
+def move_aside(root: Path, entry: Entry) -> None:
+    guard = Guard(root, ITEM)
+    guard.begin(Ledger.load(root, ITEM))
+    guard.move_aside("f" * 32, entry.directory, [entry])
+    guard.committed()
+    guard.close()
+
+
 def test_step_moved_aside_is_whole_there_and_no_step_any_more(
     tmp_path: Path, manifest_of: Callable[..., Manifest]
 ) -> None:
     put(tmp_path, "10", manifest_of(10))
     ledger = Ledger.load(tmp_path, ITEM)
     entry = ledger.entries["10"]
-    name = rename_aside(tmp_path, entry)
-    assert name == f"10.abandoned-g1-{entry.uuid}"
+    move_aside(tmp_path, entry)
+    name = f"10.abandoned-g1-{entry.uuid}"
     assert (tmp_path / name / ITEM / names.MANIFEST).exists()
     assert Ledger.load(tmp_path, ITEM).entries == {}
 
@@ -223,8 +226,8 @@ def test_step_and_generation_can_be_moved_aside_twice(
     run = "5eed" * 6
     for attempt in ("00000001", "00000002"):
         put(tmp_path, "10", manifest_of(10, uuid=run + attempt))
-        rename_aside(tmp_path, Ledger.load(tmp_path, ITEM).entries["10"])
-    assert len(list(tmp_path.iterdir())) == 2
+        move_aside(tmp_path, Ledger.load(tmp_path, ITEM).entries["10"])
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
 def test_steps_are_described_oldest_first(tree: Any) -> None:
@@ -404,6 +407,7 @@ def test_what_a_save_asks_follows_each_parent_a_few_times(
             entry = dataclasses.replace(entry, parent=CountedParent(parent))
         root.ledger.add(entry)
         parent = entry
+    root.ledger.run = ""
     CountedParent.followed = 0
     assert len(root.ledger.restorable()) == steps
     policy = ChainPreservation(Latest(), lambda: root.ledger)
