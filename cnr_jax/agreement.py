@@ -68,7 +68,8 @@ def agree(
         if known is error:
             raise
         raise known from error
-    channel.broadcast(json.dumps(to_json(plan)))
+    if jax.process_count() > 1:
+        channel.broadcast(json.dumps(to_json(plan)))
     return plan
 
 

@@ -62,6 +62,8 @@ class EndingManager(ocp.CheckpointManager):
         self._saving, self._is_synced = self._step_directory(step), False
 
     def _forget_steps(self, directories: tuple[str, ...]) -> None:
+        if not directories:
+            return
         steps = [
             info.step
             for info in self._checkpoints

@@ -19,6 +19,7 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Totals,
     Tracking,
+    bounded_history,
     dump,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
@@ -55,7 +56,7 @@ class Facts:
     started_secs: float
 
 
-def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
+def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     """Checks that all processes have written their part, and commits it.
 
     Args:
@@ -65,6 +66,9 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
+
+    Returns:
+        Bytes of the manifest.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save.
@@ -80,9 +84,9 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> Manifest:
     totals = _totals(processes, digests, dense_files)
     features = sorted({each for process in processes for each in process.features})
     manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
-    write_durably(directory / names.MANIFEST, dump(manifest))
+    digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
-    return manifest
+    return digest.bytes
 
 
 def _read_processes(
@@ -183,7 +187,7 @@ def _manifest(
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=(*plan.history, saved),
+        history=bounded_history((*plan.history, saved)),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},

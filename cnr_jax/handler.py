@@ -294,7 +294,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.served.check_claim()
             self._dense.finalize(directory)
-            write_manifest(directory, flight.facts, flight.written)
+            flight.manifest_bytes = write_manifest(
+                directory, flight.facts, flight.written
+            )
         finally:
             if not self.last_save.managed:
                 self.last_save.end_writing()

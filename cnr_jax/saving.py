@@ -13,8 +13,7 @@ from cnr_jax import capture, errors
 from cnr_jax.background import Background
 from cnr_jax.failures import save_error
 from cnr_jax.finalizing import Facts
-from cnr_jax.format import names
-from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
+from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.orbax_compat import Place
 from cnr_jax.repository.ledger import Entry
@@ -58,6 +57,7 @@ class InFlight:
 
     Attributes:
         written: what this process has written, once it has.
+        manifest_bytes: of `manifest.json`, if this process has written it.
     """
 
     place: Place
@@ -67,6 +67,7 @@ class InFlight:
     blocking_secs: float = 0.0
     background: Background | None = None
     written: Written | None = None
+    manifest_bytes: int | None = None
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save has failed; waits for their word."""
@@ -146,7 +147,9 @@ def pending_entry(plan: Plan) -> Entry:
 def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveReport:
     """What a committed save did."""
     parent, totals = manifest.parent, manifest.totals
-    own = len((flight.place.path / names.MANIFEST).read_bytes())
+    own = flight.manifest_bytes
+    if own is None:  # another process has written it
+        own = len(dump(manifest))
     return SaveReport(
         step=manifest.step,
         kind=manifest.kind,

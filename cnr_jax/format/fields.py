@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
+
+from cnr_jax.format import names
 
 T = TypeVar("T")
 _MISSING = object()
+# Of every count, size and offset. Python reads integers of any size, and would add them up, but
+# arrays cannot be indexed by them nor texts made of them.
+LARGEST = 2**63 - 1
+
+
+def is_integer(value: object, minimum: int = 0) -> TypeGuard[int]:
+    """Whether a value of JSON is an integer from `minimum` to `LARGEST`."""
+    return type(value) is int and minimum <= value <= LARGEST
 
 
 class Fields:
@@ -39,7 +49,10 @@ class Fields:
         if got is _MISSING:
             self.problems.append(f"{place}: required key is absent")
         else:
-            text = json.dumps(got)
+            try:
+                text = json.dumps(got)
+            except RecursionError:
+                text = "what is nested too deeply"
             text = text if len(text) <= 60 else text[:57] + "..."
             self.problems.append(f"{place}: expected {expected}, got {text}")
 
@@ -51,9 +64,9 @@ class Fields:
         return self._value.get(key) is not None
 
     def integer(self, key: str, *, minimum: int = 0) -> int:
-        """An integer of at least `minimum`; `minimum` itself after a problem."""
+        """An integer from `minimum` to `LARGEST`; `minimum` itself after a problem."""
         value = self._get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+        if is_integer(value, minimum):
             return value
         self._report(key, f"an integer of at least {minimum}", value)
         return minimum
@@ -61,9 +74,8 @@ class Fields:
     def number(self, key: str) -> float:
         """A number that is not negative; 0.0 after a problem."""
         value = self._get(key)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if 0 <= value < float("inf"):
-                return float(value)
+        if is_integer(value) or (type(value) is float and 0 <= value < float("inf")):
+            return float(value)
         self._report(key, "a number of at least 0", value)
         return 0.0
 
@@ -79,27 +91,24 @@ class Fields:
     def hexadecimal(self, key: str, digits: int) -> str:
         """A lower-case hexadecimal string of exactly `digits` digits."""
         value = self._get(key)
-        if isinstance(value, str) and len(value) == digits:
-            if set(value) <= set("0123456789abcdef"):
-                return value
+        if isinstance(value, str) and names.is_hex(value, digits):
+            return value
         self._report(key, f"{digits} hexadecimal digits", value)
         return "0" * digits
 
     def name(self, key: str) -> str:
-        """A file or directory name: not empty, no separators, not `.` or `..`."""
+        """A file or directory name: not empty, no separators, no NUL, not `.` or `..`."""
         value = self._get(key)
-        if isinstance(value, str) and value and "/" not in value and "\\" not in value:
-            if value not in (".", ".."):
-                return value
+        if isinstance(value, str) and names.is_component(value):
+            return value
         self._report(key, "the name of a file or folder", value)
         return "_"
 
     def path(self, key: str) -> str:
         """A path below the folder of the document: names joined by `/`, none of them `..`."""
         value = self._get(key)
-        if isinstance(value, str) and "\\" not in value:
-            if not {"", ".", ".."} & set(value.split("/")):
-                return value
+        if isinstance(value, str) and all(map(names.is_component, value.split("/"))):
+            return value
         self._report(key, "a path below this folder", value)
         return "_"
 
@@ -120,7 +129,7 @@ class Fields:
         """A list of integers of at least `minimum`."""
         return self._typed_list(
             key,
-            lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= minimum,
+            lambda v: is_integer(v, minimum),
             f"integers of at least {minimum}",
         )
 

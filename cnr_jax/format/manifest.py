@@ -95,13 +95,63 @@ class DenseLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One committed save of the current branch, as the policy sees it."""
+    """One committed save of the current branch, as the policy sees it, or several in a row.
+
+    Attributes:
+        step: of the last of them.
+        kind: of all of them.
+        bytes: of all of them together, as `rows` and `secs` are.
+        saves: how many they are.
+    """
 
     step: int
     kind: Kind
     bytes: int
     rows: int
     secs: float
+    saves: int = 1
+
+
+# Entries of a history: as many saves as a chain may have, the manifest grows no further.
+MAX_HISTORY = 48
+
+
+def bounded_history(history: Sequence[HistoryEntry]) -> tuple[HistoryEntry, ...]:
+    """A history of at most `MAX_HISTORY` entries: neighbouring deltas are put together.
+
+    First those that stand for the fewest saves together, and of such the oldest, so that all
+    parts of a long history are told equally finely. The last entry is always one save.
+
+    Example:
+        >>> saves = [HistoryEntry(step=0, kind="full", bytes=90, rows=9, secs=0.5)]
+        >>> for step in range(1, 100):
+        ...     delta = HistoryEntry(step=step, kind="delta", bytes=10, rows=1, secs=0.1)
+        ...     saves = list(bounded_history([*saves, delta]))
+        >>> len(saves), sum(entry.saves for entry in saves), saves[1].step, saves[1].bytes
+        (48, 100, 4, 40)
+    """
+    found = list(history)
+    while len(found) > MAX_HISTORY:
+        pairs = [
+            (found[i].saves + found[i + 1].saves, i)
+            for i in range(len(found) - 2)
+            if found[i].kind == found[i + 1].kind == "delta"
+        ]
+        if not pairs:
+            break
+        _, at = min(pairs)
+        older, newer = found[at : at + 2]
+        found[at : at + 2] = [
+            HistoryEntry(
+                step=newer.step,
+                kind="delta",
+                bytes=older.bytes + newer.bytes,
+                rows=older.rows + newer.rows,
+                secs=round(older.secs + newer.secs, 6),
+                saves=older.saves + newer.saves,
+            )
+        ]
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +239,12 @@ def dump(value: Any, kind: str = names.FORMAT) -> bytes:
     Sorted keys, no spaces, one final newline; `sha256` is the digest of the same document
     without that key, so that any change of any byte shows.
     """
-    return dump_document({"format": kind, **to_json(value)})
+    document: dict[str, Any] = {"format": kind, **to_json(value)}
+    if isinstance(value, Manifest):
+        for entry in document["history"]:
+            if entry["saves"] == 1:
+                del entry["saves"]
+    return dump_document(document)
 
 
 def dump_document(document: Mapping[str, object]) -> bytes:
@@ -215,7 +270,8 @@ def _digest(texts: Mapping[str, str]) -> str:
 def _is_intact(data: bytes, document: dict[str, object]) -> bool:
     try:
         texts = {key: _text(value) for key, value in document.items()}
-    except ValueError:  # NaN or infinity, which Python reads but no manifest holds
+    # NaN or infinity, which Python reads but no manifest holds; or nested too deeply.
+    except (ValueError, RecursionError):
         return False
     body = {key: text for key, text in texts.items() if key != "sha256"}
     return document.get("sha256") == _digest(body) and _joined(texts) == data
@@ -386,6 +442,7 @@ def _read_history(fields: Fields) -> HistoryEntry:
         bytes=fields.integer("bytes"),
         rows=fields.integer("rows"),
         secs=fields.number("secs"),
+        saves=fields.integer("saves", minimum=1) if fields.has("saves") else 1,
     )
 
 

@@ -81,6 +81,43 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
     return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
+def is_abandoned(name: str, directory: str) -> bool:
+    """Whether a name is one under which a step directory is kept that a rollback moved.
+
+    Example:
+        >>> is_abandoned("1200.abandoned-g1-" + "00ff" * 8, "1200"), is_abandoned("x", "1200")
+        (True, False)
+    """
+    generation, _, uuid = name.removeprefix(f"{directory}{ABANDONED_MARK}g").partition(
+        "-"
+    )
+    digits = generation.isascii() and generation.isdecimal()
+    return (
+        digits
+        and is_hex(uuid, 32)
+        and name == abandoned(directory, int(generation[:20]), uuid)
+    )
+
+
+def is_hex(text: str, digits: int) -> bool:
+    """Whether a text is so many lower-case hexadecimal digits."""
+    return len(text) == digits and set(text) <= set("0123456789abcdef")
+
+
+def is_component(name: str) -> bool:
+    """Whether a name is that of one file or folder, which leads nowhere else.
+
+    Example:
+        >>> is_component("user.table"), is_component("../x"), is_component("..")
+        (True, False, False)
+    """
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half of a pair: no file system has such a name
+        return False
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
 def earlier_run(uuid: str) -> str:
     """The folder of a root that a new run moves the steps of earlier ones into.
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.fields import Fields
+from cnr_jax.format.fields import Fields, is_integer
 from cnr_jax.format.manifest import (
     NamedConfiguration,
     TableEntry,
@@ -223,10 +223,6 @@ def _read_row_ids(fields: Fields) -> RowIds:
     )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _quick_row_ids(item: Any) -> RowIds | None:
     """Row ids without a problem, as `_read_row_ids` reads them; else None."""
     try:
@@ -234,7 +230,7 @@ def _quick_row_ids(item: Any) -> RowIds | None:
         size, count = item["bytes"], item["count"]
     except (KeyError, TypeError):
         return None
-    if form in _FORMS and _is_count(offset) and _is_count(size) and _is_count(count):
+    if form in _FORMS and is_integer(offset) and is_integer(size) and is_integer(count):
         return RowIds(form=form, offset=offset, bytes=size, count=count)
     return None
 
@@ -251,7 +247,7 @@ def _quick_tile(item: Any) -> Tile | None:
     if not named or None in segments or type(flat) is not list:
         return None
     bounds = cast("list[int]", flat)
-    if not bounds or len(bounds) % 2 or not all(map(_is_count, bounds)):
+    if not bounds or len(bounds) % 2 or not all(map(is_integer, bounds)):
         return None
     box = tuple(zip(bounds[::2], bounds[1::2], strict=True))
     if any(start >= stop for start, stop in box):
@@ -262,12 +258,12 @@ def _quick_tile(item: Any) -> Tile | None:
 
 def _quick_segment(item: Any) -> Segment | None:
     codec, row_ids = item["codec"], item["row_ids"]
-    if not (_is_count(codec) and _is_count(row_ids)):
+    if not (is_integer(codec) and is_integer(row_ids)):
         return None
     parts: dict[str, PartRef] = {}
     for name, part in item["parts"].items():
         array, offset = part["array"], part["offset"]
-        if type(array) is not str or not _is_count(offset):
+        if type(array) is not str or not is_integer(offset):
             return None
         parts[name] = PartRef(array=array, offset=offset)
     return Segment(codec=codec, row_ids=row_ids, parts=parts)
@@ -311,7 +307,7 @@ def _inconsistencies(manifest: ProcessManifest) -> list[str]:
     problems = [
         f"arrays.{name}: expected the name of a folder"
         for name in manifest.arrays
-        if not name or name.startswith(".") or "/" in name or "\\" in name
+        if name.startswith(".") or not names.is_component(name)
     ]
     for i, tile in enumerate(manifest.tiles):
         for segment in tile.segments:

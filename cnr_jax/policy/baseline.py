@@ -96,7 +96,9 @@ class Policy(Protocol):
 
         Args:
             history: committed saves of the current branch since and including its
-                latest full one, oldest first. Empty if there is none.
+                latest full one, oldest first. Empty if there is none. Where they are
+                very many, older neighbours share one record: the step of the last of
+                them and the mean of their figures.
         """
         ...
 

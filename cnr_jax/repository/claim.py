@@ -14,14 +14,18 @@ import logging
 import os
 import secrets
 import socket
-from typing import Any
+from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.fields import Fields
 from cnr_jax.repository.durable import replace_durably
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, read_small
+from cnr_jax.repository.roots import may_be_step
 
 _log = logging.getLogger(__name__)
+# A rollback of 100,000 steps takes about as much.
+_LIMIT_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,30 +77,57 @@ class Writer:
 
 
 def read_writer(root: AnyPath) -> Writer | None:
-    """Who claims a root; None if nobody does or the claim cannot be understood."""
+    """Who claims a root; None if nobody does or the claim cannot be understood.
+
+    Anybody may have written the file, and steps are renamed as it says: it is understood as a
+    whole or not at all.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
     try:
-        document = json.loads((root / names.WRITER).read_bytes())
-        aside = document.get("aside")
-        return Writer(
-            id=str(document["id"]),
-            host=str(document["host"]),
-            pid=int(document["pid"]),
-            since=str(document["since"]),
-            aside=None if aside is None else _aside_of(aside),
+        data = read_small(root / names.WRITER, _LIMIT_BYTES)
+        fields = Fields(json.loads(data), "", [])
+        writer = Writer(
+            id=fields.hexadecimal("id", 32),
+            host=fields.text("host"),
+            pid=fields.integer("pid", minimum=1),
+            since=fields.text("since"),
+            aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
         )
+        if not fields.problems:
+            return writer
+        why = "; ".join(fields.problems[:3])
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("the claim on %s cannot be understood: %s", os.fspath(root), error)
-        return None
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    _log.warning("the claim on %s cannot be understood: %s", os.fspath(root), why)
+    return None
 
 
-def _aside_of(document: Any) -> Aside:
+def _read_aside(fields: Fields) -> Aside:
+    """What was moved aside: names right below the root, of the forms of SPEC.md, section 9.4."""
+    moved: list[tuple[str, str]] = []
+    uuid = fields.hexadecimal("uuid", 32)
+    given = fields.any("moved")
+    for pair in cast("list[Any]", given) if isinstance(given, list) else (given,):
+        match pair:
+            case [str(name), str(now)] if names.is_component(name) and (
+                (may_be_step(name) and names.is_abandoned(now, name))
+                or now == f"{names.earlier_run(uuid)}/{name}"
+            ):
+                moved.append((name, now))
+            case _:
+                fields.problems.append(
+                    f"{fields.where}.moved: expected pairs of a step directory and its"
+                    f" name with {names.ABANDONED_MARK!r}, got {repr(pair)[:80]}"
+                )
     return Aside(
-        uuid=str(document["uuid"]),
-        directory=str(document["directory"]),
-        item=str(document["item"]),
-        moved=tuple((str(name), str(now)) for name, now in document["moved"]),
+        uuid=uuid,
+        directory=fields.name("directory"),
+        item=fields.name("item"),
+        moved=tuple(moved),
     )
 
 

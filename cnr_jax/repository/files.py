@@ -6,10 +6,13 @@ paths get `fsync`, others are durable when their write returns.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from typing import Any, Protocol
 
+from cnr_jax import errors
 from cnr_jax.format.manifest import FileDigest
 
 
@@ -68,6 +71,40 @@ def size_of(path: AnyPath) -> int:
         return os.stat(os.fspath(path)).st_size
     with path.open("rb") as stream:
         return int(stream.seek(0, os.SEEK_END))
+
+
+def read_small(path: AnyPath, limit_bytes: int) -> bytes:
+    """The contents of a file that no digest vouches for.
+
+    Whatever is in its place, this neither waits for ever nor fills the memory.
+
+    Raises:
+        FormatError: if it is no file, such as a pipe or a device, or has more than
+            `limit_bytes`.
+        OSError: if it is not there or cannot be read.
+    """
+    where = os.fspath(path)
+    if is_local(path):
+        try:
+            # A pipe is opened at once this way, whether or not somebody writes to it.
+            descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            raise errors.FormatError(f"{where} is not a file", path=where) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise errors.FormatError(f"{where} is not a file", path=where)
+        with open(descriptor, "rb") as stream:
+            data = stream.read(limit_bytes + 1)
+    else:
+        with path.open("rb") as stream:
+            data = stream.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise errors.FormatError(
+            f"{where} is too large: more than {limit_bytes:,} bytes", path=where
+        )
+    return data
 
 
 def write_durably(path: AnyPath, data: bytes) -> FileDigest:

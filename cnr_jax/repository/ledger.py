@@ -89,17 +89,71 @@ class _Derived:
         version: of the ledger, when the pass began.
         committed: newest last.
         restorable: newest last.
-        by_step: of each step the entry of the highest generation.
-        children: directories of the entries that name an entry as their parent, by directory.
+        by_step: entries of each step, mostly one.
+        children: directories of the entries that rest on an entry, by its directory.
+        wanted: directories of parents that are not there, or were not.
         standing: of all entries, by directory.
     """
 
     version: int
     committed: list[Entry]
     restorable: list[Entry]
-    by_step: dict[int, Entry]
+    by_step: dict[int, list[Entry]]
     children: dict[str, list[str]]
+    wanted: set[str]
     standing: dict[str, _Standing]
+
+    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
+        """Takes in an entry, if no other rests on it and none that is committed is newer.
+
+        Saves add such an entry, and take it away again: a pass for each would cost more than
+        all else that a save does in a root of thousands.
+
+        Args:
+            entry: of a directory that has none.
+            above: its parent, if it is known.
+            sound: whether it is committed and free of damage.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        newest = self.committed[-1].order if self.committed else entry.order
+        if entry.directory in self.wanted or above is entry or entry.order < newest:
+            return False
+        depth, rooted, whole = self.standing[above.directory] if above else _NOWHERE
+        is_full = entry.parent is None
+        whole = (whole or is_full) and sound
+        self.standing[entry.directory] = _Standing(depth + 1, rooted or is_full, whole)
+        self.by_step.setdefault(entry.step, []).append(entry)
+        if above is not None:
+            self.children.setdefault(above.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            self.wanted.add(entry.parent.directory)
+        if entry.manifest is not None:
+            self.committed.append(entry)
+            if whole:
+                self.restorable.append(entry)
+        return True
+
+    def shrink(self, entry: Entry, above: Entry | None) -> bool:
+        """Drops an entry, if no other rests on it and none that is committed is newer.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        if self.children.get(entry.directory):
+            return False
+        if entry.manifest is not None:
+            if self.committed[-1] is not entry:
+                return False
+            self.committed.pop()
+            if self.restorable and self.restorable[-1] is entry:
+                self.restorable.pop()
+        del self.standing[entry.directory]
+        self.by_step[entry.step].remove(entry)
+        if above is not None:
+            self.children[above.directory].remove(entry.directory)
+        return True
 
 
 class Ledger:
@@ -191,7 +245,7 @@ class Ledger:
         Returns:
             Whether anything has.
         """
-        found = step_directories(root, self.is_step)
+        found = step_directories(root, self.is_step, known=self.directories())
         self.leaving &= set(found)
         return self.match(root, item, [d for d in found if d not in self.leaving])
 
@@ -234,8 +288,13 @@ class Ledger:
     def add(self, entry: Entry) -> None:
         """Takes in an entry, in the place of what was known of its directory."""
         self.forget(entry.directory)
+        derived = self._current()
         self._entries[entry.directory] = entry
         self._changed()
+        if derived is not None and entry.uuid not in self._spoilt:
+            sound = self._is_sound(entry)
+            if derived.grow(entry, self._above(entry), sound=sound):
+                derived.version = self._version
 
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
@@ -261,8 +320,7 @@ class Ledger:
             return None
         entry, self.pending = self.pending, None
         doomed, self.doomed = self.doomed, set()
-        self._entries.pop(entry.directory, None)
-        self._changed()
+        self._drop(entry.directory)
         try:
             manifest = read_committed(root, entry.directory, item)
         except (errors.CnrError, OSError) as error:
@@ -285,12 +343,22 @@ class Ledger:
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
-        self._entries.pop(directory, None)
+        self._drop(directory)
         self._unreadable.pop(directory, None)
         self.foreign.discard(directory)
         self.strange.discard(directory)
         self.withheld.discard(directory)
+
+    def _drop(self, directory: str) -> None:
+        """Drops an entry, if there is one."""
+        entry = self._entries.get(directory)
+        if entry is None:
+            return
+        derived, above = self._current(), self._above(entry)
+        del self._entries[directory]
         self._changed()
+        if derived is not None and derived.shrink(entry, above):
+            derived.version = self._version
 
     def become(self, fresh: Ledger) -> None:
         """Takes over what was read anew; of a save that is being written nothing changes."""
@@ -363,7 +431,8 @@ class Ledger:
 
     def by_step(self, step: int) -> Entry | None:
         """The entry of a step; of the highest generation, should there be several."""
-        return self._derive().by_step.get(step)
+        found = self._derive().by_step.get(step)
+        return max(found, key=lambda entry: entry.order) if found else None
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""
@@ -447,25 +516,32 @@ class Ledger:
         """
         self._version += 1
 
+    def _current(self) -> _Derived | None:
+        """What follows from the entries as they are now, if that is known."""
+        known = self._derived
+        return known if known is not None and known.version == self._version else None
+
     def _derive(self) -> _Derived:
         """What follows from the entries as they are now."""
-        known = self._derived
-        if known is not None and known.version == self._version:
+        known = self._current()
+        if known is not None:
             return known
         version, entries = self._version, list(self._entries.values())
         committed = sorted(
             (entry for entry in entries if entry.manifest is not None),
             key=lambda entry: entry.order,
         )
-        by_step: dict[int, Entry] = {}
+        by_step: dict[int, list[Entry]] = {}
         children: dict[str, list[str]] = {}
+        wanted: set[str] = set()
         above = {entry.directory: self._above(entry) for entry in entries}
         for entry in entries:
-            other, parent = by_step.get(entry.step), above[entry.directory]
-            if other is None or other.order < entry.order:
-                by_step[entry.step] = entry
+            by_step.setdefault(entry.step, []).append(entry)
+            parent = above[entry.directory]
             if parent is not None:
                 children.setdefault(parent.directory, []).append(entry.directory)
+            elif entry.parent is not None:
+                wanted.add(entry.parent.directory)
         standing = self._standing(entries, above)
         self._derived = _Derived(
             version=version,
@@ -477,6 +553,7 @@ class Ledger:
             ],
             by_step=by_step,
             children=children,
+            wanted=wanted,
             standing=standing,
         )
         return self._derived

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -24,6 +24,7 @@ from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.repository.ledger import Entry, Ledger, describe
 
 _log = logging.getLogger(__name__)
+_SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,13 @@ class Branch:
     restores: int = 0
     last_clock: int = -1
     went_back: str = ""
+
+    def forget_parents(self, ledger: Ledger) -> None:
+        """Drops parents that are gone, once they are as many as those that are there."""
+        if len(self.parents) <= 2 * len(ledger.entries) + _SPARE_PARENTS:
+            return
+        there = {entry.uuid for entry in ledger.entries.values()}
+        self.parents = {u: c for u, c in self.parents.items() if u in there}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,7 @@ class Planner:
         uuid = f"{self._nonce}{self._attempt:08x}"
         run, left = self._run(ledger, request, uuid)
         branch = self._branch(request)
+        branch.forget_parents(ledger)
         generation = self._generation(ledger, branch)
         begins = run != self.run and bool(left)
         abandoned = [*left]
@@ -406,13 +415,7 @@ class Planner:
         if obstacle is not None:
             _log.info("step %d is saved full: %s", request.step, obstacle)
             return Decision(kind="full", parent=None, reason=obstacle), obstacle
-        records = [
-            SaveRecord(
-                step=h.step, kind=h.kind, bytes=h.bytes, rows=h.rows, secs=h.secs
-            )
-            for h in branch.history
-        ]
-        decision = self._policy.decide(records)
+        decision = self._policy.decide(records(branch.history))
         if request.urgent and decision.kind == "full" and branch.tip is not None:
             reason = "the run is about to end, and a delta is written sooner"
             urgent = dataclasses.replace(
@@ -462,6 +465,21 @@ class Planner:
                         clock=branch.parents[entry.uuid],
                     )
         return None
+
+
+def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
+    """A history as policies see it, save by save; of several in one entry the mean of each."""
+    found: list[SaveRecord] = []
+    for entry in history:
+        record = SaveRecord(
+            step=entry.step,
+            kind=entry.kind,
+            bytes=round(entry.bytes / entry.saves),
+            rows=round(entry.rows / entry.saves),
+            secs=entry.secs / entry.saves,
+        )
+        found += [record] * entry.saves
+    return found
 
 
 def _used_root(ledger: Ledger, root: str) -> errors.UsedRootError:

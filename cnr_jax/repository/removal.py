@@ -62,11 +62,19 @@ class Remover:
     def remove(self, directory: str) -> None:
         """Removes a directory: it is gone for every reader when this returns.
 
+        Of a link only the link goes: what it leads to may belong to somebody else.
+
         Raises:
             OSError: if it cannot be renamed; then it is there as before. That files of it
                 cannot be deleted is logged; the next start tries again.
         """
         renamed = self.set_aside(directory)
+        if renamed.is_symlink():
+            _log.warning(
+                "%s is removed, but was a link: what it leads to stays, %s",
+                self._root / directory,
+                self._root / os.readlink(renamed),
+            )
         if self._keep_in is None:
             self.purge_later(renamed.name)
 
@@ -164,7 +172,9 @@ class Remover:
 
 
 def _walk(path: Path, failed: list[OSError]) -> tuple[list[Path], list[Path]]:
-    """The folders of a tree, innermost first, and its files."""
+    """The folders of a tree, innermost first, and its files, among which are all links."""
+    if path.is_symlink():
+        return [], [path]  # `os.walk` would go into the one that it is given
     folders: list[Path] = []
     files: list[Path] = []
     for at, inner, names_ in os.walk(path, topdown=False, onerror=failed.append):

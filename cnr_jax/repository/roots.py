@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from etils import epath
 
@@ -93,16 +93,29 @@ def _local(text: str, given: str) -> epath.Path:
 
 
 def step_directories(
-    root: AnyPath, is_step: Callable[[str], bool] | None = None
+    root: AnyPath,
+    is_step: Callable[[str], bool] | None = None,
+    *,
+    known: Collection[str] = (),
 ) -> list[str]:
-    """Names of the directories below a root that may be committed steps, sorted."""
+    """Names of the directories below a root that may be committed steps, sorted.
+
+    Args:
+        root: to be looked through.
+        is_step: tells names of step directories; None: all that end in a digit.
+        known: names that were found to be such before; they are not looked at again.
+    """
     wanted = is_step or may_be_step
     if not is_local(root):
         found = [path.name for path in root.iterdir() if _is_step(path)]
     else:
         with os.scandir(os.fspath(root)) as entries:
-            found = [e.name for e in entries if may_be_step(e.name) and e.is_dir()]
-    return sorted(name for name in found if wanted(name))
+            found = [
+                e.name
+                for e in entries
+                if e.name in known or (may_be_step(e.name) and e.is_dir())
+            ]
+    return sorted(name for name in found if name in known or wanted(name))
 
 
 def find_item(root: AnyPath) -> str | None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import (
+    MAX_HISTORY,
     DenseLeaf,
     FileDigest,
     HistoryEntry,
@@ -20,6 +21,7 @@ from cnr_jax.format.manifest import (
     ParentRef,
     TableEntry,
     Totals,
+    bounded_history,
     dump,
     load,
     to_json,
@@ -154,6 +156,43 @@ def test_full_manifest_without_clock_parent_or_leaves_comes_back_equal() -> None
         history=(),
     )
     assert load(dump(full), "manifest") == full
+
+
+def test_entry_of_several_saves_comes_back_equal_and_others_say_nothing_of_it() -> None:
+    assert b'"saves"' not in dump(MANIFEST)
+    several = HistoryEntry(step=9, kind="delta", bytes=8, rows=4, secs=0.3, saves=3)
+    manifest = dataclasses.replace(MANIFEST, history=(*MANIFEST.history, several))
+    assert load(dump(manifest), "manifest") == manifest
+    assert problems_of({"history.0.saves": 0}) == [
+        "history[0].saves: expected an integer of at least 1, got 0"
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=300),
+)
+def test_bounded_history_keeps_sums_order_and_the_last_save(
+    saves: list[tuple[bool, int]],
+) -> None:
+    given, bounded = [], ()
+    for step, (is_full, size) in enumerate([(True, 900), *saves]):
+        kind = "full" if is_full and step % 90 == 0 else "delta"
+        entry = HistoryEntry(step=step, kind=kind, bytes=size, rows=size, secs=0.5)
+        given.append(entry)
+        bounded = bounded_history((*bounded, entry))
+    assert len(bounded) <= MAX_HISTORY
+    assert bounded[0] == given[0] and bounded[-1] == given[-1]
+    if len(given) <= MAX_HISTORY:
+        assert list(bounded) == given
+    left = list(given)
+    for entry in bounded:
+        own, left = left[: entry.saves], left[entry.saves :]
+        assert entry.step == own[-1].step
+        assert {entry.kind} == {each.kind for each in own}
+        assert entry.bytes == entry.rows == sum(each.bytes for each in own)
+        assert entry.secs == sum(each.secs for each in own)
+        assert entry.saves <= 4 * len(given) / MAX_HISTORY + 2
+    assert not left
 
 
 def test_process_manifest_comes_back_equal() -> None:

@@ -18,7 +18,8 @@ from cnr_jax.repository.guard import Guard, recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.writing_lock import WritingLock
 
-ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", "2.aside"),))
+MOVED = names.abandoned("2", 1, "b" * 32)
+ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", MOVED),))
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -188,13 +189,13 @@ def test_an_unfinished_rollback_is_undone_at_a_start_unless_somebody_writes(
     claim = Claim(tmp_path)
     claim.take()
     claim.note_aside(ASIDE)
-    (tmp_path / "2.aside").mkdir()
+    (tmp_path / MOVED).mkdir()
     recover(tmp_path)
     assert not (tmp_path / "2").exists(), "a save may be under way"
     other.kill()
     other.wait()
     recover(tmp_path)
-    assert (tmp_path / "2").exists() and not (tmp_path / "2.aside").exists()
+    assert (tmp_path / "2").exists() and not (tmp_path / MOVED).exists()
     recover(tmp_path)
     claim.check()
 

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.format.manifest import HistoryEntry
-from cnr_jax.policy import Consecutive, Decision, SaveRecord
+from cnr_jax.format.manifest import HistoryEntry, bounded_history
+from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
 from cnr_jax.repository.ledger import Entry
-from cnr_jax.repository.planner import Plan, Planner, Request
+from cnr_jax.repository.planner import Plan, Planner, Request, records
 
 LINEAGE = "a" * 32
 OTHER = "b" * 32
@@ -300,6 +301,60 @@ def test_history_survives_the_deletion_of_its_steps_and_a_restore(run: Run) -> N
     run.restore(2, OTHER)
     run.plan(3, clock=4, lineage=OTHER)
     assert [record.step for record in run.planner._policy.seen[-1]] == [0, 1, 2]
+
+
+def growing(policy: Any, sizes: Sequence[int], bounded: bool) -> int:
+    """How many deltas a policy writes before it wants a full again; at most all."""
+    history = (HistoryEntry(step=0, kind="full", bytes=10**9, rows=9, secs=1.0),)
+    for step, size in enumerate(sizes, start=1):
+        decided = policy.decide(records(history))
+        if decided.kind == "full":
+            return step - 1
+        assert decided.parent == (0 if policy.name != "consecutive" else step - 1)
+        saved = HistoryEntry(step=step, kind="delta", bytes=size, rows=9, secs=1.0)
+        history = (*history, saved)
+        if bounded:
+            history = bounded_history(history)
+    return len(sizes)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        OneShot(),
+        Consecutive(),
+        Consecutive(max_chain=7),
+        Consecutive(max_chain=201),
+        Intermittent(max_deltas=130),
+        Intermittent(),
+        Intermittent(predictor="history"),
+    ],
+)
+@pytest.mark.parametrize("power", [0.3, 0.75, 1.0])
+@pytest.mark.parametrize("first_bytes", [10**4, 10**6, 10**7])
+def test_long_history_is_decided_upon_as_if_it_were_all_there(
+    policy: Any, power: float, first_bytes: int
+) -> None:
+    rng = np.random.default_rng(3)
+    noise = rng.uniform(0.97, 1.03, 300)
+    sizes = [int(first_bytes * (i + 1) ** power * noise[i]) for i in range(300)]
+    whole = growing(policy, sizes, bounded=False)
+    assert growing(policy, sizes, bounded=True) == whole
+
+
+def test_parents_that_are_gone_are_forgotten(run: Run) -> None:
+    for step in range(100):
+        run.save(step, clock=step)
+        if step >= 2:
+            run.planner._policy.decision = Decision(
+                kind="full", parent=None, reason="short chains"
+            )
+            run.ledger.forget(str(step - 2))
+    (branch,) = run.planner.branches.values()
+    assert len(branch.parents) < 40
+    run.planner._policy.decision = None
+    plan = run.plan(100, clock=100)
+    assert plan.parent is not None and plan.parent.directory == "99"
 
 
 def test_restores_are_counted_along_the_branch(run: Run) -> None:
