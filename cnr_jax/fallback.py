@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.checked import accessing
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.ledger import Entry, Ledger
 from cnr_jax.repository.step import read_step
 
@@ -206,9 +206,9 @@ def check_ours(step_directory: AnyPath, item: str) -> None:
     """
     held = step_directory / item
     with accessing(held):
-        if not step_directory.exists() or (held / names.MANIFEST).exists():
+        if not exists(step_directory) or exists(held / names.MANIFEST):
             return
-        if not held.exists() or not any(
+        if not exists(held) or not any(
             names.is_own(path.name) for path in held.iterdir()
         ):
             raise _not_ours(step_directory, item)
@@ -217,7 +217,7 @@ def check_ours(step_directory: AnyPath, item: str) -> None:
 def _not_ours(step_directory: AnyPath, item: str) -> errors.IntegrityError:
     """The error for a step that holds no checkpoint of this library."""
     where = os.fspath(step_directory)
-    held = sorted(path.name for path in step_directory.iterdir() if path.is_dir())
+    held = sorted(path.name for path in step_directory.iterdir() if is_directory(path))
     return errors.IntegrityError(
         f"{where} holds no checkpoint of cnr_jax\n"
         f"  got items {', '.join(held) or 'none'}, expected {item!r} with"

@@ -23,10 +23,12 @@ from cnr_jax.format.manifest import (
     dump,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
+from cnr_jax.repository.checked import check_dense_index
 from cnr_jax.repository.files import (
     AnyPath,
     digest_of,
     digest_tree,
+    exists,
     sync_directory,
     sync_tree,
     write_durably,
@@ -71,16 +73,18 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
         Bytes of the manifest.
 
     Raises:
-        IntegrityError: if a process manifest is missing or belongs to another save.
+        IntegrityError: if a process manifest is missing or belongs to another save, or the
+            dense leaves cannot be looked up.
     """
     digests, processes = _read_processes(directory, facts.plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(facts.tables, tiles, os.fspath(directory))
     dense = directory / names.DENSE
     dense_files: tuple[FileDigest, ...] = ()
-    if dense.exists():
+    if exists(dense):
         sync_tree(dense)
         dense_files = digest_tree(dense, names.DENSE)
+    check_dense_index(facts.dense_leaves, dense_files, directory)
     totals = _totals(processes, digests, dense_files)
     features = sorted({each for process in processes for each in process.features})
     manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
@@ -100,7 +104,7 @@ def _read_processes(
             processes.append(own.manifest)
             continue
         path = directory / names.process_manifest(i)
-        if not path.exists():
+        if not exists(path):
             raise errors.IntegrityError(
                 f"process {i} has not written its part of the save\n"
                 f"  {os.fspath(path)} is missing",

@@ -14,7 +14,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.orbax_compat import ChainDeleter
 from cnr_jax.repository.durable import sync_files, sync_step
-from cnr_jax.repository.files import AnyPath, is_local, sync_directory
+from cnr_jax.repository.files import AnyPath, exists, is_local, sync_directory
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.removal import Remover
 
@@ -55,7 +55,7 @@ def sync_uncommitted(root: AnyPath, directory: str, item: str) -> bool:
         Whether it is to be renamed: not where a file in it says that it is committed.
     """
     path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
-    if not path.exists():
+    if not exists(path):
         return False
     sync_step(path, item)
     return True
@@ -74,7 +74,7 @@ def sync_committed(root: AnyPath, directory: str, item: str, *, whole: bool) -> 
         IntegrityError: if there is no such step.
     """
     path = root / directory
-    if not path.exists():
+    if not exists(path):
         raise errors.IntegrityError(
             f"step {directory} was not committed; nothing is deleted in its favour\n"
             f"  {os.fspath(path)} is missing\n"

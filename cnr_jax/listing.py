@@ -14,7 +14,10 @@ from cnr_jax.channel import Channel
 from cnr_jax.ending import EndingManager
 from cnr_jax.fallback import check_ours, no_such_step
 from cnr_jax.orbax_compat import DEFAULT_ITEM, checkpoint_infos
+from cnr_jax.repository.files import exists
+from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.retention import blockers
+from cnr_jax.repository.step import read_step
 from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.verdicts import alike
 
@@ -35,10 +38,16 @@ class ListingManager(EndingManager):
         """The step that `restore(None)` takes: the newest whole one of the newest branch.
 
         Steps that are being written, or damaged as far as is known, do not count.
+
+        Raises:
+            OSError: if there is none, but a step that storage does not give out.
         """
-        self._settle()
-        restorable = self._ledger.restorable()
-        return restorable[-1].step if restorable else None
+        restorable = self._restorable()
+        if restorable:
+            return restorable[-1].step
+        for directory in sorted(self._ledger.withheld):
+            read_step(self._root, directory, str(self._item))
+        return None
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Steps that can be restored, as far as is known, in order.
@@ -53,8 +62,14 @@ class ListingManager(EndingManager):
             return list(super().all_steps(read))
         if read:
             self.reload()
+        return sorted({entry.step for entry in self._restorable()})
+
+    def _restorable(self) -> list[Entry]:
+        """Steps that can be restored, newest last; storage is asked again what it withheld."""
         self._settle()
-        return sorted({entry.step for entry in self._ledger.restorable()})
+        for directory in sorted(self._ledger.withheld):
+            self._ledger.read(self._root, directory, str(self._item))
+        return self._ledger.restorable()
 
     def best_step(self) -> int | None:
         """The best step by `best_fn` among those that can be restored."""
@@ -155,7 +170,7 @@ class ListingManager(EndingManager):
             DependentsExistError: if there is one.
         """
         path = self._root / self._step_directory(step)
-        if step not in self.all_steps() and path.exists():
+        if step not in self.all_steps() and exists(path):
             raise errors.DependentsExistError(
                 f"step {step} cannot be saved: {path} is there already\n"
                 "  hint: save another step, or move that folder out of the root",

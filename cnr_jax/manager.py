@@ -22,7 +22,13 @@ from cnr_jax.items import check_step, reads_state, restore_args, state_to_save
 from cnr_jax.keeping import deleter, with_safety
 from cnr_jax.listing import ListingManager
 from cnr_jax.options import Options
-from cnr_jax.orbax_compat import DEFAULT_ITEM, Place, is_distributed, step_names
+from cnr_jax.orbax_compat import (
+    DEFAULT_ITEM,
+    ExactPath,
+    Place,
+    is_distributed,
+    step_names,
+)
 from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.durable import missing_directories, sync_made
@@ -60,6 +66,7 @@ class CheckpointManager(ListingManager):
     Raises:
         OptionError: if a preservation policy is given in both options, or removed steps are
             to go where they cannot, or the root is a URL of another store.
+        OSError: if the root cannot be seen or listed; it is never taken for an empty one.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -88,7 +95,7 @@ class CheckpointManager(ListingManager):
         self._handler: CnrHandler = registry.handler
         self._channel = Channel(options.timeout_secs)
         self._course = Course(self._handler.uses)
-        self._root = open_root(root)
+        self._root = ExactPath(open_root(root))
         self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
         self._sigterm: Sigterm | None = None
@@ -285,7 +292,7 @@ class CheckpointManager(ListingManager):
         plain = isinstance(args, ocp.args.StandardRestore)
         args = restore_args(args, self._item)
         reads = reads_state(args, self._item)
-        elsewhere = None if directory is None else open_root(directory)
+        elsewhere = None if directory is None else ExactPath(open_root(directory))
 
         def attempt(step: int) -> Any:
             with self._handler.resuming.attempt(reads=reads):

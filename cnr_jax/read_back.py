@@ -6,15 +6,17 @@ Nothing here changes a handler: what a restore means for the saves after it is t
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 from cnr_jax import errors, restoring
+from cnr_jax.format import names
 from cnr_jax.orbax_compat import DenseStore, abstract_dense, place_of
 from cnr_jax.repository.chain import resolve_chain
-from cnr_jax.repository.checked import Seal
+from cnr_jax.repository.checked import Seal, means_damage
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.step import StepReader
 from cnr_jax.rows.touched import Touched, seeded
@@ -129,15 +131,39 @@ def _restore_dense(
     everything: bool,
     seal: Seal,
 ) -> Any:
-    """The dense leaves from the files that were checked, if they are still the same."""
+    """The dense leaves from the files that were checked, if they are still the same.
+
+    Raises:
+        IntegrityError: if the files have changed, or Orbax cannot read them though they are
+            as they were saved.
+    """
     try:
         if everything:
             found = dense.restore(directory, None)
         else:
             abstract = {p: abstract_dense(leaf) for p, leaf in wanted.dense.items()}
             found = dense.restore(directory, restoring.nest(abstract))
-    except Exception:
+    except Exception as error:
         seal.check()  # if it raises, it says why
-        raise
+        if not means_damage(error) or (
+            not everything and _can_be_read(dense, directory)
+        ):
+            raise
+        where = os.fspath(directory / names.DENSE)
+        raise errors.IntegrityError(
+            f"{where} cannot be read, though its files are those that were saved\n"
+            f"  {type(error).__name__}: {error}",
+            kind="dense_unreadable",
+            path=where,
+        ) from error
     seal.check()
     return found
+
+
+def _can_be_read(dense: DenseStore, directory: AnyPath) -> bool:
+    """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
+    try:
+        dense.restore(directory, None)
+    except Exception:
+        return False
+    return True

@@ -52,7 +52,8 @@ TABLE = {
     "warming": (f"{BELOW_HANDLER} capture widths", ""),
     "finalizing": (BELOW_HANDLER, "numpy jax"),
     "restoring": (BELOW_HANDLER, "numpy jax"),
-    "orbax_compat": ("errors format repository", "numpy jax orbax"),
+    # etils.epath: the type of the paths that Orbax hands over.
+    "orbax_compat": ("errors format repository", "numpy jax orbax etils"),
     "optim": ("errors", "numpy jax"),
     "failures": ("errors", "jax"),
     "channel": ("errors failures orbax_compat", "jax"),

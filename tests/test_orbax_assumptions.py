@@ -29,6 +29,7 @@ import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.orbax_compat import (
     DenseStore,
+    ExactPath,
     checkpoint_infos,
     end_interrupted_tasks,
     place_of,
@@ -632,3 +633,15 @@ def test_orbax_takes_those_folders_for_steps_that_it_would_name_so(
     is_step = step_names(given)
     assert is_step is not None
     assert {p.name for p in tmp_path.iterdir() if is_step(p.name)} == theirs != set()
+
+
+def test_a_manager_makes_its_paths_from_the_one_it_is_given(tmp_path: Path) -> None:
+    """So that it sees what is there as that one does, and handlers are given such paths."""
+    with ocp.CheckpointManager(ExactPath(tmp_path)) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+        name_format = ocp.path.step.standard_name_format()
+        found = [manager.directory, name_format.find_step(manager.directory, 0).path]
+        found += [each.path for each in name_format.find_all(manager.directory)]
+    assert len(found) == 3
+    assert {type(path) for path in found} == {ExactPath}

@@ -21,6 +21,8 @@ MANIFEST = "manifest.json"
 DENSE = "dense"
 # Written by Orbax into every step, whoever saved its items.
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
+# Where Orbax looks up which leaves there are, and where they are.
+DENSE_INDEX = (f"{DENSE}/_METADATA", f"{DENSE}/manifest.ocdbt")
 ROW_IDS_ARRAY = "row_ids"
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 # Marks a step directory that a rollback moved out of the way; Orbax does not list such names.

@@ -3,7 +3,7 @@
 tests/test_orbax_assumptions.py names and tests each of them: the shape of temporary paths, that
 a standard handler can be nested below an item, that directories are created while `async_save`
 runs and what tells when they are there, which client the processes of a run coordinate through,
-and what an interrupt leaves behind.
+what an interrupt leaves behind, and that its paths are made from the one it is given.
 """
 
 from cnr_jax.orbax_compat.deleting import ChainDeleter as ChainDeleter
@@ -13,6 +13,7 @@ from cnr_jax.orbax_compat.dense import digest_of_local as digest_of_local
 from cnr_jax.orbax_compat.dense import is_host_local as is_host_local
 from cnr_jax.orbax_compat.dense import replicated as replicated
 from cnr_jax.orbax_compat.directories import Directories as Directories
+from cnr_jax.orbax_compat.exact import ExactPath as ExactPath
 from cnr_jax.orbax_compat.places import DEFAULT_ITEM as DEFAULT_ITEM
 from cnr_jax.orbax_compat.places import Place as Place
 from cnr_jax.orbax_compat.places import checkpoint_infos as checkpoint_infos

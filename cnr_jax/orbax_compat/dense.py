@@ -13,7 +13,8 @@ import orbax.checkpoint as ocp
 
 from cnr_jax.format import names
 from cnr_jax.format.names import step_number as step_number
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.orbax_compat.exact import ExactPath
+from cnr_jax.repository.files import AnyPath, exists
 
 
 def is_host_local(leaf: Any) -> bool:
@@ -97,15 +98,15 @@ class DenseStore:
 
     def finalize(self, directory: AnyPath) -> None:
         """Completes a save of all processes."""
-        path: Any = directory / names.DENSE
-        if path.exists():
+        path: Any = ExactPath(directory / names.DENSE)
+        if exists(path):
             self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
         """Restores the leaves of `abstract`, or all of them, on one device, for None."""
-        path: Any = directory / names.DENSE
+        path: Any = ExactPath(directory / names.DENSE)
         if abstract is None:
-            if not path.exists():
+            if not exists(path):
                 return {}
             everything: Any = ocp.args.StandardRestore(
                 None, fallback_sharding=_fallback_sharding()

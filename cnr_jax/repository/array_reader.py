@@ -12,6 +12,7 @@ import tensorstore as ts
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
+from cnr_jax.repository.checked import means_damage
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.kept import KeptChunks
 from cnr_jax.repository.store import (
@@ -24,16 +25,6 @@ from cnr_jax.repository.store import (
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
-# What TensorStore says where storage does not give a file out, whatever is in it.
-_NO_DAMAGE = (
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "UNAUTHENTICATED",
-    "CANCELLED",
-    "ABORTED",
-)
 
 
 class Reading:
@@ -67,9 +58,9 @@ class Reading:
         try:
             found = None if self._future is None else self._future.result()
         except ValueError as error:
-            text = str(error).splitlines()[0][:300]
-            if text.startswith(_NO_DAMAGE):
+            if not means_damage(error):
                 raise
+            text = str(error).splitlines()[0][:300]
             start, stop = self._span
             raise errors.IntegrityError(
                 f"{self._path} is damaged in elements {start} to {stop}\n  {text}",

@@ -15,9 +15,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import FileDigest
+from cnr_jax.format.manifest import DenseLeaf, FileDigest
 from cnr_jax.format.tiles import ProcessManifest
-from cnr_jax.repository.files import AnyPath, digest_file, digest_of, is_local
+from cnr_jax.repository.files import (
+    AnyPath,
+    digest_file,
+    digest_of,
+    exists,
+    is_directory,
+    is_local,
+)
 
 # What the kernel says of files that are gone or spoilt, beside "no such file". Of everything
 # else (no permission, too many open files, a server that does not answer) the files know nothing.
@@ -30,6 +37,34 @@ _DAMAGED_ERRNOS = {
     errno.ENXIO,
     getattr(errno, "EUCLEAN", errno.EIO),
 }
+
+
+# What TensorStore says where storage does not give a file out, whatever is in it.
+_NO_DAMAGE = (
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+    "CANCELLED",
+    "ABORTED",
+)
+
+
+def means_damage(error: Exception) -> bool:
+    """Whether what was raised in reading a file says that the file is spoilt or gone.
+
+    Example:
+        >>> means_damage(OSError(5, "I/O error")), means_damage(OSError(13, "Denied"))
+        (True, False)
+    """
+    if isinstance(error, errors.CnrError):
+        return isinstance(error, errors.DAMAGE)
+    if isinstance(error, OSError) and error.errno is not None:
+        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        return gone or error.errno in _DAMAGED_ERRNOS
+    # Also jax says "RESOURCE_EXHAUSTED", where memory runs out.
+    return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
 
 
 @contextlib.contextmanager
@@ -139,11 +174,39 @@ def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> li
         entry = directory / path
         with accessing(entry):
             linked = is_local(entry) and os.path.islink(os.fspath(entry))
-            if entry.is_dir() and (path in parents or not linked):
+            if is_directory(entry) and (path in parents or not linked):
                 left += [f"{path}/{inner.name}" for inner in entry.iterdir()]
-            elif path not in files and (linked or entry.exists()):
+            elif path not in files and (linked or exists(entry)):
                 found.append(path)
     return sorted(found)
+
+
+def check_dense_index(
+    leaves: Sequence[DenseLeaf], files: Sequence[FileDigest], item: AnyPath
+) -> None:
+    """Checks that `dense/` has the files in which Orbax looks leaves up.
+
+    Orbax writes them last, and does not say so where it finds nothing to be looked up.
+
+    Args:
+        leaves: of the checkpoint.
+        files: that are in `dense/`.
+        item: directory of the checkpoint.
+
+    Raises:
+        IntegrityError: if a leaf cannot be looked up.
+    """
+    stored = sum(leaf.kind != "text" for leaf in leaves)
+    named = {file.path for file in files}
+    missing = [path for path in names.DENSE_INDEX if path not in named]
+    if stored and missing:
+        where = os.fspath(item / missing[0])
+        raise errors.IntegrityError(
+            f"{where} was not written: none of {stored} dense leaves can be read without\n"
+            f"  got {len(files)} files in {names.DENSE}/, expected this among them",
+            kind="dense_unfinished",
+            path=where,
+        )
 
 
 def _slashes(path: str) -> list[int]:

@@ -20,7 +20,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.fields import Fields
 from cnr_jax.repository.durable import replace_durably
-from cnr_jax.repository.files import AnyPath, read_small
+from cnr_jax.repository.files import AnyPath, exists, read_small
 from cnr_jax.repository.roots import may_be_step
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Claim:
         if own is None:
             return
         found = read_writer(self._root)
-        if found is None and not (self._root / names.WRITER).exists():
+        if found is None and not exists(self._root / names.WRITER):
             self._write(own)  # somebody tidied up; nobody else claims the root
             return
         if found is None or found.id != own.id:

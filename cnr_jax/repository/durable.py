@@ -14,6 +14,8 @@ from pathlib import Path
 
 from cnr_jax.repository.files import (
     AnyPath,
+    exists,
+    is_directory,
     is_local,
     sync_directory,
     sync_tree,
@@ -61,7 +63,7 @@ def sync_step(directory: AnyPath, item: str) -> None:
     for path in directory.iterdir():
         if path.name == item:
             sync_files(path)
-        elif path.is_dir():
+        elif is_directory(path):
             sync_tree(path)
     sync_files(directory)
 
@@ -71,7 +73,7 @@ def sync_files(directory: AnyPath) -> None:
     if not is_local(directory):
         return
     for path in directory.iterdir():
-        if not path.is_dir():
+        if not is_directory(path):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_directory(directory)
@@ -81,7 +83,7 @@ def missing_directories(root: AnyPath) -> list[AnyPath]:
     """Which of a root and the directories above it do not exist yet, the root first."""
     found: list[AnyPath] = []
     path = root
-    while is_local(root) and not path.exists() and path.parent.name != path.name:
+    while is_local(root) and not exists(path) and path.parent.name != path.name:
         found.append(path)
         path = path.parent
     return found
@@ -90,7 +92,7 @@ def missing_directories(root: AnyPath) -> list[AnyPath]:
 def sync_made(made: list[AnyPath]) -> None:
     """Makes directories durable that did not exist before, as `missing_directories` found."""
     for path in made:
-        if path.exists():
+        if exists(path):
             try:
                 sync_directory(path.parent)
             except PermissionError as error:

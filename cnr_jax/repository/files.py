@@ -2,6 +2,10 @@
 
 Paths are what Orbax hands over (`etils.epath` objects, which behave like `pathlib.Path`); local
 paths get `fsync`, others are durable when their write returns.
+
+Whether something is there is asked here, and nowhere by a path's own `exists` and `is_dir`: these
+take every error for absence, as of a server that does not answer, and a root that cannot be seen
+would look empty.
 """
 
 from __future__ import annotations
@@ -63,6 +67,40 @@ class AnyPath(Protocol):
 def is_local(path: AnyPath) -> bool:
     """Whether the path is in a local (or mounted) file system."""
     return "://" not in os.fspath(path)
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether something is there; links are followed.
+
+    Raises:
+        OSError: if that cannot be seen.
+
+    Example:
+        >>> from pathlib import Path
+        >>> exists(Path("/")), exists(Path("/no such folder/file"))
+        (True, False)
+    """
+    return _mode(path) is not None if is_local(path) else path.exists()
+
+
+def is_directory(path: AnyPath) -> bool:
+    """Whether a directory is there; links are followed.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    if not is_local(path):
+        return path.is_dir()
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode(path: AnyPath) -> int | None:
+    """What is at a local path; None: nothing."""
+    try:
+        return os.stat(os.fspath(path)).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def size_of(path: AnyPath) -> int:
@@ -140,7 +178,7 @@ def sync_tree(directory: AnyPath) -> None:
     if not is_local(directory):
         return
     for entry in directory.iterdir():
-        if entry.is_dir():
+        if is_directory(entry):
             sync_tree(entry)
         else:
             with entry.open("rb") as file:
@@ -160,7 +198,7 @@ def digest_tree(directory: AnyPath, prefix: str) -> tuple[FileDigest, ...]:
     found: list[FileDigest] = []
     for entry in sorted(directory.iterdir(), key=lambda path: path.name):
         path = f"{prefix}/{entry.name}"
-        if entry.is_dir():
+        if is_directory(entry):
             found += digest_tree(entry, path)
         else:
             found.append(digest_file(entry, path))

@@ -12,7 +12,7 @@ from cnr_jax.format.names import ABANDONED_MARK
 from cnr_jax.repository import leftovers
 from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
 from cnr_jax.repository.durable import missing_directories, sync_made
-from cnr_jax.repository.files import AnyPath, is_local, sync_directory
+from cnr_jax.repository.files import AnyPath, exists, is_local, sync_directory
 from cnr_jax.repository.ledger import Entry, Ledger, aside_name
 from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.step import read_committed
@@ -225,7 +225,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
         pass
     back: list[str] = []
     for name, now in reversed(aside.moved):
-        if (root / now).exists() and not (root / name).exists():
+        if exists(root / now) and not exists(root / name):
             (root / now).rename(root / name)
             back.append(name)
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:

@@ -27,6 +27,7 @@ from cnr_jax.format.tiles import (
 from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.checked import (
     accessing,
+    check_dense_index,
     check_file,
     check_process,
     read_checked,
@@ -93,6 +94,8 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         with _noted(found, item, names.MANIFEST):
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
+    with _noted(found, item, names.DENSE, "step"):
+        check_dense_index(manifest.dense_leaves, manifest.dense_files, item)
     checks: list[Check] = []
     for process in processes:
         rows = names.rows_directory(process.process)

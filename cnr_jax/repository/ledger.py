@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.roots import (
     is_checkpoint,
     is_foreign,
@@ -231,9 +231,12 @@ class Ledger:
             root: holds the step directories.
             item: name of the item in each of them.
             is_step: tells names of step directories; None: all that end in a digit.
+
+        Raises:
+            OSError: if the root cannot be seen or listed.
         """
         ledger = cls(is_step)
-        if not root.exists():
+        if not exists(root):
             return ledger
         for directory in step_directories(root, ledger.is_step):
             ledger.read(root, directory, item)

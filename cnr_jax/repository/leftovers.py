@@ -7,7 +7,7 @@ import logging
 import os
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.removal import Remover
 
@@ -46,7 +46,7 @@ _MEANINGS = {
 
 def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
     """Looks through a root of which the ledger has been read."""
-    present = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    present = sorted(path.name for path in root.iterdir()) if exists(root) else []
     # A removed directory may have been temporary or abandoned before.
     removed = [name for name in present if names.REMOVED_MARK in name]
     rest = [name for name in present if name not in removed]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath, sync_directory
+from cnr_jax.repository.files import AnyPath, exists, sync_directory
 from cnr_jax.repository.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -121,11 +121,11 @@ class Remover:
         if self._keep_in is None:
             return self._root / names.removed(directory, secrets.token_hex(8))
         folder = self._root / self._keep_in
-        if not folder.exists():
+        if not exists(folder):
             folder.mkdir(parents=True)
             sync_directory(self._root)
         target = folder / directory
-        if target.exists():
+        if exists(target):
             target = folder / names.removed(directory, secrets.token_hex(8))
         return target
 

@@ -11,7 +11,7 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 
 # pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -122,18 +122,21 @@ def find_item(root: AnyPath) -> str | None:
     """The item of a root's steps that holds a checkpoint of this library, if any does.
 
     Rather one that holds a manifest than one of which only other files are left.
+
+    Raises:
+        OSError: if the root or a step in it cannot be seen or listed.
     """
-    if not root.exists():
+    if not exists(root):
         return None
     items = [
         item
         for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True)
         if _is_step(step)
         for item in sorted(step.iterdir(), key=lambda path: path.name)
-        if item.is_dir()
+        if is_directory(item)
     ]
     for item in items:
-        if (item / names.MANIFEST).exists():
+        if exists(item / names.MANIFEST):
             return item.name
     for item in items:
         if any(names.is_own(path.name) for path in item.iterdir()):
@@ -143,7 +146,7 @@ def find_item(root: AnyPath) -> str | None:
 
 def _is_step(path: AnyPath) -> bool:
     """Whether a path may be a committed step: a folder that ends in a number."""
-    return may_be_step(path.name) and path.is_dir()
+    return may_be_step(path.name) and is_directory(path)
 
 
 def may_be_step(name: str) -> bool:
@@ -154,7 +157,7 @@ def may_be_step(name: str) -> bool:
 def is_foreign(step: AnyPath) -> bool:
     """Whether a step directory holds something, but nothing that this library writes."""
     try:
-        held = [path for path in step.iterdir() if path.is_dir()]
+        held = [path for path in step.iterdir() if is_directory(path)]
         found = [path.name for item in held for path in item.iterdir()]
     except OSError:
         return True  # it is not known, and so left alone

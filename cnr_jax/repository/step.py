@@ -26,6 +26,7 @@ from cnr_jax.repository.array_reader import ArrayReader, Reading
 from cnr_jax.repository.checked import (
     Seal,
     about,
+    check_dense_index,
     check_process,
     read_checked,
     reading,
@@ -165,7 +166,7 @@ class StepReader:
         return tuple(found)
 
     def check_dense(self) -> Seal:
-        """Checks every dense file against its digest, and that there are no others.
+        """Checks every dense file against its digest, and that there are no others or too few.
 
         Returns:
             What tells afterwards whether they are still the same.
@@ -173,7 +174,9 @@ class StepReader:
         Raises:
             IntegrityError: at the first one that is missing, damaged or not named.
         """
-        return sealed(self.directory, names.DENSE, self.manifest.dense_files)
+        files = self.manifest.dense_files
+        check_dense_index(self.manifest.dense_leaves, files, self.directory)
+        return sealed(self.directory, names.DENSE, files)
 
     def tiles(
         self, table: TableEntry, leaf: str | None = None

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.removal import Remover
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Unfinished:
         """Whether a folder is out of the way."""
         path: Any = self._root / name
         try:
-            if not path.exists():
+            if not exists(path):
                 return True  # nothing was written, or it is committed after all
             if self._remover is None:
                 path.rmtree()

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.inspect import Finding, inspect_item
 from cnr_jax.repository.roots import open_root, step_directories
 from cnr_jax.repository.step import read_step
@@ -88,7 +88,7 @@ def verify(
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
-    if not path.is_dir():
+    if not is_directory(path):
         return ()
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
@@ -96,7 +96,7 @@ def verify(
     for each in sorted(every if item is None else every & {item}):
         found += _Item(path, each, level).problems(steps)
     for name, items in steps.items():
-        if not items and (path / name).is_dir():
+        if not items and is_directory(path / name):
             message = "holds no checkpoint of cnr_jax"
             found.append(Problem(name, "", "no_checkpoint", (name,), message))
         found += _of_orbax(path, name)
@@ -108,10 +108,10 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
     file = "_CHECKPOINT_METADATA"
     path = root / step / file
     try:
-        if path.exists() and not isinstance(json.loads(path.read_bytes()), dict):
+        if exists(path) and not isinstance(json.loads(path.read_bytes()), dict):
             raise ValueError("it is no JSON object")
     except (ValueError, OSError) as error:
-        if (root / step).is_dir():
+        if is_directory(root / step):
             message = f"cannot be read, but is not needed: {error}"
             yield Problem(step, file, "orbax_metadata", (), message)
 
@@ -122,7 +122,7 @@ def _items(root: AnyPath, step: str) -> list[str]:
         return [
             item.name
             for item in (root / step).iterdir()
-            if item.is_dir() and any(names.is_own(p.name) for p in item.iterdir())
+            if is_directory(item) and any(names.is_own(p.name) for p in item.iterdir())
         ]
     except (FileNotFoundError, NotADirectoryError):
         return []  # removed meanwhile
@@ -160,7 +160,7 @@ class _Item:
             found[step] = self._look(step)
         # What was removed since it was looked at is no problem. Until no more is found to be
         # gone: a parent goes after its children.
-        while gone := [step for step in found if not (self._root / step).is_dir()]:
+        while gone := [step for step in found if not is_directory(self._root / step)]:
             for step in gone:
                 del found[step]
                 self._manifests.pop(step, None)

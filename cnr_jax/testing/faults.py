@@ -1,11 +1,12 @@
-"""Storage faults at exact places: the k-th write, fsync or rename of a program fails.
+"""Storage faults at exact places: the k-th write, fsync, rename or stat of a program fails.
 
 A program is run with a small library in front of libc (`LD_PRELOAD`; `shim.c` beside this file,
 compiled with `cc` when first used). It counts the calls that change files below a folder, and at
 a chosen one kills the process, returns an error, writes half, or waits. Linux only.
 
 Kinds of calls: `"open"` (for writing, or that creates), `"write"`, `"fsync"`, `"rename"`,
-`"mkdir"`, `"unlink"`, `"rmdir"`, `"truncate"` and `"link"`, each with all its variants.
+`"mkdir"`, `"unlink"`, `"rmdir"`, `"truncate"` and `"link"`, each with all its variants. Calls that
+only look count where they are asked for: `"stat"`, `"scandir"` (a listing is begun), `"open_read"`.
 
 Example:
     >>> import sys, tempfile
@@ -51,6 +52,8 @@ CALLS = (
     "truncate",
     "link",
 )
+# They change nothing; `"any"` does not mean them.
+LOOKS = ("stat", "scandir", "open_read")
 _PARTIAL = ("short_write", "kill_midway")
 _ACTIONS = ("kill", "kill_after", *_PARTIAL, "delay")
 
@@ -66,7 +69,7 @@ class Fault:
     """What happens at which call. Numbers count per process, from 1.
 
     Attributes:
-        call: kind of call, one of `CALLS`, or `"any"`.
+        call: kind of call, one of `CALLS` or of `LOOKS`, or `"any"` of `CALLS`.
         nth: which of the calls of this kind (whose path has `match` in it).
         action: `"kill"` (SIGKILL before the call), `"kill_after"`, the name of an error
             number such as `"EIO"`, `"ENOSPC"`, `"EDQUOT"`, `"EROFS"` or `"EMFILE"` (the call
@@ -92,10 +95,10 @@ class Fault:
     process: str = ""
 
     def __post_init__(self) -> None:
-        if self.call not in ("any", *CALLS):
+        if self.call not in ("any", *CALLS, *LOOKS):
             raise errors.OptionError(
                 f"call {self.call!r} is not known, expected 'any' or one of"
-                f" {', '.join(CALLS)}"
+                f" {', '.join((*CALLS, *LOOKS))}"
             )
         if self.action not in _ACTIONS and not hasattr(errno, self.action):
             raise errors.OptionError(
@@ -123,7 +126,7 @@ class Call:
     Attributes:
         number: among the counted calls of its process, from 1.
         pid: of the process.
-        call: its kind, one of `CALLS`.
+        call: its kind, one of `CALLS` or of `LOOKS`.
         path: absolute, symbolic links of the watched folder resolved.
         hit: whether the fault struck here.
         to: new path of a rename or link, else "".
@@ -180,6 +183,7 @@ def environment(
     log: str | os.PathLike[str],
     fault: Fault | None = None,
     after: str | os.PathLike[str] | None = None,
+    looks: bool = False,
 ) -> dict[str, str]:
     """Environment variables for programs that you start yourself; `run` does it for you.
 
@@ -188,6 +192,7 @@ def environment(
         log: file to which counted calls are appended; see `read_calls`.
         fault: what happens; None: calls are only counted.
         after: nothing counts before this file exists, so that a program can say from when on.
+        looks: calls that only look count too; they do if the fault is one of these.
 
     Raises:
         OptionError: if faults are not available here.
@@ -200,6 +205,8 @@ def environment(
         "CNR_FAULT_GIVEN": os.path.abspath(below),
         "CNR_FAULT_LOG": os.path.realpath(log),
     }
+    if looks or (fault is not None and fault.call in LOOKS):
+        found["CNR_FAULT_LOOKS"] = "1"
     if after is not None:
         found["CNR_FAULT_AFTER"] = os.path.abspath(after)
     if fault is not None:
@@ -223,6 +230,7 @@ def arm(
     log: str | os.PathLike[str],
     fault: Fault | None = None,
     after: str | os.PathLike[str] | None = None,
+    looks: bool = False,
 ) -> None:
     """Arms a fault in this process, which was started with the variables of `environment`.
 
@@ -234,7 +242,9 @@ def arm(
     """
     for name in [name for name in os.environ if name.startswith("CNR_FAULT_")]:
         del os.environ[name]
-    os.environ.update(environment(below=below, log=log, fault=fault, after=after))
+    os.environ.update(
+        environment(below=below, log=log, fault=fault, after=after, looks=looks)
+    )
     try:
         configure = ctypes.CDLL(None).cnr_faults_configure
     except AttributeError:
@@ -288,6 +298,7 @@ def run(
     timeout_secs: float = 120.0,
     cwd: str | os.PathLike[str] | None = None,
     after: str | os.PathLike[str] | None = None,
+    looks: bool = False,
 ) -> Ran:
     """Runs a program to its end, with a fault or, to learn its calls, without.
 
@@ -299,6 +310,7 @@ def run(
         timeout_secs: after this the program and those it started are killed.
         cwd: its working directory.
         after: nothing counts before this file exists, so that the program can say from when on.
+        looks: calls that only look count too; they do if the fault is one of these.
 
     Programs that it leaves running are killed. Its input is empty.
 
@@ -309,7 +321,7 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="cnr_jax_faults_") as folder:
         log = Path(folder, "calls")
-        armed = environment(below=below, log=log, fault=fault, after=after)
+        armed = environment(below=below, log=log, fault=fault, after=after, looks=looks)
         variables = {**os.environ, **(env or {}), **armed}
         # Files, not pipes: a program's children may outlive it and keep pipes open.
         with open(f"{folder}/out", "w+b") as out, open(f"{folder}/err", "w+b") as err:

@@ -2,7 +2,8 @@
 
 Only calls that Python code makes are met, such as those of Orbax and `cnr_jax`: manifests,
 directories, renames, removal. TensorStore's own writes are not; `faults` meets these too.
-Kinds of calls are those of `faults`, without writes. Linux only.
+Kinds of calls are those of `faults`, without writes; of the calls that only look, those that name
+what they look at. Linux only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import builtins
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import os
 import shutil
@@ -21,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from cnr_jax import errors
-from cnr_jax.testing.faults import Call, Fault, check_hit
+from cnr_jax.testing.faults import LOOKS, Call, Fault, check_hit
 
 # Of the `os` module: the kind of call each counts as, how many paths it has.
 _FUNCTIONS = {
@@ -36,6 +38,13 @@ _FUNCTIONS = {
     "replace": ("rename", 2),
     "link": ("link", 2),
 }
+# Those that only look; `pathlib`, `epath` and `os.path` go through them.
+_LOOKS = {
+    "stat": ("stat", 1),
+    "lstat": ("stat", 1),
+    "scandir": ("scandir", 1),
+    "listdir": ("scandir", 1),
+}
 Callback = Callable[[Call], object]
 
 
@@ -45,9 +54,22 @@ class _Watch:
         self._below = os.path.realpath(below)
         self._before, self._after = before, after
         self._lock = threading.Lock()
+        self._busy = threading.local()
 
-    def call(self, kind: str, paths: list[str], do: Callable[[], Any]) -> Any:
+    def call(
+        self, kind: str, paths: Callable[[], list[str]], do: Callable[[], Any]
+    ) -> Any:
         """Counts a call if one of its paths is below, and makes it."""
+        if getattr(self._busy, "is_set", False):
+            return do()  # to find out what the path of another call is
+        self._busy.is_set = True
+        try:
+            found = paths()
+        finally:
+            self._busy.is_set = False
+        return self._call(kind, found, do)
+
+    def _call(self, kind: str, paths: list[str], do: Callable[[], Any]) -> Any:
         if not any(self._is_below(path) for path in paths):
             return do()
         with self._lock:
@@ -70,6 +92,7 @@ def watching(
     *,
     before: Callback = lambda call: None,
     after: Callback = lambda call: None,
+    looks: bool = False,
 ) -> Iterator[list[Call]]:
     """Calls `before` and `after` around every call, in its thread.
 
@@ -79,6 +102,7 @@ def watching(
         below: calls on this folder and what is below it count.
         before: is given the call, which has been counted.
         after: likewise.
+        looks: calls that only look count too.
 
     Yields:
         The calls so far, a list that grows.
@@ -93,10 +117,14 @@ def watching(
     """
     watch = _Watch(Path(below), before, after)
     with contextlib.ExitStack() as patches:
-        for name, (kind, paths) in _FUNCTIONS.items():
+        functions = _FUNCTIONS | _LOOKS if looks else _FUNCTIONS
+        for name, (kind, paths) in functions.items():
             wrapped = _wrapped(watch, getattr(os, name), kind, paths)
             patches.enter_context(mock.patch.object(os, name, wrapped))
-        opener = _opener(watch, io.open)
+        if looks:
+            opener = _os_opener(watch, os.open)
+            patches.enter_context(mock.patch.object(os, "open", opener))
+        opener = _opener(watch, io.open, looks)
         for module in (io, builtins):
             patches.enter_context(mock.patch.object(module, "open", opener))
         yield watch.calls
@@ -133,7 +161,8 @@ def failing(below: str | os.PathLike[str], fault: Fault) -> Iterator[list[Call]]
 
     def strike(call: Call) -> None:
         nonlocal fitting
-        if fault.call not in ("any", call.call):
+        looks = call.call in LOOKS
+        if fault.call != call.call and (fault.call != "any" or looks):
             return
         if fault.match not in call.path and fault.match not in call.to:
             return
@@ -144,7 +173,7 @@ def failing(below: str | os.PathLike[str], fault: Fault) -> Iterator[list[Call]]
             hits.append(dataclasses.replace(call, hit=True))
         raise OSError(number, os.strerror(number), call.path)
 
-    with watching(below, before=strike) as calls:
+    with watching(below, before=strike, looks=fault.call in LOOKS) as calls:
         yield hits
         if not hits:
             check_hit(calls, fault)
@@ -173,36 +202,59 @@ def copying(
                 # Files that other threads rename meanwhile, as they may at any time.
                 shutil.copytree(below, to)
 
-    watch = {"after" if after else "before": copy}
-    with watching(below, **watch) as calls:
+    watched = watching(below, after=copy) if after else watching(below, before=copy)
+    with watched as calls:
         yield calls
 
 
 def _wrapped(
     watch: _Watch, real: Callable[..., Any], kind: str, count: int
 ) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def paths_of(args: Any, kwargs: Any) -> list[str]:
         if count == 0:
             descriptor = args[0] if isinstance(args[0], int) else args[0].fileno()
-            paths = [_path_of(descriptor)]
-        else:
-            keys = ["dir_fd"] if count == 1 else ["src_dir_fd", "dst_dir_fd"]
-            given = [*args, *(kwargs[k] for k in ("path", "src", "dst") if k in kwargs)]
-            paths = [
-                _absolute(path, kwargs.get(key))
-                for path, key in zip(given[:count], keys, strict=True)
-            ]
+            return [_path_of(descriptor)]
+        keys = ["dir_fd"] if count == 1 else ["src_dir_fd", "dst_dir_fd"]
+        given = [*args, *(kwargs[k] for k in ("path", "src", "dst") if k in kwargs)]
+        return [
+            _absolute(path, kwargs.get(key))
+            for path, key in zip(given[:count] or ["."], keys, strict=True)
+        ]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kind == "stat" and args and isinstance(args[0], int):
+            return real(*args, **kwargs)  # an open file, which is there
+        paths = functools.partial(paths_of, args, kwargs)
         return watch.call(kind, paths, lambda: real(*args, **kwargs))
 
     return wrapper
 
 
-def _opener(watch: _Watch, real: Callable[..., Any]) -> Callable[..., Any]:
+def _opener(watch: _Watch, real: Callable[..., Any], looks: bool) -> Callable[..., Any]:
     def opener(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, int) or not set("wax+") & set(mode):
+        changes = bool(set("wax+") & set(mode))
+        if isinstance(file, int) or not (changes or looks):
             return real(file, mode, *args, **kwargs)
-        paths = [_absolute(file, None)]
-        return watch.call("open", paths, lambda: real(file, mode, *args, **kwargs))
+        return watch.call(
+            "open" if changes else "open_read",
+            lambda: [_absolute(file, None)],
+            lambda: real(file, mode, *args, **kwargs),
+        )
+
+    return opener
+
+
+def _os_opener(watch: _Watch, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Those that only read, such as of folders that are synced."""
+
+    def opener(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            return real(path, flags, *args, **kwargs)
+        return watch.call(
+            "open_read",
+            lambda: [_absolute(path, kwargs.get("dir_fd"))],
+            lambda: real(path, flags, *args, **kwargs),
+        )
 
     return opener
 

@@ -1,13 +1,15 @@
-/* Counts the calls by which a process changes files below a folder, and makes chosen ones fail.
+/* Counts the calls by which a process changes files below a folder, or looks at them where that is
+ * asked for, and makes chosen ones fail.
  *
  * Loaded with LD_PRELOAD by cnr_jax.testing.faults, which documents what the environment
  * variables mean. Everything here may run in any thread, before main, between fork and exec, and
  * while the process is out of memory or of file descriptors: so no malloc, no locks, no stdio.
  *
  * Not seen: files written through mmap, through stdio's fwrite (the fopen is), by raw system
- * calls or io_uring, and by statically linked programs.
+ * calls or io_uring, and by statically linked programs; and what is asked of open files.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -36,6 +38,7 @@ static struct {
   char given[PATH_MAX];  /* the same folder as the caller wrote it */
   char log[PATH_MAX];
   char after[PATH_MAX];  /* nothing counts before this file exists */
+  int looks; /* whether calls that only look count */
   char call[32];
   char match[PATH_MAX];
   long nth, times;
@@ -83,6 +86,7 @@ static void configure(void) {
   copy_variable(config.given, sizeof config.given, "CNR_FAULT_GIVEN");
   copy_variable(config.log, sizeof config.log, "CNR_FAULT_LOG");
   copy_variable(config.after, sizeof config.after, "CNR_FAULT_AFTER");
+  config.looks = getenv("CNR_FAULT_LOOKS") != NULL;
   copy_variable(config.call, sizeof config.call, "CNR_FAULT_CALL");
   copy_variable(config.match, sizeof config.match, "CNR_FAULT_MATCH");
   const char *text = getenv("CNR_FAULT_ACTION");
@@ -108,13 +112,18 @@ EXPORT void cnr_faults_configure(void) {
   configure();
 }
 
+/* Not by name: that would be a call that counts. */
+static int look_at(const char *path, struct stat *found, int flags) {
+  return syscall(SYS_newfstatat, AT_FDCWD, path, found, flags);
+}
+
 static int on(void) {
   pthread_once(&once, setup);
   if (!atomic_load(&enabled)) return 0;
   if (atomic_load(&begun)) return 1;
   struct stat unused;
   int saved = errno;
-  int there = fstatat(AT_FDCWD, config.after, &unused, 0) == 0;
+  int there = look_at(config.after, &unused, 0) == 0;
   errno = saved;
   if (there) atomic_store(&begun, 1);
   return there;
@@ -226,8 +235,12 @@ static void pause_secs(double secs) {
   }
 }
 
+static int is_look(const char *call) {
+  return strcmp(call, "stat") == 0 || strcmp(call, "scandir") == 0 || strcmp(call, "open_read") == 0;
+}
+
 static int fits(const char *call, const char *path, const char *to) {
-  if (strcmp(config.call, "any") != 0 && strcmp(config.call, call) != 0) return 0;
+  if (strcmp(config.call, "any") == 0 ? is_look(call) : strcmp(config.call, call) != 0) return 0;
   return !config.match[0] || strstr(path, config.match) || strstr(to, config.match);
 }
 
@@ -299,7 +312,8 @@ static int changes(int flags) {
 static int has_mode(int flags) { return (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE; }
 
 static enum action opening(int directory, const char *path, int flags) {
-  return changes(flags) ? at_path("open", directory, path) : NONE;
+  if (changes(flags)) return at_path("open", directory, path);
+  return config.looks ? at_path("open_read", directory, path) : NONE;
 }
 
 #define MODE(flags)                      \
@@ -359,7 +373,7 @@ CREAT(creat64)
 #define FOPEN(name)                                                                     \
   EXPORT FILE *name(const char *path, const char *mode) {                               \
     REAL(name);                                                                         \
-    STRIKE(strpbrk(mode, "wa+") ? at_path("open", AT_FDCWD, path) : NONE, NULL,         \
+    STRIKE(opening(AT_FDCWD, path, strpbrk(mode, "wa+") ? O_WRONLY : O_RDONLY), NULL,         \
            real(path, mode));                                                           \
   }
 FOPEN(fopen)
@@ -512,7 +526,7 @@ EXPORT int unlinkat(int directory, const char *path, int flags) {
 EXPORT int remove(const char *path) {
   REAL(remove);
   struct stat found;
-  int folder = fstatat(AT_FDCWD, path, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(found.st_mode);
+  int folder = look_at(path, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(found.st_mode);
   STRIKE(at_path(folder ? "rmdir" : "unlink", AT_FDCWD, path), -1, real(path));
 }
 
@@ -550,3 +564,68 @@ FALLOCATE(fallocate64)
   }
 POSIX_FALLOCATE(posix_fallocate)
 POSIX_FALLOCATE(posix_fallocate64)
+
+/* ---- looking ----------------------------------------------------------------------------- */
+
+/* Asked of an open file, there is no path. */
+static enum action looking(const char *call, int directory, const char *path) {
+  pthread_once(&once, setup);
+  return config.looks && path && path[0] ? at_path(call, directory, path) : NONE;
+}
+
+#define STAT(name, type)                                                      \
+  EXPORT int name(const char *path, struct type *found) {                     \
+    REAL(name);                                                               \
+    STRIKE(looking("stat", AT_FDCWD, path), -1, real(path, found));           \
+  }
+STAT(stat, stat)
+STAT(lstat, stat)
+STAT(stat64, stat64)
+STAT(lstat64, stat64)
+
+#define FSTATAT(name, type)                                                              \
+  EXPORT int name(int directory, const char *path, struct type *found, int flags) {      \
+    REAL(name);                                                                          \
+    STRIKE(looking("stat", directory, path), -1, real(directory, path, found, flags));   \
+  }
+FSTATAT(fstatat, stat)
+FSTATAT(fstatat64, stat64)
+
+EXPORT int statx(int directory, const char *path, int flags, unsigned mask, struct statx *found) {
+  REAL(statx);
+  STRIKE(looking("stat", directory, path), -1, real(directory, path, flags, mask, found));
+}
+
+/* What programs call that were linked before glibc 2.33. */
+int __xstat(int, const char *, struct stat *);
+int __lxstat(int, const char *, struct stat *);
+int __xstat64(int, const char *, struct stat64 *);
+int __lxstat64(int, const char *, struct stat64 *);
+int __fxstatat(int, int, const char *, struct stat *, int);
+int __fxstatat64(int, int, const char *, struct stat64 *, int);
+#define XSTAT(name, type)                                                     \
+  EXPORT int name(int version, const char *path, struct type *found) {        \
+    REAL(name);                                                               \
+    STRIKE(looking("stat", AT_FDCWD, path), -1, real(version, path, found));  \
+  }
+#define FXSTATAT(name, type)                                                                        \
+  EXPORT int name(int version, int directory, const char *path, struct type *found, int flags) {    \
+    REAL(name);                                                                                     \
+    STRIKE(looking("stat", directory, path), -1, real(version, directory, path, found, flags));     \
+  }
+XSTAT(__xstat, stat)
+XSTAT(__lxstat, stat)
+XSTAT(__xstat64, stat64)
+XSTAT(__lxstat64, stat64)
+FXSTATAT(__fxstatat, stat)
+FXSTATAT(__fxstatat64, stat64)
+
+EXPORT DIR *opendir(const char *path) {
+  REAL(opendir);
+  STRIKE(looking("scandir", AT_FDCWD, path), NULL, real(path));
+}
+EXPORT DIR *fdopendir(int fd) {
+  REAL(fdopendir);
+  pthread_once(&once, setup);
+  STRIKE(config.looks ? at_fd("scandir", fd) : NONE, NULL, real(fd));
+}

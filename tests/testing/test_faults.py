@@ -378,3 +378,62 @@ def _kind(line: str, root: str) -> str:
     names = {"pwrite64": "write", "writev": "write", "fdatasync": "fsync"}
     name = names.get(name, name).removesuffix("at2").removesuffix("at")
     return name if name in faults.CALLS else ""
+
+
+EVERY_LOOK = """
+import os
+folder = os.open("d", os.O_RDONLY)
+os.stat("d"); os.lstat("d/a"); os.stat("a", dir_fd=folder); os.fstat(folder)
+os.listdir("d"); os.listdir(folder)
+open("d/a").close()
+os.stat("../root/d/none") if os.path.exists("d/none") else os.stat("..")
+"""
+LOOKED = """
+open_read d
+stat d
+stat d/a
+stat d/a
+scandir d
+scandir d
+open_read d/a
+stat d/none
+""".split("\n")[1:-1]
+
+
+def looked(ran: faults.Ran, root: Path) -> list[str]:
+    calls = [call for call in ran.calls if call.path != str(root.resolve())]
+    return [f"{call.call} {os.path.relpath(call.path, root)}" for call in calls]
+
+
+def test_every_look_is_counted_where_it_is_asked_for(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "d").mkdir(parents=True)
+    (root / "d" / "a").touch()
+    ran = run(EVERY_LOOK, root, looks=True)
+    assert ran.returncode == 0, ran.stderr
+    assert looked(ran, root) == LOOKED
+    assert run(EVERY_LOOK, root).calls == ()
+
+
+@pytest.mark.parametrize("kind", faults.LOOKS)
+def test_any_look_of_any_program_can_fail(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "d").mkdir(parents=True)
+    (root / "d" / "a").touch()
+    fault = Fault(kind, nth=2, action="ESTALE", match="/d")
+    ran = run(EVERY_LOOK, root, fault)
+    assert ran.returncode == 1
+    assert os.strerror(errno.ESTALE) in ran.stderr
+    assert [call.call for call in ran.hits] == [kind]
+    assert looked(ran, root)[-1] == [x for x in LOOKED if x.startswith(kind)][1]
+
+
+def test_programs_that_are_no_python_are_seen_to_look(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "d").mkdir(parents=True)
+    ran = faults.run(["ls", "-l", str(root / "d")], below=root, looks=True)
+    assert {call.call for call in ran.calls} == {"stat", "scandir"}
+    fault = Fault("scandir", action="EACCES")
+    ran = faults.run(["ls", str(root / "d")], below=root, fault=fault)
+    assert ran.returncode != 0
+    assert os.strerror(errno.EACCES) in ran.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.testing import inprocess
@@ -115,3 +117,51 @@ def test_a_copy_shows_the_folder_before_or_after_the_call(
     with inprocess.copying(root, root.parent / "none", nth=99):
         work(root)
     assert not (root.parent / "none").exists()
+
+
+def look(root: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "a").write_text("1")
+    assert (root / "d").exists() and epath.Path(root / "d").is_dir()
+    assert os.path.isdir(root / "d") and not os.path.islink(root / "d")
+    assert list((root / "d").iterdir()) == [root / "d" / "a"]
+    with os.scandir(root / "d") as found:
+        assert [entry.name for entry in found] == ["a"]
+    assert (root / "d" / "a").read_text() == "1"
+    os.close(os.open(root / "d", os.O_RDONLY))
+    assert root.parent.exists()
+
+
+LOOKED = [
+    *[("stat", "d")] * 4,
+    *[("scandir", "d")] * 2,
+    ("open_read", "d/a"),
+    ("open_read", "d"),
+]
+
+
+def test_calls_that_look_count_where_they_are_asked_for(root: Path) -> None:
+    own = os.stat, os.lstat, os.scandir, os.listdir, os.open
+    with inprocess.watching(root, looks=True) as calls:
+        look(root)
+    assert (os.stat, os.lstat, os.scandir, os.listdir, os.open) == own
+    seen = [(c.call, os.path.relpath(c.path, root)) for c in calls]
+    assert seen == [("mkdir", "d"), ("open", "d/a"), *LOOKED]
+    shutil.rmtree(root / "d")
+    with inprocess.watching(root) as calls:
+        look(root)
+    assert [call.call for call in calls] == ["mkdir", "open"]
+
+
+@pytest.mark.parametrize("kind", ["stat", "scandir", "open_read"])
+def test_any_look_can_fail_whoever_looks(kind: str, root: Path) -> None:
+    for nth in range(1, [call for call, _ in LOOKED].count(kind) + 1):
+        with inprocess.failing(root, Fault(kind, nth, "ESTALE")) as hits:
+            # What `os.path` and `epath` make of it is what they always make of it.
+            with contextlib.suppress(OSError, AssertionError):
+                look(root)
+        assert [hit.call for hit in hits] == [kind]
+        shutil.rmtree(root / "d")
+    with inprocess.failing(root, Fault(kind, match="/d", action="ESTALE")):
+        with pytest.raises(OSError, match=r"[Ss]tale"):
+            look(root)

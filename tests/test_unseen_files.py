@@ -1,0 +1,223 @@
+"""What cannot be seen is not taken for absent: a root is not empty then, nor a save complete."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.orbax_compat import DenseStore
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
+
+ERRORS = ("EIO", "EACCES", "ESTALE", "EMFILE")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+def opened(root: Any, run: Any, **options: Any) -> cnr.CheckpointManager:
+    return cnr.CheckpointManager(
+        root, tables=run.tables, options=cnr.Options(codec="raw", **options)
+    )
+
+
+def all_restore(root: Any, run: Any) -> None:
+    """Every step on disk is listed and comes back as it was saved, and nothing is wrong."""
+    with opened(root, run) as manager:
+        there = sorted(int(p.name) for p in Path(root).iterdir() if p.name.isdigit())
+        assert manager.all_steps() == there
+        for step in there:
+            run.check(manager, step)
+    assert not [found for found in cnr.verify(root) if found.consequence]
+
+
+# ---- roots whose paths are patterns -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1,0.2]/ckpt", "a*b", "a?b", "[!a]"])
+def test_root_whose_path_is_a_pattern_works(
+    tmp_path: Path, tiny_run: Any, name: str
+) -> None:
+    run = tiny_run()
+    root = tmp_path / name
+    with opened(root, run) as manager:
+        run.run(manager, range(3))
+        assert manager.verify() == ()
+    all_restore(root, run)
+    with opened(tmp_path / "other", run) as manager:
+        got = manager.restore(2, directory=root, args=cnr.args.Restore(run.state))
+        run.same(got.state, run.truth[2])
+
+
+def test_root_whose_path_is_a_pattern_works_under_a_manager_of_orbax(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    run = tiny_run()
+    root = tmp_path / "lr=[0.1]"
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        run.run(manager, range(2))
+    all_restore(root, run)
+
+
+# ---- saves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_save_that_cannot_see_its_dense_part_fails(
+    tmp_path: Path, tiny_run: Any, error: str
+) -> None:
+    """Every look at `dense/` after it was written fails once, in a save of its own."""
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, range(1))
+        with inprocess.watching(tmp_path, looks=True) as calls:
+            run.run(manager, [1])
+        kinds = ("stat", "scandir")
+        looks = [c for c in calls if c.call in kinds and "/dense" in c.path]
+        assert {c.call for c in looks} == set(kinds)
+        failed, step = 0, 1
+        for kind in kinds:
+            for nth in range(1, sum(c.call == kind for c in looks) + 1):
+                step += 1
+                run.train(step)
+                fault = Fault(kind, nth, error, match="/dense")
+                with inprocess.failing(tmp_path, fault):
+                    try:
+                        run.save(manager, step)
+                        manager.wait_until_finished()
+                    except errors.SaveError as raised:
+                        failed += 1
+                        text = os.strerror(getattr(errno, error))
+                        assert text in str(raised)
+        assert failed
+        run.run(manager, [step + 1])
+    all_restore(tmp_path, run)
+
+
+def test_step_whose_dense_part_was_not_finished_is_found_and_passed_over(
+    tmp_path: Path, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As versions before wrote it when Orbax did not see what it was to merge."""
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(DenseStore, "finalize", lambda self, directory: None)
+            run.train(2)
+            run.save(manager, 2)
+            with pytest.raises(errors.SaveError, match=r"manifest\.ocdbt"):
+                manager.wait_until_finished()
+            assert manager.all_steps() == [0, 1]
+            patch.setattr("cnr_jax.finalizing.check_dense_index", lambda *_: None)
+            run.run(manager, [2])
+    (found,) = [p for p in cnr.verify(tmp_path, "structure") if p.consequence]
+    assert (found.kind, found.consequence) == ("dense_unfinished", ("2",))
+    with opened(tmp_path, run) as manager:
+        with pytest.raises(errors.IntegrityError, match=r"dense/manifest\.ocdbt"):
+            manager.restore(2, args=cnr.args.Restore(run.state))
+        got = manager.restore(None, args=cnr.args.Restore(run.state))
+        run.same(got.state, run.truth[1])
+
+
+# ---- restores ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, OSError])
+def test_whatever_orbax_raises_of_a_dense_part_is_damage_of_it(
+    tmp_path: Path, tiny_run: Any, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, range(2))
+        own = DenseStore.restore
+
+        def restore(self: Any, directory: Any, abstract: Any) -> Any:
+            if "/1/" in os.fspath(directory):
+                raise error("cannot make sense of it")
+            return own(self, directory, abstract)
+
+        monkeypatch.setattr(DenseStore, "restore", restore)
+        with pytest.raises(errors.IntegrityError, match="1/default/dense cannot"):
+            manager.restore(1, args=cnr.args.Restore(run.state))
+        got = manager.restore(None, args=cnr.args.Restore(run.state))
+        run.same(got.state, run.truth[0])
+
+
+def test_dense_leaf_that_cannot_be_had_as_asked_is_no_damage(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, range(2))
+        mesh = jax.make_mesh((8,), ("x",))
+        where = NamedSharding(mesh, P("x"))
+        w = jax.ShapeDtypeStruct((3,), np.float32, sharding=where)
+        for step in (1, None):
+            with pytest.raises(ValueError, match="evenly divide") as raised:
+                manager.restore(step, args=cnr.args.Restore({**run.state, "w": w}))
+            assert not isinstance(raised.value, errors.CnrError)
+        assert manager.all_steps() == [0, 1]
+
+
+# ---- opening -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_root_that_cannot_be_seen_is_not_an_empty_one(
+    tmp_path: Path, tiny_run: Any, error: str
+) -> None:
+    """Each look at the root itself fails once: an error, or all steps are there."""
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, range(3))
+
+    def newest() -> int | None:
+        with opened(tmp_path, run) as manager:
+            return manager.latest_step()
+
+    with inprocess.watching(tmp_path, looks=True) as calls:
+        assert newest() == 2
+    root = os.path.realpath(tmp_path)
+    looks = [c for c in calls if c.call in ("stat", "scandir")]
+    refused = 0
+    for kind in ("stat", "scandir"):
+        fitting = [c for c in looks if c.call == kind]
+        for nth in [i for i, c in enumerate(fitting, 1) if c.path == root]:
+            with inprocess.failing(tmp_path, Fault(kind, nth, error)):
+                try:
+                    assert newest() == 2
+                except OSError as raised:
+                    refused += 1
+                    assert raised.filename is None or raised.filename == root
+    assert refused
+    all_restore(tmp_path, run)
+
+
+def test_step_that_was_not_given_out_at_first_is_asked_for_again(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, [5])
+    fault = Fault("open_read", action="EACCES", match="manifest.json")
+    with inprocess.failing(tmp_path, fault):
+        with opened(tmp_path, run) as manager:
+            assert manager.latest_step() == 5
+    for_ever = Fault("open_read", action="EACCES", match="manifest.json", times=0)
+    with inprocess.failing(tmp_path, for_ever):
+        with opened(tmp_path, run) as manager:
+            with pytest.raises(PermissionError):
+                manager.latest_step()
