@@ -12,6 +12,7 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.orbax_compat import Place
+from cnr_jax.repository.files import exists
 from cnr_jax.repository.guard import Guard
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.planner import Plan
@@ -93,7 +94,7 @@ class Served:
             OSError: if the root cannot be read.
         """
         assert self.ledger is not None and self.place is not None
-        if self.place.root.exists():
+        if exists(self.place.root):
             self.changed |= self.ledger.refresh(self.place.root, self.place.item)
         return self.ledger
 

@@ -174,7 +174,7 @@ def is_checkpoint(step: AnyPath) -> bool:
         return names.ORBAX_METADATA in held or any(
             names.is_own(path.name)
             for item in held
-            if (step / item).is_dir()
+            if is_directory(step / item)
             for path in (step / item).iterdir()
         )
     except OSError:

@@ -32,7 +32,7 @@ from cnr_jax.repository.checked import (
     reading,
     sealed,
 )
-from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.joined import (
     as_one,
     ids_of,
@@ -81,7 +81,7 @@ def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
     """
     manifest = read_manifest(root / directory / item)
     commit = root / directory / names.COMMITTED
-    if not is_local(root) and not commit.exists():
+    if not is_local(root) and not exists(commit):
         raise errors.IntegrityError(
             f"step {directory} was never committed: {os.fspath(commit)} is missing",
             kind="not_committed",
