@@ -164,6 +164,8 @@ class Planner:
         # Whether that was restored, so that no other can begin here.
         self._joined = False
         self.branches: dict[str, Branch] = {}
+        # Of each lineage that was saved or restored here, for as long as this planner lives.
+        self._runs: dict[str, str] = {}
 
     def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
         """Decides about one save.
@@ -250,9 +252,8 @@ class Planner:
         if origin.touched is None:
             return None
         lineage, clock = origin.touched
-        branch = self.branches.get(lineage)
-        if branch is not None and branch.tip is not None:
-            return branch.tip.run
+        if lineage in self._runs:
+            return self._runs[lineage]
         if origin.restored is not None:
             return origin.restored
         for entry in reversed(ledger.committed()):
@@ -289,7 +290,7 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
-        self.run = plan.run
+        self.run = self._runs[plan.lineage] = plan.run
         branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
@@ -306,7 +307,8 @@ class Planner:
         """
         tip = chain[-1]
         assert tip.manifest is not None
-        self.run, self._joined = tip.run, True
+        self.run = self._runs[lineage] = tip.run
+        self._joined = True
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
         self.end_lineages(branch.restores)
         if exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,25 @@ class Comparison:
                 f"  expected {sorted(self._model.steps)}, the latest {self._model.latest()}"
             )
 
-    def stored(self) -> None:
-        """Every step restores bit for bit, with a manager that knows only what is stored."""
-        with self._setup.reader(self._root) as reader:
-            if set(reader.all_steps()) != set(self._model.steps):
+    def stored(self, root: Path, steps: Mapping[int, Saved]) -> None:
+        """Every step restores bit for bit, with a manager that knows only what is stored.
+
+        Args:
+            root: that holds these steps, and no others.
+            steps: by number.
+        """
+        with self._setup.reader(root) as reader:
+            if set(reader.all_steps()) != set(steps):
                 raise WrongError(
-                    f"stored are steps {sorted(reader.all_steps())},"
-                    f" expected {sorted(self._model.steps)}"
+                    f"stored in {root} are steps {sorted(reader.all_steps())},"
+                    f" expected {sorted(steps)}"
                 )
-            for step in self._model.steps:
-                self.restored(reader, step, step)
+            for step, saved in steps.items():
+                self._expect(self._restored(reader, step), saved.values, step)
         harm = [
-            str(problem) for problem in cnr.verify(self._root) if problem.consequence
+            str(problem)
+            for problem in cnr.verify(root)
+            if problem.consequence and int(problem.directory) not in self._model.foreign
         ]
         if harm:
             raise WrongError("verify finds what is not there\n  " + "\n  ".join(harm))

@@ -108,6 +108,11 @@ class RunMachine(RuleBasedStateMachine):
         """A new process, that goes on or starts the run again in the same folder."""
         self.player.reopen(anew=anew)
 
+    @rule(gap=_GAP)
+    def put_folder(self, gap: int) -> None:
+        """Somebody else puts a folder with a number for a name into the root."""
+        self.player.put_folder(gap)
+
     @rule(index=_INDEX)
     def delete(self, index: int) -> None:
         """Deletes a step, if none rests on it."""

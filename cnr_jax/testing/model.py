@@ -66,12 +66,14 @@ class Saved:
         values: what it must restore to, each leaf by a name.
         parent: what a delta rests on.
         generation: of its branch.
+        run: that saved it.
     """
 
     step: int
     values: Values
     parent: Saved | None
     generation: int
+    run: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -112,6 +114,11 @@ class Model:
         tip: the checkpoint that saving goes on from; None if the run starts anew.
         legal: checkpoints that a delta may rest on.
         leaving: steps that retention has dropped, but an interruption left there.
+        foreign: numbers of folders that nobody saved a checkpoint in; what they hold may rest on
+            any older step, so retention deletes none of these.
+        run: that the manager saves in; None: it has neither restored nor saved.
+        owner: run of the state that is saved next; None: it begins one, or goes on with `run`.
+        earlier: what new runs have moved aside, a dictionary like `steps` for each.
     """
 
     def __init__(self, keeps: Keeps = everything) -> None:
@@ -120,6 +127,13 @@ class Model:
         self.tip: Saved | None = None
         self.legal: set[Saved] = set()
         self.leaving: set[int] = set()
+        self.foreign: set[int] = set()
+        self.run: int | None = None
+        self.owner: int | None = None
+        self.earlier: list[dict[int, Saved]] = []
+        self._runs = 0
+        # Whether the state has touched rows, so that it is known to be of no run here.
+        self._fresh = False
 
     def ordered(self) -> list[Saved]:
         """All checkpoints, newest last."""
@@ -138,10 +152,43 @@ class Model:
             other.step for other in self._with_dependents(saved) if other is not saved
         )
 
+    def keeps_back(self, step: int) -> bool:
+        """Whether a step must not be deleted: others rest on it, or what is unknown may."""
+        return bool(self.dependents(step)) or any(n > step for n in self.foreign)
+
     def abandoned_by(self, step: int) -> set[int]:
-        """Steps that saving this one puts aside: an older branch had it too."""
+        """Steps that saving this one puts aside.
+
+        An older branch of the run had it too, or a new run begins.
+        """
         old = self.steps.get(step)
-        return {other.step for other in self._with_dependents(old)} if old else set()
+        found = {other.step for other in self._with_dependents(old)} if old else set()
+        return found | self._left_by(step)
+
+    def refuses(self, step: int) -> bool:
+        """Whether a step cannot be saved, because its folder is of another run, or nobody's."""
+        if step in self.foreign:
+            return True
+        old, run = self.steps.get(step), self._run_of(step)
+        return old is not None and old.run != run and step not in self._left_by(step)
+
+    def _run_of(self, step: int) -> int | None:
+        """The run of a save; None: it begins one."""
+        if self.owner is not None:
+            return self.owner
+        return None if self._left_by(step) else self.run
+
+    def _left_by(self, step: int) -> set[int]:
+        """Steps that go aside because a save of this step begins a new run."""
+        if self.owner is not None:
+            return set()
+        if self.run is None:
+            return set(self.steps)
+        own = [saved for saved in self.ordered() if saved.run == self.run]
+        if not self._fresh or not own or step > own[-1].step:
+            return set()
+        later = [saved for saved in own if saved.step >= step]
+        return {o.step for saved in later for o in self._with_dependents(saved)}
 
     def legal_parents(self) -> set[int]:
         """Steps that a delta may rest on now, if it is no full checkpoint."""
@@ -168,9 +215,16 @@ class Model:
                 f"  expected a full checkpoint or one of {sorted(self.legal_parents())}"
             )
         above = self.steps[parent] if parent is not None else None
-        new = Saved(step, dict(values), above, self._generation())
+        run, generation = self._run_of(step), self._generation()
+        if self.run is None and self.owner is None and self.steps:
+            self.earlier.append(dict(self.steps))
         for aside in self.abandoned_by(step):
             del self.steps[aside]
+        if run is None:
+            self._runs += 1
+            run = self._runs
+        new = Saved(step, dict(values), above, generation, run)
+        self.run = self.owner = run
         self.steps[step] = new
         self.legal.add(new)
         self.tip = new
@@ -201,10 +255,11 @@ class Model:
         """
         before = set(self.steps)
         after = Model(self.keeps)
-        aside = self.abandoned_by(step)
+        aside, run = self.abandoned_by(step), self._run_of(step)
         after.steps = {k: v for k, v in self.steps.items() if k not in aside}
+        after.foreign, after.run = self.foreign, self._runs + 1 if run is None else run
         # As if it were full: a delta keeps what it rests on besides.
-        after.steps[step] = Saved(step, values, None, self._generation())
+        after.steps[step] = Saved(step, values, None, self._generation(), after.run)
         after._prune()
         # A step that retention drops at once may have been committed and be gone again.
         replaced = committed or step not in after.steps
@@ -223,7 +278,8 @@ class Model:
 
     def _keep_track(self, there: set[int]) -> None:
         kept = Model(self.keeps)
-        kept.steps = dict(self.steps)
+        kept.steps, kept.run = dict(self.steps), self.run
+        kept.foreign = self.foreign
         kept._prune()
         self.leaving = there - kept.steps.keys()
 
@@ -231,11 +287,32 @@ class Model:
         """The run goes on from a step, through the manager."""
         self.tip = self.steps[step]
         self.legal = set(self.tip.chain())
+        self.run = self.owner = self.tip.run
 
-    def started_anew(self) -> None:
-        """The run goes on with a state that rests on no checkpoint."""
-        self.tip = None
-        self.legal = set()
+    def reopened(self) -> None:
+        """A new manager, which has neither restored nor saved."""
+        self.run = None
+
+    def looked(self, step: int, *, recorded: bool) -> None:
+        """A step was restored through the manager, but its state is not gone on with.
+
+        Args:
+            step: that was restored.
+            recorded: whether the state that is gone on with has touched rows.
+        """
+        self.tip, self.legal = None, set()
+        self.run = self.steps[step].run
+        if not recorded:
+            self.owner = self.run
+
+    def started_anew(self, *, recorded: bool) -> None:
+        """The run goes on with a state that rests on no checkpoint.
+
+        Args:
+            recorded: whether it has touched rows, which are fresh then.
+        """
+        self.tip, self.legal = None, set()
+        self.owner, self._fresh = None, recorded
 
     def deleted(self, step: int) -> None:
         """A step was deleted.
@@ -243,10 +320,10 @@ class Model:
         Raises:
             DependentsExistError: if it must not be.
         """
-        dependents = self.dependents(step)
-        if dependents:
+        if self.keeps_back(step):
             raise errors.DependentsExistError(
-                f"step {step} was deleted, but {dependents} depend on it"
+                f"step {step} was deleted, but {self.dependents(step)} depend on it,"
+                f" or what is in {sorted(self.foreign)} may"
             )
         del self.steps[step]
 
@@ -265,9 +342,11 @@ class Model:
         return head.generation if head is self.tip else head.generation + 1
 
     def _prune(self) -> None:
-        """Drops what is not kept, nor rested on by what is."""
-        ordered = self.ordered()
-        wanted = set(self.keeps([saved.step for saved in ordered]))
+        """Drops what the current run does not keep, and nothing that is kept rests on."""
+        ordered, unknown = self.ordered(), max(self.foreign, default=-1)
+        own = [saved.step for saved in ordered if saved.run == self.run]
+        wanted = set(self.keeps(own)) | (self.steps.keys() - set(own))
+        wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
         self.steps = {saved.step: saved for saved in ordered if saved in kept}
         self.leaving = set()

@@ -40,7 +40,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.testing import damage, inprocess
 from cnr_jax.testing.comparing import Comparison, WrongError, values_of
 from cnr_jax.testing.faults import Fault, FaultNotHitError
-from cnr_jax.testing.model import Model, Values
+from cnr_jax.testing.model import Model, Saved, Values
 from cnr_jax.testing.setup import Setup
 
 
@@ -63,6 +63,8 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._next = 0
         self._comparison = Comparison(self.root, setup, self.model)
         self.manager = setup.open(self.root)
+        # By name, what new runs have moved into folders of the root.
+        self._earlier: dict[str, dict[int, Saved]] = {}
         self._start()
 
     def __exit__(self, *error: Any) -> None:
@@ -104,27 +106,42 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self.model.restored(step)
             self._next = max(self._next, step + 1)
         else:
-            self.model.started_anew()
+            self.model.looked(step, recorded=self.touched is not None)
         self._count("evaluated")
 
     def reopen(self, *, anew: bool = False) -> None:
-        """A new manager, as in a new process: goes on from the latest step, or starts anew."""
+        """A new manager, as in a new process: goes on from the latest step, or starts anew.
+
+        Who starts anew where there are steps is refused, and says then that it is a new run.
+        """
         self._reopen()
-        if anew or not self.model.steps:
-            self._start()
-        else:
-            self.restore_latest()
+        self.model.reopened()
+        if not anew and self.model.steps:
+            return self.restore_latest()
+        self._start()
+        if self.model.steps:
+            self._see_refused()
+
+    def put_folder(self, gap: int) -> None:
+        """Somebody else's folder, with a number for a name, comes to the root."""
+        number = max([self._next, *self.model.steps, *self.model.foreign]) + gap
+        folder = self.root / str(number) / "notes"
+        folder.mkdir(parents=True)
+        (folder / "read.me").write_text("not a checkpoint")
+        self.model.foreign.add(number)
+        self.reopen()
+        self._count("foreign folder")
 
     def delete(self, index: int) -> None:
         """Deletes a step, or sees that it is refused because others rest on it."""
         step = self._pick(index)
         if step is None:
             return
-        dependents = self.model.dependents(step)
+        kept_back = self.model.keeps_back(step)
         try:
             self.manager.delete(step)
         except errors.DependentsExistError as error:
-            if not dependents:
+            if not kept_back:
                 raise WrongError(
                     f"step {step} could not be deleted: {error}"
                 ) from error
@@ -158,6 +175,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._interrupted(step, values)
         self._count("failed save" if raised else "failure without consequence")
         if gone:
+            self.model.reopened()
             self._go_on()
 
     def crash_while_saving(
@@ -176,6 +194,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._reopen_on(copy)
         self._interrupted(step, values)
         self._count("crash")
+        self.model.reopened()
         self._go_on()
 
     def crash_while_deleting(
@@ -183,7 +202,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     ) -> None:
         """A process that dies in the deletion of a step."""
         step = self._pick(index)
-        if step is None or self.model.dependents(step):
+        if step is None or self.model.keeps_back(step):
             return
         copy = self._copy
         with inprocess.copying(self.root, copy, nth=nth, after=after):
@@ -194,6 +213,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
                 self.model.deleted(step)
             self.check_listing()
             self._count("crash in deletion")
+            self.model.reopened()
             self._go_on()
         else:
             self.model.deleted(step)
@@ -224,7 +244,9 @@ class Player(contextlib.AbstractContextManager["Player"]):
     def check_all(self) -> None:
         """Every step restores bit for bit, with a manager that knows only what is stored."""
         self.check_listing()
-        self._comparison.stored()
+        self._comparison.stored(self.root, self.model.steps)
+        for name, steps in self._earlier.items():
+            self._comparison.stored(self.root / name, steps)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -232,7 +254,20 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.state, self.touched, self._next = self.setup.state, None, 0
         if self.setup.options.tracking != "fingerprint":
             self.touched = cnr.init_touched(self.state, self.setup.tables)
-        self.model.started_anew()
+        self.model.started_anew(recorded=self.touched is not None)
+
+    def _see_refused(self) -> None:
+        """A manager that has restored nothing saves nothing; another one, that may, is made."""
+        before = sorted(path.name for path in self.root.iterdir())
+        try:
+            self.manager.save(0, args=cnr.args.Save(self.state, self.touched))
+        except errors.UsedRootError:
+            self._count("used root refused")
+        else:
+            raise WrongError("a run began where checkpoints are, and was not refused")
+        if sorted(path.name for path in self.root.iterdir()) != before:
+            raise WrongError("a save that was refused has changed the root")
+        self._reopen(new_run=True)
 
     def _go_on(self) -> None:
         if self.model.steps:
@@ -241,7 +276,10 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._start()
 
     def _step(self, gap: int) -> int:
-        return self._next + gap - 1
+        step = self._next + gap - 1
+        while self.model.refuses(step):
+            step += 1
+        return step
 
     def _attempt(self, step: int) -> None:
         self._next = step + 1
@@ -255,6 +293,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         # Retention may drop the newest step at once; then there is no report.
         parent = report.parent if report is not None and report.step == step else None
         self.model.saved(step, values, parent)
+        self._note_earlier()
         self._count("full" if parent is None else "delta")
         self.check_listing()
 
@@ -275,7 +314,17 @@ class Player(contextlib.AbstractContextManager["Player"]):
             parent=parent,
             there=there,
         )
+        self._note_earlier()
         self.check_all()
+
+    def _note_earlier(self) -> None:
+        """Which folder holds what a new run has moved aside."""
+        new = {path.name for path in self.root.glob(f"{names.EARLIER_RUN}*")}
+        new -= self._earlier.keys()
+        if len(new) != len(self.model.earlier) - len(self._earlier):
+            raise WrongError(f"steps are moved aside in {new}, and not as expected")
+        if new:
+            self._earlier[new.pop()] = self.model.earlier[-1]
 
     def _manifest(self, step: int, there: Collection[int]) -> Manifest | None:
         """That of a step, if it is there."""
@@ -295,9 +344,9 @@ class Player(contextlib.AbstractContextManager["Player"]):
         copy.rename(self.root)
         self._reopen()
 
-    def _reopen(self) -> None:
+    def _reopen(self, *, new_run: bool = False) -> None:
         self.manager.close()
-        self.manager = self.setup.open(self.root)
+        self.manager = self.setup.open(self.root, new_run=new_run)
         self.model.leaving = set()
 
     def _pick(self, index: int) -> int | None:

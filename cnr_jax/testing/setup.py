@@ -41,12 +41,12 @@ class Setup:
         """The same where hypothesis prints it."""
         printer.text(repr(self))
 
-    def open(self, root: Path) -> cnr.CheckpointManager:
-        """The manager of the run."""
+    def open(self, root: Path, *, new_run: bool = False) -> cnr.CheckpointManager:
+        """The manager of the run, or of a new one that begins in the same root."""
         return cnr.CheckpointManager(
             root,
             tables=self.tables,
-            options=self.options,
+            options=dataclasses.replace(self.options, new_run=new_run),
             orbax_options=self.orbax_options,
         )
 

@@ -106,12 +106,13 @@ def _stale(bench: Bench, system: System) -> Found:
     """Run A saves 5 steps; run B starts anew there, or its root is given A's last deltas."""
     backup = bench.new_root()
     chain_of(KEPT)(system, backup)
+    yield _forgets_to_restore(bench, system, backup), "forgot to restore"
     for how in ("started anew in the root of another", "given steps of another"):
         root = bench.new_root()
         if how.startswith("started"):
             shutil.copytree(backup, root)
         try:
-            trainer = system(root)
+            trainer = system(root, new_run=True)
             steps_from(trainer, 0, RERUN, salt=1)
             trainer.close()
         except Exception as error:
@@ -123,6 +124,29 @@ def _stale(bench: Bench, system: System) -> Found:
         yield _is_second_run(system, root), how
         shutil.rmtree(root)
     shutil.rmtree(backup)
+
+
+def _forgets_to_restore(bench: Bench, system: System, backup: Path) -> Verdict:
+    """Run B restores nothing, and retention keeps two: all of run A must still be there."""
+    root = bench.new_root()
+    shutil.copytree(backup, root)
+    notes: list[Any] = []
+    trainer = system(root, keep=2)
+    for step in range(RERUN):
+        _try_save(trainer, step, 1, notes.append)
+    trainer.close()
+    try:
+        for step in range(KEPT):
+            values = judging.restored(system, root, step)
+            if digest(values) != digest(training.values_of(training.state_after(step))):
+                return Verdict(
+                    Outcome.WRONG, f"step {step} is not that of the first run"
+                )
+    except Exception as error:
+        return Verdict(Outcome.LOST, f"{type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(root)
+    return Verdict(Outcome.EQUAL)
 
 
 def _is_second_run(system: System, root: Path) -> Verdict:
