@@ -274,7 +274,7 @@ def test_state_that_never_was_restored_takes_few_bits_in_a_root_that_was(
     run.run(manager, [1])
     assert widths(manager, 1) == both(8)
     fresh = tiny_run(salt=1)
-    manager = opened(fresh, **auto)
+    manager = opened(fresh, **auto, new_run=True)
     with caplog.at_level(logging.INFO, "cnr_jax.warming"):
         fresh.run(manager, [2])
     assert widths(manager, 2) == both(2)

@@ -43,7 +43,7 @@ class Saves:
     def __init__(self, root: Path, **options: Any) -> None:
         self.root, self._steps = root, itertools.count()
         given: dict[str, Any] = {"codec": "asymmetric", "policy": cnr.Full()}
-        given |= {"bits": "auto", "expected_restores": 1}
+        given |= {"bits": "auto", "expected_restores": 1, "new_run": True}
         self.options = cnr.Options(**{**given, **options})
 
     def save(self, state: Any, tables: cnr.Tables, *, restore: bool = False) -> int:

@@ -385,7 +385,8 @@ class Planner:
         entry = ledger.entries.get(request.directory)
         if entry is None:
             return []
-        if entry.run != run:
+        # One that nobody can restore, say a delta copied here without its parent, goes aside.
+        if entry.run != run and ledger.is_whole(entry):
             raise errors.DependentsExistError(
                 f"step {request.step} cannot be saved: the folder {request.directory} holds"
                 " a step of another run, which is left alone\n"
