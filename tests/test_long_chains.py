@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
@@ -19,15 +20,17 @@ _opened: collections.Counter[str] | None = None
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _opened is not None:
-        path, _, flags = arguments
-        if isinstance(path, (str, os.PathLike)) and not flags & os.O_ACCMODE:
-            _opened[os.fspath(path)] += 1
+    if _opened is None or event not in ("open", "os.listdir", "os.scandir"):
+        return
+    path = arguments[0]
+    writes = event == "open" and arguments[2] & os.O_ACCMODE
+    if isinstance(path, (str, os.PathLike)) and not writes:
+        _opened[os.fspath(path)] += 1
 
 
 @pytest.fixture
 def opened_to_read() -> Iterator[collections.Counter[str]]:
-    """How often each file was opened to be read from."""
+    """How often each file was opened to be read from, and each folder listed."""
     global _opened
     if not _note.__dict__:
         sys.addaudithook(_note)  # which stays
@@ -61,6 +64,29 @@ def test_history_is_bounded_and_limits_of_chains_hold_beyond_it(
         assert run.manifest(manager, last + 1).kind == "full"
         assert len(run.manifest(manager, last + 2).history) == 2
         run.check(manager, last)
+
+
+def test_opening_looks_into_steps_as_orbax_does_and_reads_one_file_of_each_more(
+    tiny_run: Any, tmp_path: Path, opened_to_read: collections.Counter[str]
+) -> None:
+    run, steps = tiny_run(), range(12)
+    with manager_of(run, tmp_path, cnr.Consecutive()) as manager:
+        run.run(manager, steps)
+
+    def looked(opening: Callable[[], Any]) -> collections.Counter[str]:
+        opened_to_read.clear()
+        opening().close()
+        below = f"{tmp_path}{os.sep}"
+        return collections.Counter(
+            {k: n for k, n in opened_to_read.items() if k.startswith(below)}
+        )
+
+    theirs = looked(lambda: ocp.CheckpointManager(tmp_path))
+    ours = looked(lambda: manager_of(run, tmp_path, cnr.Consecutive()))
+    more = ours - theirs
+    manifests = [os.fspath(tmp_path / f"{i}/default/{names.MANIFEST}") for i in steps]
+    assert [more.pop(path) for path in manifests] == [1] * len(steps)
+    assert sum(more.values()) <= 5, more
 
 
 def test_manifest_of_a_save_is_read_once(

@@ -24,6 +24,11 @@ def is_integer(value: object, minimum: int = 0) -> TypeGuard[int]:
     return type(value) is int and minimum <= value <= LARGEST
 
 
+def is_path(text: str) -> bool:
+    """Whether a text is a path that leads to nothing but what is below a folder."""
+    return all(map(names.is_component, text.split("/")))
+
+
 class Fields:
     """One JSON object being read; `problems` is shared with its children.
 
@@ -107,7 +112,7 @@ class Fields:
     def path(self, key: str) -> str:
         """A path below the folder of the document: names joined by `/`, none of them `..`."""
         value = self._get(key)
-        if isinstance(value, str) and all(map(names.is_component, value.split("/"))):
+        if isinstance(value, str) and is_path(value):
             return value
         self._report(key, "a path below this folder", value)
         return "_"

@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.fields import Fields
+from cnr_jax.format.fields import Fields, is_integer, is_path
 
+T = TypeVar("T")
 Kind = Literal["full", "delta"]
 Tracking = Literal["recorded", "fingerprint", "audited"]
 
@@ -253,8 +254,8 @@ def dump_document(document: Mapping[str, object]) -> bytes:
     return _joined({**texts, "sha256": _text(_digest(texts))})
 
 
-def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+# Made once: `json.dumps` makes one in each call that is given anything but the defaults.
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
 def _joined(texts: Mapping[str, str]) -> bytes:
@@ -269,12 +270,16 @@ def _digest(texts: Mapping[str, str]) -> str:
 
 def _is_intact(data: bytes, document: dict[str, object]) -> bool:
     try:
-        texts = {key: _text(value) for key, value in document.items()}
+        text = _text(document)
     # NaN or infinity, which Python reads but no manifest holds; or nested too deeply.
     except (ValueError, RecursionError):
         return False
-    body = {key: text for key, text in texts.items() if key != "sha256"}
-    return document.get("sha256") == _digest(body) and _joined(texts) == data
+    if f"{text}\n".encode() != data:
+        return False
+    # `format` comes before it. No digest within the document can be the same as its own.
+    own = f',"sha256":{_text(document.get("sha256"))}'
+    body = text.replace(own, "", 1)
+    return document.get("sha256") == hashlib.sha256(f"{body}\n".encode()).hexdigest()
 
 
 def open_document(data: bytes, where: str, kind: str) -> Fields:
@@ -341,14 +346,14 @@ def _read_manifest(fields: Fields) -> Manifest:
         recorded_clock=_optional_clock(fields, "recorded_clock"),
         fingerprint_clock=_optional_clock(fields, "fingerprint_clock"),
         parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,
-        processes=fields.objects("processes", _read_digest),
-        dense_files=fields.objects("dense_files", _read_digest),
-        dense_leaves=fields.objects("dense_leaves", _read_dense_leaf),
-        tables=fields.objects("tables", _read_table),
+        processes=fields.objects("processes", _read_digest, _quick_digest),
+        dense_files=fields.objects("dense_files", _read_digest, _quick_digest),
+        dense_leaves=_read_alike(fields, "dense_leaves", _read_dense_leaf),
+        tables=_read_alike(fields, "tables", _read_table),
         totals=_read_totals(fields.child("totals")),
         policy=fields.text("policy"),
         reason=fields.text("reason"),
-        history=fields.objects("history", _read_history),
+        history=fields.objects("history", _read_history, _quick_history),
         restores=fields.integer("restores"),
         written_at_unix_secs=fields.number("written_at_unix_secs"),
         writer=fields.any("writer") or {},
@@ -356,6 +361,26 @@ def _read_manifest(fields: Fields) -> Manifest:
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
     )
+
+
+# What nearly all manifests of a run have alike, by key and text; of few runs at a time.
+_alike: dict[tuple[str, str], tuple[Any, ...]] = {}
+_MOST_ALIKE = 64
+
+
+def _read_alike(fields: Fields, key: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
+    """A list of objects that was probably read before, out of another manifest."""
+    known = key, _text(fields.any(key))
+    found = _alike.get(known)
+    if found is None:
+        problems = len(fields.problems)
+        found = fields.objects(key, read)
+        if len(fields.problems) > problems:
+            return found
+        if len(_alike) >= _MOST_ALIKE:
+            _alike.clear()
+        _alike[known] = found
+    return found
 
 
 def _optional_clock(fields: Fields, key: str) -> int | None:
@@ -376,6 +401,18 @@ def _read_digest(fields: Fields) -> FileDigest:
         bytes=fields.integer("bytes"),
         sha256=fields.hexadecimal("sha256", 64),
     )
+
+
+def _quick_digest(item: Any) -> FileDigest | None:
+    """A digest without a problem, as `_read_digest` reads it; else None."""
+    try:
+        path, size, digest = item["path"], item["bytes"], item["sha256"]
+    except (KeyError, TypeError):
+        return None
+    if type(path) is str and is_integer(size) and type(digest) is str:
+        if is_path(path) and names.is_hex(digest, 64):
+            return FileDigest(path=path, bytes=size, sha256=digest)
+    return None
 
 
 def read_named(fields: Fields) -> NamedConfiguration:
@@ -443,6 +480,35 @@ def _read_history(fields: Fields) -> HistoryEntry:
         rows=fields.integer("rows"),
         secs=fields.number("secs"),
         saves=fields.integer("saves", minimum=1) if fields.has("saves") else 1,
+    )
+
+
+def _quick_history(item: Any) -> HistoryEntry | None:
+    """An entry without a problem, as `_read_history` reads it; else None."""
+    try:
+        step, kind, saves = item["step"], item["kind"], item.get("saves", 1)
+        size, rows, secs = item["bytes"], item["rows"], item["secs"]
+    except (KeyError, TypeError, AttributeError):
+        return None
+    # Types alone: the rest is looked at once for all manifests that list a save.
+    if type(kind) is str and type(secs) is float and type(saves) is int:
+        if type(step) is type(size) is type(rows) is int:
+            return _history_entry(step, kind, size, rows, secs, saves)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _history_entry(
+    step: int, kind: str, size: int, rows: int, secs: float, saves: int
+) -> HistoryEntry | None:
+    if not (is_integer(step) and is_integer(size) and is_integer(rows)):
+        return None
+    if not is_integer(saves, 1) or not 0 <= secs < float("inf"):
+        return None
+    if kind != "full" and kind != "delta":
+        return None
+    return HistoryEntry(
+        step=step, kind=kind, bytes=size, rows=rows, secs=secs, saves=saves
     )
 
 

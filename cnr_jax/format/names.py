@@ -6,6 +6,8 @@ step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and
 
 from __future__ import annotations
 
+import re
+
 FORMAT = "cnr_jax"
 VERSION = 1
 # Arrays whose chunks are compressed by zstd.
@@ -101,9 +103,13 @@ def is_abandoned(name: str, directory: str) -> bool:
     )
 
 
+_SEPARATOR = re.compile(r"[/\\\0]")
+_HEX = re.compile("[0-9a-f]*")
+
+
 def is_hex(text: str, digits: int) -> bool:
     """Whether a text is so many lower-case hexadecimal digits."""
-    return len(text) == digits and set(text) <= set("0123456789abcdef")
+    return len(text) == digits and _HEX.fullmatch(text) is not None
 
 
 def is_component(name: str) -> bool:
@@ -113,11 +119,12 @@ def is_component(name: str) -> bool:
         >>> is_component("user.table"), is_component("../x"), is_component("..")
         (True, False, False)
     """
-    try:
-        name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half of a pair: no file system has such a name
-        return False
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    if not name.isascii():
+        try:
+            name.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # half of a pair: no file system has such a name
+            return False
+    return name not in ("", ".", "..") and _SEPARATOR.search(name) is None
 
 
 def earlier_run(uuid: str) -> str:

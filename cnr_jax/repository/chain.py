@@ -6,11 +6,9 @@ or with an error that shows the chain and says what to restore instead.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -18,7 +16,12 @@ from cnr_jax.format.manifest import Manifest, ParentRef
 from cnr_jax.repository.checked import about
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.kept import KeptChunks
-from cnr_jax.repository.step import StepReader, read_manifest, read_step
+from cnr_jax.repository.step import (
+    StepReader,
+    read_manifest,
+    read_step,
+    without_collections,
+)
 
 
 def resolve_chain(
@@ -39,24 +42,8 @@ def resolve_chain(
             or damaged.
         ManifestError: if a manifest is damaged, or the tables of a chain differ.
     """
-    with _without_collections():
+    with without_collections():
         return _resolve(root, directory, item, verify)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """No search for cyclic garbage meanwhile: manifests have none.
-
-    Those of a thousand tables are a million objects, among which it would be looked for again
-    and again: a third of the time of a restore.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _resolve(

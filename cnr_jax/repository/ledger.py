@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import secrets
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.files import AnyPath, exists
+from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.roots import (
     is_checkpoint,
     is_foreign,
     may_be_step,
     step_directories,
 )
-from cnr_jax.repository.step import read_committed, read_step
+from cnr_jax.repository.step import read_committed, read_step, without_collections
 
 _log = logging.getLogger(__name__)
 
@@ -238,8 +240,11 @@ class Ledger:
         ledger = cls(is_step)
         if not exists(root):
             return ledger
-        for directory in step_directories(root, ledger.is_step):
-            ledger.read(root, directory, item)
+        # Of plain paths where they can be: joining names to others takes longer than to read.
+        plain: Any = Path(os.fspath(root)) if is_local(root) else root
+        with without_collections():
+            for directory in step_directories(plain, ledger.is_step):
+                ledger.read(plain, directory, item)
         return ledger
 
     def refresh(self, root: AnyPath, item: str) -> bool:

@@ -128,20 +128,23 @@ def find_item(root: AnyPath) -> str | None:
     """
     if not exists(root):
         return None
-    items = [
-        item
-        for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True)
-        if _is_step(step)
-        for item in sorted(step.iterdir(), key=lambda path: path.name)
-        if is_directory(item)
-    ]
-    for item in items:
-        if exists(item / names.MANIFEST):
-            return item.name
+    items: list[AnyPath] = []
+    for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True):
+        for item in _items(step) if _is_step(step) else ():
+            # Mostly in the first step that is looked into.
+            if exists(item / names.MANIFEST):
+                return item.name
+            items.append(item)
     for item in items:
         if any(names.is_own(path.name) for path in item.iterdir()):
             return item.name
     return None
+
+
+def _items(step: AnyPath) -> list[AnyPath]:
+    """The folders in a step directory, sorted."""
+    found = sorted(step.iterdir(), key=lambda path: path.name)
+    return [path for path in found if is_directory(path)]
 
 
 def _is_step(path: AnyPath) -> bool:

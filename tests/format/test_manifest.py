@@ -195,6 +195,18 @@ def test_bounded_history_keeps_sums_order_and_the_last_save(
     assert not left
 
 
+def test_what_manifests_have_alike_is_read_once_but_for_problems() -> None:
+    other = dataclasses.replace(MANIFEST, step=MANIFEST.step + 1)
+    one, two = load(dump(MANIFEST), "one"), load(dump(other), "two")
+    assert one.tables is two.tables and one.dense_leaves is two.dense_leaves
+    assert one.history[0] is two.history[0]
+    for _ in range(2):
+        assert problems_of({"tables.0.rows": -1, "history.0.rows": True}) == [
+            "tables[0].rows: expected an integer of at least 1, got -1",
+            "history[0].rows: expected an integer of at least 0, got true",
+        ]
+
+
 def test_process_manifest_comes_back_equal() -> None:
     assert load_process(dump_process(PROCESS), "manifest") == PROCESS
     assert PROCESS.features == frozenset()
