@@ -22,13 +22,13 @@ from cnr_jax.format.manifest import (
     NamedConfiguration,
     TableEntry,
 )
-from cnr_jax.options import Options
+from cnr_jax.options import WIDEST, Options
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.write import RunPlan
 from cnr_jax.rows import gather
 from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import Chunk, Program, Run, Way, Where
-from cnr_jax.rows.codecs import Codec
+from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import host_programs
 from cnr_jax.rows.on_device import device_programs
 from cnr_jax.rows.tiling import LocalShards, OwnTile
@@ -147,6 +147,22 @@ class _Codecs:
         leaf, table = tile.leaf, tile.table.name
         bits = self._widths.get(table)
         return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
+
+
+def too_wide(arrays: Arrays, options: Options) -> dict[str, int]:
+    """Leaves of tables whose rows are stored exactly only because they are so wide.
+
+    Returns:
+        The elements of a row, or of the part of it that a device holds, by table and leaf.
+    """
+    found: dict[str, int] = {}
+    for table, leaves in arrays.items():
+        for leaf, array in leaves.items():
+            width = math.prod(array.sharding.shard_shape(array.shape)[1:])
+            codec = options.codec_for(table, leaf, min(width, WIDEST), array.dtype)
+            if width > WIDEST and not isinstance(codec, Raw):
+                found[f"{table}/{leaf}"] = width
+    return found
 
 
 def _plan(

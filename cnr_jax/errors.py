@@ -38,7 +38,7 @@ class ChainError(CnrError):
 
 
 class NoStepError(CnrError, FileNotFoundError):
-    """There is no such step in a root, or none at all that can be restored."""
+    """There is no such root, no such step in it, or none at all that can be restored."""
 
     kind = "no_step"
 

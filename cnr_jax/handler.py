@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -36,13 +38,15 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.resuming import Resuming, run_restored
 from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
-from cnr_jax.saving import Checked, Prepared, check, is_alive
+from cnr_jax.saving import Checked, Prepared, check, check_concrete, is_alive
 from cnr_jax.served import Served
-from cnr_jax.table import Tables
+from cnr_jax.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found, Moment, Tracker
 from cnr_jax.verdicts import alike
 from cnr_jax.widening import Widening
+
+_log = logging.getLogger(__name__)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -69,9 +73,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         tables: Tables | None = None,
         options: cnr_jax.options.Options | None = None,
     ) -> None:
-        self.options = options or cnr_jax.options.Options()
+        self.options = cnr_jax.options.checked(options)
         self.tables = tables
         if tables is not None:
+            check_tables(tables)
             self.options.check_tables(tables)
         self.served = Served()
         self.guarded = False
@@ -82,6 +87,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.barriers = Barriers(self._channel)
         self._dense = DenseStore()
         self._prepared: Prepared | None = None
+        self._has_said_too_wide = False
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
         self.planning = Planning(
@@ -165,6 +171,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         ledger, tables, checked, found = self._look(place, args)
+        self._say_too_wide(checked)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -218,6 +225,23 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             new_run=self.options.new_run,
         )
 
+    def _say_too_wide(self, checked: Checked) -> None:
+        """Says at the first save which rows are so wide that they are stored exactly."""
+        found = (
+            {}
+            if self._has_said_too_wide
+            else capture.too_wide(checked.arrays, self.options)
+        )
+        self._has_said_too_wide = True
+        if found and jax.process_index() == 0:
+            _log.warning(
+                "rows of more than %s elements are stored exactly, whatever codec is asked"
+                " for: %s. To store them in few bits split or reshape them to narrower rows;"
+                " TableOptions(codec='raw') says that exact is meant",
+                f"{cnr_jax.options.WIDEST:,}",
+                ", ".join(f"{name} of {width:,}" for name, width in found.items()),
+            )
+
     def _look(self, place: Place, args: Save) -> tuple[Ledger, Tables, Checked, Found]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
@@ -247,6 +271,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Gathers the rows to be written; returns what writes them."""
         directories = Directories()
         try:
+            # jax refuses what follows inside jit, in words of its own.
+            check_concrete(args.state, args.touched)
             with outside_mesh():
                 prepared = self._take_prepared(place_of(directory), args)
         except BaseException:

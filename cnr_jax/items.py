@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orbax.checkpoint as ocp
+from jax.core import Tracer
 
 from cnr_jax import errors
 from cnr_jax.handler import Restore, Save
 from cnr_jax.orbax_compat import DEFAULT_ITEM
+from cnr_jax.saving import NOT_IN_JIT
 
 
 def check_step(step: object) -> None:
@@ -15,10 +19,56 @@ def check_step(step: object) -> None:
     Raises:
         OptionError: if it is no integer, or negative.
     """
+    if isinstance(step, Tracer):
+        raise errors.OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise errors.OptionError(f"a step is an integer, got {step!r}")
     if step.__index__() < 0:  # type: ignore[attr-defined]
         raise errors.OptionError(f"a step is at least 0, got {step}")
+
+
+def check_restored_step(step: object) -> None:
+    """Checks that what to restore is a step, or None.
+
+    Raises:
+        OptionError: if it is neither.
+    """
+    if step is None:
+        return
+    try:
+        check_step(step)
+    except errors.OptionError as error:
+        raise errors.OptionError(
+            f"{error}\n  hint: restore(None) takes the newest step that is whole"
+        ) from None
+
+
+def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None:
+    """Checks that a state, or what to restore, is given as arguments.
+
+    Args:
+        args: as the user gave them.
+        items: what Orbax took in its older interface, and no more.
+        kwargs: the same.
+        needed: what a state has to be in.
+
+    Raises:
+        OptionError: if it is given in another way.
+    """
+    example = f"args=cnr_jax.args.{needed.__name__}(state)"
+    if items is not None or kwargs is not None:
+        got = items if items is not None else kwargs
+        raise errors.OptionError(
+            f"a manager takes no items: got {type(got).__name__} beside the step\n"
+            f"  hint: name the arguments, {example}"
+        )
+    if args is None and needed is Save:
+        raise errors.OptionError(f"nothing is given to be saved\n  hint: {example}")
+    if args is not None and not isinstance(args, ocp.args.CheckpointArgs):
+        raise errors.OptionError(
+            f"args is {type(args).__name__}, expected checkpoint arguments\n"
+            f"  hint: {example}"
+        )
 
 
 def state_to_save(

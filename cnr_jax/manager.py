@@ -17,11 +17,18 @@ from cnr_jax.continuing import Continuing, Course
 from cnr_jax.failures import as_save_errors
 from cnr_jax.fallback import Restorer
 from cnr_jax.format import names
-from cnr_jax.handler import CnrHandler, Restored, Save
-from cnr_jax.items import check_step, reads_state, restore_args, state_to_save
+from cnr_jax.handler import CnrHandler, Restore, Restored, Save
+from cnr_jax.items import (
+    check_arguments,
+    check_restored_step,
+    check_step,
+    reads_state,
+    restore_args,
+    state_to_save,
+)
 from cnr_jax.keeping import deleter, with_safety
 from cnr_jax.listing import ListingManager
-from cnr_jax.options import Options
+from cnr_jax.options import Options, checked
 from cnr_jax.orbax_compat import (
     DEFAULT_ITEM,
     ExactPath,
@@ -36,8 +43,9 @@ from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.leftovers import find_leftovers, report
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.roots import find_item, open_root
-from cnr_jax.retaining import inner_policy
+from cnr_jax.repository.roots import check_is_there, find_item, open_root
+from cnr_jax.retaining import check_orbax_options, inner_policy
+from cnr_jax.saving import check_concrete
 from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.verdicts import alike, decide
@@ -54,8 +62,9 @@ class CheckpointManager(ListingManager):
     restoring an older step saving goes on from there.
 
     Args:
-        root: directory of the checkpoints; made if missing. A local path, a `file://` URL, or
-            a `gs://` URL, which Orbax and TensorStore take as it is.
+        root: directory of the checkpoints; made if missing, unless the manager only reads. A
+            local path, a `file://` URL, or a `gs://` URL, which Orbax and TensorStore take as it
+            is.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
         orbax_options: Orbax's own. Its `max_to_keep`, `keep_period` and
@@ -64,6 +73,7 @@ class CheckpointManager(ListingManager):
             None: the one found in the root, else the one first saved.
 
     Raises:
+        NoStepError: if the manager only reads and there is no such root.
         OptionError: if a preservation policy is given in both options, or removed steps are
             to go where they cannot, or the root is a URL of another store.
         OSError: if the root cannot be seen or listed; it is never taken for an empty one.
@@ -90,7 +100,8 @@ class CheckpointManager(ListingManager):
         orbax_options: ocp.CheckpointManagerOptions | None = None,
         item: str | None = None,
     ) -> None:
-        options = options or Options()
+        options = checked(options)
+        check_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
         self._channel = Channel(options.timeout_secs)
@@ -101,8 +112,11 @@ class CheckpointManager(ListingManager):
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
+        writes = tables is not None and not (orbax_options and orbax_options.read_only)
+        if not writes:
+            check_is_there(self._root)
         made = missing_directories(self._root)
-        if tables is not None and not (orbax_options and orbax_options.read_only):
+        if writes:
             self._recover()
             self._item = alike(self._channel, lambda: self._open(item))
         else:
@@ -215,7 +229,10 @@ class CheckpointManager(ListingManager):
         if self._options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
+        check_arguments(args, items, save_kwargs, Save)
         state, self._item = state_to_save(args, self._item)
+        if state is not None:
+            check_concrete(state.state, state.touched)
         self._check_origin(state)
         if not force and not self._is_due(step, state):
             return False
@@ -286,6 +303,8 @@ class CheckpointManager(ListingManager):
             ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
                 name the file, the chain, and the steps that could be restored instead.
         """
+        check_restored_step(step)
+        check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; the others must not go on without it.
         alike(self._channel, self.wait_until_finished)
         self._settle()

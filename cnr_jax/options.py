@@ -11,13 +11,13 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.format.tiles import COMPRESSIONS
-from cnr_jax.policy import Intermittent, Policy
+from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
-_WIDEST = 1 << 16
+WIDEST = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,7 @@ class Options:
     new_run: bool = False
 
     def __post_init__(self) -> None:
+        self._check_policy()
         self._check_tracking()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
@@ -162,6 +163,19 @@ class Options:
             for leaf in ("table", "slot"):
                 for bits in {self.auto_bits(0), FALLBACK_BITS}:
                     _check_readable(self._codec(name, leaf, bits))
+
+    def _check_policy(self) -> None:
+        """Checks that the policy is an object that decides, rather than a name or a class."""
+        policy: Any = self.policy
+        if not isinstance(policy, type) and callable(getattr(policy, "decide", None)):
+            return
+        ours = {kind.name: kind for kind in (Full, OneShot, Consecutive, Intermittent)}
+        kind = ours.get(policy, Intermittent) if isinstance(policy, str) else policy
+        kind = kind if kind in ours.values() else Intermittent
+        raise errors.OptionError(
+            f"policy is {policy!r}, expected an object that decides\n"
+            f"  hint: policy=cnr_jax.{kind.__name__}()"
+        )
 
     def _check_auto(self) -> None:
         """Checks that "auto", and what is expected for it, have something to choose."""
@@ -284,7 +298,7 @@ class Options:
         dtype = np.dtype(dtype)
         if dtype.name not in ("float32", "bfloat16", "float16"):
             return Raw()
-        if width > _WIDEST:
+        if width > WIDEST:
             return Raw()
         if codec.row_bytes(width, dtype) >= width * dtype.itemsize:
             return Raw()
@@ -302,6 +316,22 @@ class Options:
                 f"options for unknown tables: {', '.join(unknown)}\n"
                 f"  tables: {', '.join(sorted(names))}"
             )
+
+
+def checked(options: object) -> Options:
+    """The options that were given, or the default ones.
+
+    Raises:
+        OptionError: if they are of another kind.
+    """
+    if options is None:
+        return Options()
+    if isinstance(options, Options):
+        return options
+    raise errors.OptionError(
+        f"options is {type(options).__name__}, expected cnr_jax.Options\n"
+        "  hint: Orbax's CheckpointManagerOptions are given as orbax_options="
+    )
 
 
 def _is_codec(name: str) -> bool:

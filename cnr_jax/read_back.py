@@ -20,7 +20,7 @@ from cnr_jax.repository.checked import Seal, means_damage
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.step import StepReader
 from cnr_jax.rows.touched import Touched, seeded
-from cnr_jax.table import Tables
+from cnr_jax.table import Tables, check_tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ def read_back(
             "restoring into a state needs to know its tables\n"
             "  hint: Restore(state, tables=cnr_jax.find_tables(state, ...))"
         )
+    check_tables(tables)
     wanted = restoring.match(
         manifest, state, tables, partial=partial, step=place.directory
     )

@@ -130,11 +130,15 @@ def match(
     dense, texts = _match_dense(manifest.dense_leaves, leaves, problems, partial)
     kept = _kept(leaves, problems, partial)
     if problems:
+        other_rows = [
+            entry.name
+            for entry in manifest.tables
+            if entry.name in targets and targets[entry.name].rows != entry.rows
+        ]
         raise errors.StateMismatchError(
             f"the state does not match checkpoint {step} ({len(problems)} differences)\n  "
             + "\n  ".join(problems)
-            + "\n  hint: pass the state that was saved, or Restore(..., partial=True)"
-            " to restore what both have"
+            + f"\n  hint: {_way_out(other_rows, partial)}"
         )
     return Wanted(
         tables=tuple(wanted),
@@ -143,6 +147,32 @@ def match(
         texts=texts,
         kept=kept,
         exact=exact,
+    )
+
+
+def _way_out(other_rows: Sequence[str], partial: bool) -> str:
+    """What to do about a state that does not match.
+
+    Args:
+        other_rows: tables of another number of rows.
+        partial: whether what both have was asked for already.
+    """
+    if other_rows:
+        return (
+            "tables are restored with the rows they were saved with, with partial=True"
+            " too. To go on with another number: restore the old state (Restore() gives all"
+            f" of it), copy the rows of {', '.join(other_rows)} into arrays of the new size,"
+            " and save that state with new tables and touched rows, find_tables and"
+            " init_touched, to another root"
+        )
+    if partial:
+        return (
+            "partial=True leaves alone what only one of both has. What both have must"
+            " match: leave such a leaf out of the state, or pass it as it was saved"
+        )
+    return (
+        "pass the state that was saved, or Restore(..., partial=True) to restore what both"
+        " have"
     )
 
 

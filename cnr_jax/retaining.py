@@ -10,6 +10,20 @@ from cnr_jax import errors
 from cnr_jax.options import Options
 
 
+def check_orbax_options(orbax_options: object) -> None:
+    """Checks that options for Orbax are Orbax's.
+
+    Raises:
+        OptionError: if they are of another kind.
+    """
+    if not isinstance(orbax_options, ocp.CheckpointManagerOptions | None):
+        raise errors.OptionError(
+            f"orbax_options is {type(orbax_options).__name__}, expected"
+            " ocp.CheckpointManagerOptions\n"
+            "  hint: cnr_jax.Options are given as options="
+        )
+
+
 def inner_policy(
     options: Options, orbax_options: ocp.CheckpointManagerOptions | None
 ) -> Any:

@@ -25,6 +25,8 @@ from cnr_jax.table import Tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.tracking import Found
 
+NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
@@ -97,6 +99,11 @@ def check(
     Raises:
         StateMismatchError, TouchedError, TableError: if the state cannot be saved.
     """
+    if isinstance(state, Touched):
+        raise errors.StateMismatchError(
+            "the state is Touched: it and the touched rows are swapped\n"
+            "  hint: cnr_jax.args.Save(state, touched)"
+        )
     _check_alive(state, "state")
     arrays, dense = split(state, tables)
     leaves = capture.dense_leaves(dense)
@@ -120,6 +127,27 @@ def is_alive(tree: Any) -> bool:
         and not leaf.is_deleted()
         for leaf in jax.tree_util.tree_leaves(tree)
     )
+
+
+def check_concrete(state: Any, touched: Any) -> None:
+    """Checks that there are values to be saved.
+
+    Raises:
+        StateMismatchError, TouchedError: if there are tracers, inside `jax.jit`.
+    """
+    for tree, what, kind in (
+        (state, "state", errors.StateMismatchError),
+        (touched, "touched", errors.TouchedError),
+    ):
+        # Paths are slow to make, and only needed for the message.
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if isinstance(leaf, Tracer):
+                raise kind(
+                    f"{what}{jax.tree_util.keystr(path)} is a tracer, which has no value"
+                    f" to save\n{NOT_IN_JIT}"
+                )
 
 
 def _check_alive(tree: Any, what: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from cnr_jax import errors
 from cnr_jax.layouts import Identity, RowLayout
 
 _PRINTED_DENSE_LEAVES = 12  # arbitrary: enough to spot a table that was missed
@@ -171,6 +172,22 @@ class Tables(Mapping[str, Table]):
         lines += [f"dense    {line}" for line in self._dense_lines]
         hidden = len(self.dense) - len(self._dense_lines)
         return "\n".join(lines + [f"dense    {hidden} more"] * (hidden > 0))
+
+
+def check_tables(tables: object) -> None:
+    """Checks that tables are what `find_tables` returns.
+
+    Raises:
+        OptionError: if they are something else, such as their names.
+    """
+    if isinstance(tables, Tables):
+        return
+    names = (str, Mapping, Sequence)
+    wanted = f"find_tables(state, {tables!r})" if isinstance(tables, names) else ""
+    raise errors.OptionError(
+        f"tables is {type(tables).__name__}, expected what find_tables returns\n"
+        f"  hint: tables=cnr_jax.{wanted or 'find_tables(state, names)'}"
+    )
 
 
 def _describe(shape: Sequence[int], dtype: Any, nbytes: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from cnr_jax.rows.touched import (
 )
 from cnr_jax.rows.watch import Look, Rows, RowWatch
 from cnr_jax.table import Tables
+
+_log = logging.getLogger(__name__)
 
 
 class Moment(NamedTuple):
@@ -91,6 +94,7 @@ class Tracker:
         # Of the touched rows at the last save, and how many saves of them were audited.
         self._last: Moment | None = None
         self._audits = 0
+        self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
         """How changed rows are found: as asked for, as before, or as `touched` suggests."""
@@ -119,6 +123,8 @@ class Tracker:
         """
         mode = self.mode(touched)
         recorded = None if mode == "fingerprint" else _moment(touched)
+        if recorded is None and touched is not None:
+            self._say_unused()
         tiles = _tiles(tables, arrays, touched if recorded else None)
         look, doubt, secs = None, "", 0.0
         if recorded is None or self._audit_due(mode, recorded):
@@ -142,6 +148,18 @@ class Tracker:
             doubt="" if by_fingerprints else doubt,
             secs=secs,
         )
+
+    def _say_unused(self) -> None:
+        """Says once that touched rows are not used, unless that was asked for."""
+        if self._options.tracking is None and not self._has_said_unused:
+            self._has_said_unused = True
+            _log.warning(
+                "the touched rows of Save(state, touched) are not used: this run finds rows"
+                " that changed by fingerprints, because its first save had no touched rows."
+                " To use them from now on, restore with a manager of"
+                " Options(tracking='recorded'); else leave them out of Save and record out"
+                " of the train step"
+            )
 
     def _by_fingerprints(self, mode: Tracking) -> bool:
         """Whether fingerprints choose the rows; else those that were recorded.

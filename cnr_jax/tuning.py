@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.meshes import outside_mesh
-from cnr_jax.options import Options, TableOptions
+from cnr_jax.options import Options, TableOptions, checked
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.codecs.tuning import Choice, cheapest, variants
 from cnr_jax.splitting import split
-from cnr_jax.table import Table, Tables
+from cnr_jax.table import Table, Tables, check_tables
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def tune(
 
     Source: Check-N-Run (NSDI'22), tuning of the adaptive search on a sample.
     """
-    options = options or Options()
+    options = checked(options)
+    check_tables(tables)
     if not within >= 0:
         raise OptionError(f"within is {within!r}, expected 0 or more")
     options.check_tables(tables)

@@ -92,6 +92,21 @@ def _local(text: str, given: str) -> epath.Path:
     return epath.Path(text)
 
 
+def check_is_there(root: AnyPath) -> None:
+    """Checks that a root that is to be read exists.
+
+    Raises:
+        NoStepError: if there is no such folder.
+    """
+    if not is_directory(root):
+        raise errors.NoStepError(
+            f"there is no folder {os.fspath(root)}, so no checkpoint to read\n"
+            "  hint: is the path right? The first save of a manager with tables makes it",
+            kind="no_root",
+            path=os.fspath(root),
+        )
+
+
 def step_directories(
     root: AnyPath,
     is_step: Callable[[str], bool] | None = None,

@@ -17,7 +17,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.inspect import Finding, inspect_item
-from cnr_jax.repository.roots import open_root, step_directories
+from cnr_jax.repository.roots import check_is_there, open_root, step_directories
 from cnr_jax.repository.step import read_step
 
 Level = Literal["structure", "data"]
@@ -72,6 +72,7 @@ def verify(
         Problems with a `consequence` make steps unrestorable, those without do no harm.
 
     Raises:
+        NoStepError: if there is no such root; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root.
 
     Example:
@@ -88,8 +89,7 @@ def verify(
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
-    if not is_directory(path):
-        return ()
+    check_is_there(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}

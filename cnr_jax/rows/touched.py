@@ -37,7 +37,7 @@ from cnr_jax.rows.ids import (
     stored_rows,
 )
 from cnr_jax.splitting import split
-from cnr_jax.table import Table, Tables
+from cnr_jax.table import Table, Tables, check_tables
 
 __all__ = [
     "CLOCK_LIMIT",
@@ -116,6 +116,7 @@ def init_touched(state: Any, tables: Tables) -> Touched:
         >>> touched.stamps["user"].tolist(), clock_of(touched)
         ([1, 0, 0, 0, 2, 0], 2)
     """
+    check_tables(tables)
     leaves, _ = split(state, tables)
     arrays = {name: leaves[name][table.leaf.name] for name, table in tables.items()}
     _require_concrete(arrays.values(), "init_touched")
@@ -227,8 +228,9 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
         `CLOCK_LIMIT`, after which every save must be a full one.
 
     Raises:
-        TouchedError: at trace time, for an unknown table, ids that are not integers, a
-            mask that does not fit them, or stamps of another length than the table.
+        TouchedError: at trace time, for arguments of another kind, an unknown table, ids that
+            are not integers, a mask that does not fit them, or stamps of another length than
+            the table.
 
     Example:
         >>> from cnr_jax.tables import find_tables
@@ -238,6 +240,7 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
         >>> jax.jit(record)(touched, {"item": [bag, jnp.array([-1])]}).stamps["item"]
         Array([0, 1, 1, 0, 1], dtype=int32)
     """
+    _check_arguments(touched, ids)
     tables = {table.name: table for table in touched.tables}
     unknown = sorted(set(ids) - set(tables))
     if unknown:
@@ -315,6 +318,23 @@ def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     return stamps.at[rows].set(
         clock, mode="drop", out_sharding=sharding if is_explicit(sharding) else None
     )
+
+
+def _check_arguments(touched: object, ids: object) -> None:
+    """Checks that `record` is called with what was touched before, and ids by table."""
+    if not isinstance(touched, Touched):
+        swapped = isinstance(ids, Touched)
+        raise TouchedError(
+            f"touched is {type(touched).__name__}, expected what init_touched returns\n"
+            + "  hint: record(touched, ids)" * swapped
+            + "  hint: touched = cnr_jax.init_touched(state, tables)" * (not swapped)
+        )
+    if not isinstance(ids, Mapping):
+        name = touched.tables[0].name if touched.tables else "table"
+        raise TouchedError(
+            f"ids are {type(ids).__name__}, expected a dict of ids by table\n"
+            f"  hint: record(touched, {{{name!r}: ids}})"
+        )
 
 
 def _check_length(stamps: jax.Array, table: StampedTable) -> None:

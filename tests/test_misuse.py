@@ -1,0 +1,360 @@
+"""What a user is likely to get wrong at first: an error or a warning says what to do instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax import errors
+
+OPTION, STATE, TOUCHED = (
+    errors.OptionError,
+    errors.StateMismatchError,
+    errors.TouchedError,
+)
+
+
+def make_state(rows: int = 8) -> dict[str, Any]:
+    user = jnp.arange(rows * 4, dtype=jnp.float32).reshape(rows, 4)
+    return {"user": user, "w": jnp.ones(3)}
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return make_state()
+
+
+@pytest.fixture
+def tables(state: Any) -> cnr.Tables:
+    return cnr.find_tables(state, ["user"])
+
+
+@pytest.fixture
+def touched(state: Any, tables: cnr.Tables) -> cnr.Touched:
+    return cnr.init_touched(state, tables)
+
+
+@pytest.fixture
+def manager(tmp_path: Path, tables: cnr.Tables) -> Iterator[cnr.CheckpointManager]:
+    """Of a root in which nothing is saved yet."""
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(
+        tmp_path / "run", tables=tables, options=options
+    ) as manager:
+        yield manager
+
+
+def save(
+    root: Path, state: Any, tables: cnr.Tables, touched: cnr.Touched | None = None
+) -> None:
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state, touched))
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    found = [r for r in caplog.records if r.levelno == logging.WARNING]
+    return [r.getMessage() for r in found if part in r.getMessage()]
+
+
+# ---- making a manager ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tables", "hint"),
+    [
+        (["user"], r"find_tables\(state, \['user'\]\)"),
+        ({"user": "params/user"}, r"find_tables\(state, \{'user': 'params/user'\}\)"),
+        ("user", r"find_tables\(state, 'user'\)"),
+        (jnp.zeros((8, 4)), r"find_tables\(state, names\)"),
+    ],
+)
+def test_names_are_not_taken_for_tables(
+    tables: Any, hint: str, tmp_path: Path, state: Any
+) -> None:
+    root = tmp_path / "run"
+    message = rf"tables is \w+, expected what find_tables returns\n  hint: .*{hint}"
+    calls: list[Callable[[], Any]] = [
+        lambda: cnr.CheckpointManager(root, tables=tables),
+        lambda: cnr.handler_registry(tables),
+        lambda: cnr.init_touched(state, tables),
+        lambda: cnr.tune(state, tables, cnr.Options()),
+    ]
+    for call in calls:
+        with pytest.raises(OPTION, match=message):
+            call()
+    assert not root.exists()
+
+
+def test_names_are_not_taken_for_tables_in_a_restore(
+    tmp_path: Path, state: Any, tables: cnr.Tables
+) -> None:
+    save(tmp_path, state, tables)
+    with cnr.CheckpointManager(tmp_path) as manager:
+        args = cnr.args.Restore(state, tables=["user"])  # type: ignore[arg-type]
+        with pytest.raises(OPTION, match=r"(?s)tables is list.*find_tables\(state"):
+            manager.restore(0, args=args)
+
+
+def test_options_of_orbax_and_of_cnr_are_told_apart(
+    tmp_path: Path, tables: cnr.Tables
+) -> None:
+    theirs, ours, root = ocp.CheckpointManagerOptions(), cnr.Options(), tmp_path / "run"
+    with pytest.raises(
+        OPTION, match=r"options is CheckpointManagerOptions.*\n.*orbax_options="
+    ):
+        cnr.CheckpointManager(root, tables=tables, options=theirs)  # type: ignore[arg-type]
+    with pytest.raises(
+        OPTION, match=r"options is CheckpointManagerOptions.*\n.*orbax_options="
+    ):
+        cnr.handler_registry(tables, theirs)  # type: ignore[arg-type]
+    with pytest.raises(OPTION, match=r"orbax_options is Options.*\n.*options="):
+        cnr.CheckpointManager(root, tables=tables, orbax_options=ours)  # type: ignore[arg-type]
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        ("full", r"cnr_jax\.Full\(\)"),
+        ("one_shot", r"cnr_jax\.OneShot\(\)"),
+        ("always", r"cnr_jax\.Intermittent\(\)"),
+        (cnr.Full, r"cnr_jax\.Full\(\)"),
+        (None, r"cnr_jax\.Intermittent\(\)"),
+    ],
+)
+def test_policy_is_an_object_that_decides(policy: Any, hint: str) -> None:
+    with pytest.raises(OPTION, match=rf"policy is .*, expected an object.*\n.*{hint}"):
+        cnr.Options(policy=policy)
+
+
+def test_policy_of_the_users_own_is_taken() -> None:
+    class Mine:
+        name = "mine"
+
+        def decide(self, history: Any) -> cnr.Decision:
+            return cnr.Full().decide(history)
+
+    assert isinstance(cnr.Options(policy=Mine()).policy, Mine)
+
+
+# ---- saving -------------------------------------------------------------------------------
+
+
+def test_save_inside_jit_is_refused(
+    manager: cnr.CheckpointManager, state: Any, touched: cnr.Touched
+) -> None:
+    hint = r"(.|\n)*outside of jax.jit"
+
+    def traced_state(state: Any) -> Any:
+        return manager.save(0, args=cnr.args.Save(state, touched))
+
+    def traced_touched(touched: Any) -> Any:
+        return manager.save(0, args=cnr.args.Save(state, touched))
+
+    def traced_step(step: Any) -> Any:
+        return manager.save(step, args=cnr.args.Save(state, touched))
+
+    with pytest.raises(STATE, match=r"state\['user'\] is a tracer" + hint):
+        jax.jit(traced_state)(state)
+    with pytest.raises(TOUCHED, match=r"touched.* is a tracer" + hint):
+        jax.jit(traced_touched)(touched)
+    with pytest.raises(OPTION, match="a step is an integer, got a tracer" + hint):
+        jax.jit(traced_step)(0)
+    assert manager.save(0, args=cnr.args.Save(state, touched))
+
+
+def test_save_inside_jit_is_refused_under_a_plain_manager_too(
+    tmp_path: Path, state: Any, tables: cnr.Tables
+) -> None:
+    registry = cnr.handler_registry(tables)
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+
+        def step(state: Any) -> Any:
+            return manager.save(0, args=cnr.args.Save(state))
+
+        with pytest.raises(STATE, match=r"(?s)is a tracer.*outside of jax.jit"):
+            jax.jit(step)(state)
+
+
+def test_swapped_state_and_touched_are_refused(
+    manager: cnr.CheckpointManager, state: Any, touched: cnr.Touched
+) -> None:
+    with pytest.raises(STATE, match=r"swapped\n.*Save\(state, touched\)"):
+        manager.save(0, args=cnr.args.Save(touched, state))
+
+
+def test_state_is_given_by_name_and_in_arguments(
+    manager: cnr.CheckpointManager, state: Any, touched: cnr.Touched
+) -> None:
+    hint = r"args=cnr_jax\.args\.Save\(state\)"
+    with pytest.raises(OPTION, match=f"got dict beside the step\n.*{hint}"):
+        manager.save(0, state)
+    with pytest.raises(OPTION, match=f"got Save beside the step\n.*{hint}"):
+        manager.save(0, cnr.args.Save(state, touched))
+    with pytest.raises(OPTION, match=f"args is dict.*\n.*{hint}"):
+        manager.save(0, args=state)
+    with pytest.raises(OPTION, match=f"nothing is given.*\n.*{hint}"):
+        manager.save(0)
+    assert manager.all_steps() == []
+    assert manager.save(0, args=cnr.args.Save(state, touched))
+    manager.wait_until_finished()
+    hint = r"args=cnr_jax\.args\.Restore\(state\)"
+    with pytest.raises(OPTION, match=f"got dict beside the step\n.*{hint}"):
+        manager.restore(0, state)
+    with pytest.raises(OPTION, match=f"args is dict.*\n.*{hint}"):
+        manager.restore(0, args=state)
+
+
+def test_touched_rows_that_come_late_are_said_to_be_unused_once(
+    manager: cnr.CheckpointManager,
+    state: Any,
+    touched: cnr.Touched,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager.save(0, args=cnr.args.Save(state))
+    for step in (1, 2):
+        manager.save(step, args=cnr.args.Save(state, touched))
+    (said,) = warnings_in(caplog, "touched rows")
+    assert "are not used" in said and "Options(tracking='recorded')" in said
+
+
+def test_touched_rows_are_not_said_to_be_unused_where_fingerprints_were_asked_for(
+    tmp_path: Path,
+    state: Any,
+    tables: cnr.Tables,
+    touched: cnr.Touched,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = cnr.Options(tracking="fingerprint")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state, touched))
+    assert not warnings_in(caplog, "touched rows")
+
+
+def test_rows_too_wide_for_a_codec_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"expert": jnp.ones((2, 512, 129)), "user": jnp.ones((8, 4))}
+    tables = cnr.find_tables(state, ["expert", "user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        for step in range(2):
+            manager.save(step, args=cnr.args.Save(state))
+    (said,) = warnings_in(caplog, "stored exactly")
+    assert "more than 65,536 elements" in said
+    assert "expert/table of 66,048." in said and "user" not in said
+    assert "TableOptions(codec='raw')" in said
+
+
+def test_wide_rows_that_are_meant_to_be_exact_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"expert": jnp.ones((2, 512, 129)), "user": jnp.ones((8, 4))}
+    tables = cnr.find_tables(state, ["expert", "user"])
+    options = cnr.Options(tables={"expert": cnr.TableOptions(codec="raw")})
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    assert not warnings_in(caplog, "stored exactly")
+
+
+# ---- recording ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["eager", "jit"])
+def test_arguments_of_record_are_checked(wrap: Any, touched: cnr.Touched) -> None:
+    ids = jnp.array([1, 2])
+    with pytest.raises(TOUCHED, match=r"expected a dict.*\n.*\(touched, \{'user': ids"):
+        wrap(cnr.record)(touched, ids)
+    with pytest.raises(TOUCHED, match=r"touched is dict.*\n.*record\(touched, ids\)"):
+        wrap(cnr.record)({"user": ids}, touched)
+    with pytest.raises(TOUCHED, match=r"touched is dict.*\n.*init_touched\("):
+        wrap(cnr.record)({"user": ids}, {"user": ids})
+
+
+# ---- restoring ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["latest", "3", 1.0, True, -1])
+def test_step_to_restore_is_an_integer_or_none(
+    step: Any, manager: cnr.CheckpointManager, state: Any
+) -> None:
+    manager.save(0, args=cnr.args.Save(state))
+    with pytest.raises(OPTION, match=r"(?s)a step is .*restore\(None\) takes the new"):
+        manager.restore(step, args=cnr.args.Restore(state))
+    for fine in (None, 0, np.int64(0)):
+        manager.restore(fine, args=cnr.args.Restore(state))
+
+
+def test_way_to_a_larger_table_is_the_one_that_the_error_names(
+    tmp_path: Path, state: Any, tables: cnr.Tables
+) -> None:
+    save(tmp_path / "old", state, tables)
+    larger = make_state(rows=12)
+    new = cnr.find_tables(larger, ["user"])
+    with cnr.CheckpointManager(tmp_path / "old", tables=new) as manager:
+        for partial in (False, True):
+            args = cnr.args.Restore(larger, partial=partial)
+            with pytest.raises(STATE, match="8 rows in the checkpoint, 12 in") as found:
+                manager.restore(0, args=args)
+            hint = str(found.value).partition("hint: ")[2]
+            assert "with partial=True too" in hint and "or Restore(" not in hint
+        restored = manager.restore(0, args=cnr.args.Restore())
+    rows = larger["user"].at[:8].set(restored.state["user"])
+    state = {"user": rows, "w": restored.state["w"]}
+    new = cnr.find_tables(state, ["user"])
+    save(tmp_path / "new", state, new, cnr.init_touched(state, new))
+    with cnr.CheckpointManager(tmp_path / "new", tables=new) as manager:
+        again = manager.restore(None, args=cnr.args.Restore(state))
+    assert np.array_equal(again.state["user"], rows)
+
+
+def test_partial_restore_of_what_differs_does_not_advise_a_partial_restore(
+    manager: cnr.CheckpointManager, state: Any
+) -> None:
+    manager.save(0, args=cnr.args.Save(state))
+    other = {**state, "w": jnp.ones(4)}
+    args = cnr.args.Restore(other, partial=True)
+    with pytest.raises(STATE, match=r"w: shape \[3\].*\n.*leave such a leaf out of"):
+        manager.restore(0, args=args)
+    del other["w"]
+    restored = manager.restore(0, args=cnr.args.Restore(other, partial=True))
+    assert np.array_equal(restored.state["user"], state["user"])
+
+
+# ---- reading a root -----------------------------------------------------------------------
+
+
+def test_verify_does_not_call_a_missing_root_well(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("typo", "file"):
+        message = f"no folder {tmp_path / name}, so no.*\n.*is the path right"
+        with pytest.raises(errors.NoStepError, match=message) as found:
+            cnr.verify(tmp_path / name)
+        assert isinstance(found.value, FileNotFoundError)
+        assert (found.value.kind, found.value.path) == (
+            "no_root",
+            str(tmp_path / name),
+        )
+    (tmp_path / "empty").mkdir()
+    assert cnr.verify(tmp_path / "empty") == ()
+
+
+def test_reader_of_a_missing_root_says_so_and_does_not_make_it(
+    tmp_path: Path, tables: cnr.Tables
+) -> None:
+    root = tmp_path / "typo"
+    with pytest.raises(errors.NoStepError, match=f"no folder {root}"):
+        cnr.CheckpointManager(root)
+    read_only = ocp.CheckpointManagerOptions(read_only=True)
+    with pytest.raises(errors.NoStepError, match=f"no folder {root}"):
+        cnr.CheckpointManager(root, tables=tables, orbax_options=read_only)
+    assert list(tmp_path.iterdir()) == []
