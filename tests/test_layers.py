@@ -85,7 +85,7 @@ TABLE = {
     "continuing": (f"{BELOW_ROWS} rows", "orbax"),
     "fallback": (f"{BELOW_HANDLER} {ORBAX} verdicts", ""),
     "keeping": (f"errors format repository {ORBAX}", "orbax"),
-    "items": (f"errors {ORBAX} handler", "orbax"),
+    "items": (f"errors {ORBAX} saving handler", "jax orbax"),
     "ending": (
         f"errors repository {ORBAX} handler failures continuing keeping",
         "jax orbax etils",
@@ -97,7 +97,7 @@ TABLE = {
     "preemption": ("errors", ""),
     "manager": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} warming handler args {MANAGING} {ENDING}"
-        " fallback listing verdicts",
+        " fallback listing saving verdicts",
         "numpy jax orbax etils",
     ),
     "facade": (f"{BELOW_HANDLER} handler args registry manager optim tuning", ""),

@@ -279,8 +279,8 @@ def test_leftovers_are_listed_as_harmless(root: Path) -> None:
     assert not any(each[3] for each in found(root))
 
 
-def test_roots_that_are_empty_missing_or_of_others(tmp_path: Path) -> None:
-    assert cnr.verify(str(tmp_path / "none")) == cnr.verify(str(tmp_path)) == ()
+def test_roots_that_are_empty_or_of_others(tmp_path: Path) -> None:
+    assert cnr.verify(str(tmp_path)) == ()
     with ocp.CheckpointManager(tmp_path) as plain:
         plain.save(0, args=ocp.args.JsonSave({"a": 1}))
     assert found(tmp_path) == [("0", "", "no_checkpoint", ("0",))]
