@@ -282,7 +282,11 @@ def test_a_root_of_earlier_versions_is_one_run(
 
 
 def test_a_new_run_moves_the_old_steps_into_a_root_of_their_own(
-    tiny_run: Any, opened: Any, used: Any, tmp_path: Path
+    tiny_run: Any,
+    opened: Any,
+    used: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root, run = tmp_path / "root", tiny_run(salt=1)
     # A rollback of the old run, so that something is aside.
@@ -305,6 +309,8 @@ def test_a_new_run_moves_the_old_steps_into_a_root_of_their_own(
     kinds = [problem.kind for problem in cnr.verify(folder)]
     assert kinds == ["abandoned", "abandoned"]  # by the rollback, and still there
     run.check(manager, None)
+    with caplog.at_level(logging.WARNING), opened(run):
+        assert "holds 1 roots of earlier runs, set aside by new ones" in caplog.text
     assert {path.name.split(".")[0] for path in folder.iterdir()} == {
         "97000",
         "98000",

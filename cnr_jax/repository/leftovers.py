@@ -22,6 +22,7 @@ class Leftovers:
         temporary: of saves that are being written, or that were killed.
         removed: removed steps of which files are left.
         abandoned: steps that rollbacks have moved out of the way.
+        earlier: roots that hold the steps of earlier runs.
         orphans: deltas without their parent; they cannot be restored.
         unreadable: steps without a readable manifest; they cannot be restored.
         claims: files, of claims that were being written.
@@ -30,6 +31,7 @@ class Leftovers:
     temporary: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     abandoned: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
     orphans: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
@@ -39,6 +41,7 @@ _MEANINGS = {
     "temporary": "saves that are being written or were killed",
     "removed": "removed steps of which files are left",
     "abandoned": "steps of abandoned branches; they are kept, delete them if you like",
+    "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",
     "orphans": "deltas without their parent, which cannot be restored; they are kept",
     "unreadable": "steps without a readable manifest; they, and all before, are kept",
 }
@@ -54,6 +57,7 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
         temporary=tuple(name for name in rest if names.TEMPORARY_SUFFIX in name),
         removed=tuple(removed),
         abandoned=tuple(name for name in rest if names.ABANDONED_MARK in name),
+        earlier=tuple(name for name in rest if name.startswith(names.EARLIER_RUN)),
         orphans=tuple(entry.directory for entry in ledger.orphans()),
         unreadable=tuple(sorted(ledger.unreadable)),
         claims=tuple(name for name in rest if name.startswith(f"{names.WRITER}.")),
