@@ -14,14 +14,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.calls import refuse_in_on_save
 from cnr_jax.continuing import Course
-from cnr_jax.failures import after_commit, save_error
+from cnr_jax.failures import after_commit, save_error, without_frames
 from cnr_jax.handler import CnrHandler
 from cnr_jax.keeping import sync_committed, sync_uncommitted
 from cnr_jax.orbax_compat import (
     COMMIT_BARRIERS,
     ChainDeleter,
     end_interrupted_tasks,
+    told_elsewhere,
 )
 from cnr_jax.repository.ledger import Ledger
 
@@ -39,9 +41,15 @@ class EndingManager(ocp.CheckpointManager):
     _deleter: ChainDeleter
     _course: Course
     _item: str | None
+    _lock: threading.RLock
+    _is_in_call = False
     _failure: errors.SaveError | None = None
     # Whether Orbax's list of steps must be read again.
     _is_stale = False
+    # Whether retention is to delete the very step that is being written.
+    _is_dropped = False
+    # Whether `save` is between the plan and the thread that finalizes what it has begun.
+    _is_launching = False
     # The directory of the save that is being written, and whether it is durable.
     _saving, _is_synced = "", False
 
@@ -72,17 +80,35 @@ class EndingManager(ocp.CheckpointManager):
         self._checkpoints.delete_if(lambda info: info.step in steps)
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that is being written.
+        """Waits for the save that is being written, and until `on_save` has been called.
 
         Raises:
             SaveError: if it failed; once. Also if it is committed but what comes after that
                 failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
                 cannot be deleted are logged, and stay.
+            CallError: inside `on_save`, which would wait for itself.
         """
+        refuse_in_on_save(self, "wait_until_finished")
+        is_inner = True
+        try:
+            with self._lock:
+                # Other calls are not to wait for `on_save`; nor is who is interrupted.
+                is_inner = self._is_in_call
+                self._wait_for_save()
+        except Exception:
+            if not is_inner:
+                self._handler.last_save.listener.wait()
+            raise
+        if not is_inner:
+            # Without the lock: `on_save` may ask for the steps there are.
+            self._handler.last_save.listener.wait()
+
+    def _wait_for_save(self) -> None:
         failure: Exception | None = None
         thread = self._finalize_thread.get()
         try:
-            super().wait_until_finished()
+            with told_elsewhere():
+                super().wait_until_finished()
         except Exception as error:
             # Whatever Orbax or a handler of the user raised: it belongs to this save, and the
             # manager goes on.
@@ -102,10 +128,18 @@ class EndingManager(ocp.CheckpointManager):
         known, self._failure = self._failure, None
         if failure is not None:
             step = thread.step() if thread is not None else None
-            # `_settle` notes a failure if, and only if, this save is not committed.
-            raise self._as_save_error(failure, step, committed=known is None)
-        if known is not None:
-            raise known
+            # `_settle` notes a failure if, and only if, this save is not committed. Another
+            # step of its number may be back, which was moved aside for it.
+            committed = known is None and any(
+                entry.step == step for entry in self._ledger.committed()
+            )
+            known = self._as_save_error(failure, step, committed=committed)
+            self._handler.last_save.last_failure = without_frames(known)
+        try:
+            if known is not None:
+                raise known
+        finally:
+            del failure, known  # whose frames hold this one
 
     def check_for_errors(self) -> None:
         """Raises what the last save raised, if it has ended; does not wait.
@@ -114,13 +148,18 @@ class EndingManager(ocp.CheckpointManager):
 
         Raises:
             SaveError: if it failed; once.
+            CallError: inside `on_save`, which cannot act on it.
         """
-        if not self._is_busy():
-            self.wait_until_finished()
+        if self._is_busy():
+            return  # also in the thread that ends a save, which must not wait for others
+        refuse_in_on_save(self, "check_for_errors")
+        with self._lock:
+            if not self._is_busy():
+                self._wait_for_save()
 
     def _settle(self) -> None:
         """Notes a committed save, unless one is still being written."""
-        if self._is_busy():
+        if self._is_launching or self._is_busy():
             return
         saving = self._handler.last_save.flight is not None
         if saving:
@@ -154,6 +193,23 @@ class EndingManager(ocp.CheckpointManager):
         else:
             self._is_stale = False
 
+    def _is_in_on_save(self) -> bool:
+        return self._handler.last_save.listener.is_here()
+
+    def _asking(self) -> contextlib.AbstractContextManager[Any]:
+        """What a question about steps is asked in: the lock.
+
+        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
+        for who waits for it; meanwhile nothing changes either.
+        """
+        return contextlib.nullcontext() if self._is_writing_here() else self._lock
+
+    def _is_writing_here(self) -> bool:
+        """Whether this is a thread of Orbax's that writes a save of this manager."""
+        committing = getattr(self._checkpointer, "_async_manager", None)
+        writers = (self._finalize_thread.get(), getattr(committing, "_thread", None))
+        return threading.current_thread() in writers
+
     def _is_busy(self) -> bool:
         """Whether a save is being written, or old steps are being deleted after it."""
         thread = self._finalize_thread.get()
@@ -164,9 +220,11 @@ class EndingManager(ocp.CheckpointManager):
     @contextlib.contextmanager
     def _clearing_up(self) -> Iterator[None]:
         """Ends a save of which the blocking part is left by an error or an interrupt."""
+        self._is_launching = True
         try:
             yield
         except BaseException:
+            self._is_launching = False
             try:
                 # First: what is written behind goes on until the task ends that began it.
                 end_interrupted_tasks()
@@ -179,9 +237,11 @@ class EndingManager(ocp.CheckpointManager):
                 # Steps that were moved aside are back only now.
                 self._reread()
             raise
+        finally:
+            self._is_launching = False
 
     def _as_save_error(
-        self, error: Exception, step: int | None, *, committed: bool
+        self, error: BaseException, step: int | None, *, committed: bool
     ) -> errors.CnrError:
         """What was raised in the background as an error that says which save it was."""
         if isinstance(error, errors.WriterError):
@@ -189,8 +249,7 @@ class EndingManager(ocp.CheckpointManager):
         if isinstance(error.__context__, errors.SaveError):
             # The last barrier of a save was in vain too.
             return error.__context__
-        # Another step of this number may be back, which was moved aside for the save.
-        if committed and any(e.step == step for e in self._ledger.committed()):
+        if committed:
             return after_commit(error, step)
         return save_error(error, step, str(self._root))
 
@@ -207,7 +266,9 @@ class EndingManager(ocp.CheckpointManager):
             if self._handler.last_save.has_failed():
                 self._handler.barriers.forget()
             else:
-                self._handler.barriers.leave(error)
+                flight = self._handler.last_save.flight
+                step = flight.plan.step if flight is not None else None
+                self._handler.barriers.leave(save_error(error, step, str(self._root)))
             raise
         if self._handler.last_save.has_failed():
             # Orbax takes a cancelled save for a finished one, and would delete old steps.
@@ -241,9 +302,30 @@ class EndingManager(ocp.CheckpointManager):
                 self._handler.last_save.synced(error)
                 raise
             self._handler.last_save.synced(None)
+            self._look()
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        """Ends a save in the background; what comes of it is told there and then.
+
+        Process 0 tells of a commit once it is durable, before old steps are deleted. The others
+        do so once process 0 has done all that; should it have failed to sync the step, or to
+        delete others, it alone knows until the next call.
+        """
+        last_save = self._handler.last_save
+        self._is_dropped = step in steps_to_remove
         try:
             super()._finalize(step, steps_to_remove)
-        finally:
-            self._handler.last_save.end_writing()
+        except BaseException as error:
+            last_save.end_writing()
+            # An error in writing Orbax's metadata comes out while the rest is being written.
+            with contextlib.suppress(Exception):
+                self._wait_for_checkpointers()
+            committed = self._look()
+            last_save.fail(self._as_save_error(error, step, committed=committed))
+            raise
+        last_save.end_writing()
+        self._look()
+
+    def _look(self) -> bool:
+        """Whether the save in flight is seen to be committed; then it is reported."""
+        return not self._is_dropped and self._handler.last_save.look()

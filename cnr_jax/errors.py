@@ -138,6 +138,12 @@ class UsedRootError(CnrError, RuntimeError):
     kind = "used_root"
 
 
+class CallError(CnrError, RuntimeError):
+    """A call of a manager that would wait for itself: call it elsewhere, or later."""
+
+    kind = "call"
+
+
 class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work."""
 

@@ -62,6 +62,19 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
     return found
 
 
+def without_frames(error: CnrError) -> CnrError:
+    """The same error, to be kept: it holds no frames, hence no train state."""
+    if not isinstance(error, SaveError):
+        return type(error)(str(error), kind=error.kind, path=error.path)
+    return SaveError(
+        str(error),
+        kind=error.kind,
+        step=error.step,
+        process=error.process,
+        errno=error.errno,
+    )
+
+
 @contextlib.contextmanager
 def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
     """Raises a `SaveError` for what the system refused; other errors are raised as they are.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from cnr_jax import errors, telemetry
+from cnr_jax import errors
+from cnr_jax.failures import without_frames
+from cnr_jax.format.manifest import Manifest
 from cnr_jax.options import Options
-from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.planner import Plan, Planner
 from cnr_jax.saving import InFlight, pending_entry, report_of
 from cnr_jax.served import Served
 from cnr_jax.table import Tables
-from cnr_jax.telemetry import SaveReport
+from cnr_jax.telemetry import Listener, SaveReport
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ class LastSave:
     It comes out in one of two ways. Committed: it may be a parent, and is reported. Or not:
     the root is as it was before, and its error is kept until someone takes it.
 
+    What is written in the background is told from there, by `look` and `fail`: they change
+    neither the ledger nor the planner, which belong to the thread that saves.
+
     Args:
         served: where it goes.
         planner: is told of committed saves.
@@ -31,6 +35,8 @@ class LastSave:
     Attributes:
         flight: the save; None if there is none, or it is settled.
         report: of the last save that was committed.
+        last_failure: why the save that ended last failed, without frames; None if it did not.
+        listener: is told of committed saves.
         doubt: why the last save may not survive a power cut, though it is committed.
         managed: whether a manager calls `synced` and `end_writing` when a save has ended.
     """
@@ -43,9 +49,11 @@ class LastSave:
         options: Options,
     ) -> None:
         self._served, self._planner = served, planner
-        self._tables, self._on_save = tables, options.on_save
+        self._tables = tables
+        self.listener = Listener(options.on_save)
         self.flight: InFlight | None = None
         self.report: SaveReport | None = None
+        self.last_failure: errors.CnrError | None = None
         self.doubt = ""
         self.managed = False
         # Of the last save that was seen to be committed, before anything was deleted.
@@ -71,6 +79,29 @@ class LastSave:
             if self._served.ledger is not None:
                 self._served.ledger.doomed.clear()
             self.doubt = f"the save before may not be durable: {error}"
+
+    def look(self) -> bool:
+        """Reports the save in flight if it is seen to be committed; returns whether it is.
+
+        In doubt it is not, and `settle` looks again.
+        """
+        flight, ledger = self.flight, self._served.ledger
+        if flight is None or ledger is None:
+            return False
+        if flight.manifest is None:
+            flight.manifest = ledger.look(flight.place.root, flight.place.item)
+        if flight.manifest is None:
+            return False
+        self._report(flight, flight.manifest)
+        return True
+
+    def fail(self, error: errors.CnrError) -> None:
+        """Says in the log why the save in flight, or what comes after its commit, failed."""
+        self.last_failure = without_frames(error)
+        if self.flight is None or not self.flight.is_failure_told:
+            _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
+        if self.flight is not None:
+            self.flight.is_failure_told = True
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
@@ -105,7 +136,8 @@ class LastSave:
         if self._served.is_guarded and self.managed:
             seen = self._seen == flight.plan.uuid
             dropped = dropped and seen
-        entry = ledger.settle(flight.place.root, flight.place.item, seen)
+        place = flight.place
+        entry = ledger.settle(place.root, place.item, seen, flight.manifest)
         if entry is None and dropped:
             self._served.committed()
             _log.info("retention did not keep step %d, the newest", flight.plan.step)
@@ -115,7 +147,8 @@ class LastSave:
             return None
         self._served.committed()
         self._planner.saved(flight.plan, entry)
-        self._deliver_report(flight, entry)
+        assert entry.manifest is not None
+        self._report(flight, entry.manifest)
         return entry.uuid
 
     def settle_as(self, committed: str | None) -> None:
@@ -131,25 +164,30 @@ class LastSave:
     def _note_failure(self, flight: InFlight) -> None:
         """Keeps the error of a save until someone takes it, and removes what it wrote."""
         flight.stop()
-        _log.warning(
-            "the save of step %d was not committed; its rows are in the next one",
-            flight.plan.step,
-        )
         self._failure = flight.failure()
+        if not flight.is_failure_told:
+            self.fail(self._failure)
         self._served.discard(flight.place.directory)
         self._served.undo()
 
-    def _deliver_report(self, flight: InFlight, entry: Entry) -> None:
-        assert entry.manifest is not None and self._tables is not None
+    def _report(self, flight: InFlight, manifest: Manifest) -> None:
+        if flight.is_reported:
+            return
+        flight.is_reported, self.last_failure = True, None
+        assert self._tables is not None
         try:
-            self.report = report_of(flight, entry.manifest, self._tables)
-            telemetry.record(self.report)
-            if self._on_save is not None:
-                self._on_save(self.report)
+            report = report_of(flight, manifest, self._tables)
         except Exception:
-            # Whatever a listener raises, the step is saved, and this may be the middle of the
-            # next save, for which other processes wait.
-            _log.exception("the report of step %d was not delivered", flight.plan.step)
+            # The step is saved, and this may be the middle of the next save, for which other
+            # processes wait.
+            _log.exception("there is no report of step %d", flight.plan.step)
+            return
+        self.report = report
+        _log.info("%s", report)
+        if self.managed:
+            self.listener.tell(report)
+        else:
+            self.listener.tell_here(report)
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save in flight has failed."""

@@ -10,6 +10,7 @@ from typing import Any
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.calls import alone
 from cnr_jax.channel import Channel
 from cnr_jax.ending import EndingManager
 from cnr_jax.fallback import check_ours, no_such_step
@@ -42,11 +43,12 @@ class ListingManager(EndingManager):
         Raises:
             OSError: if there is none, but a step that storage does not give out.
         """
-        restorable = self._restorable()
-        if restorable:
-            return restorable[-1].step
-        for directory in sorted(self._ledger.withheld):
-            read_step(self._root, directory, str(self._item))
+        with self._asking():
+            restorable = self._restorable()
+            if restorable:
+                return restorable[-1].step
+            for directory in sorted(self._ledger.withheld):
+                read_step(self._root, directory, str(self._item))
         return None
 
     def all_steps(self, read: bool = False) -> list[int]:
@@ -58,17 +60,19 @@ class ListingManager(EndingManager):
         Args:
             read: read the root again before.
         """
-        if self._lists_all:
-            return list(super().all_steps(read))
-        if read:
-            self.reload()
-        return sorted({entry.step for entry in self._restorable()})
+        with self._asking():
+            if self._lists_all:
+                return list(super().all_steps(read))
+            if read:
+                self.reload()
+            return sorted({entry.step for entry in self._restorable()})
 
     def _restorable(self) -> list[Entry]:
         """Steps that can be restored, newest last; storage is asked again what it withheld."""
         self._settle()
-        for directory in sorted(self._ledger.withheld):
-            self._ledger.read(self._root, directory, str(self._item))
+        if not self._is_writing_here():
+            for directory in sorted(self._ledger.withheld):
+                self._ledger.read(self._root, directory, str(self._item))
         return self._ledger.restorable()
 
     def best_step(self) -> int | None:
@@ -113,6 +117,7 @@ class ListingManager(EndingManager):
         finally:
             self._lists_all = False
 
+    @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
         """What is wrong in the root of this manager; see `cnr_jax.verify`.
 
@@ -128,6 +133,7 @@ class ListingManager(EndingManager):
                 self._ledger.note_damage(path, problem.message.partition("\n")[0])
         return found
 
+    @alone
     def delete(self, step: int) -> None:
         """Deletes a step that no other depends on.
 

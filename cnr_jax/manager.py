@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.calls import alone, refuse_in_on_save
 from cnr_jax.channel import Channel
 from cnr_jax.continuing import Continuing, Course
 from cnr_jax.failures import as_save_errors
@@ -34,6 +36,7 @@ from cnr_jax.orbax_compat import (
     ExactPath,
     Place,
     is_distributed,
+    shorten_logs,
     step_names,
 )
 from cnr_jax.preemption import Sigterm
@@ -59,7 +62,8 @@ class CheckpointManager(ListingManager):
 
     Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
     are kept; `latest_step()` is the newest whole checkpoint of the newest branch; after
-    restoring an older step saving goes on from there.
+    restoring an older step saving goes on from there. Threads may share one: a call waits for
+    those of others.
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
@@ -100,6 +104,7 @@ class CheckpointManager(ListingManager):
         orbax_options: ocp.CheckpointManagerOptions | None = None,
         item: str | None = None,
     ) -> None:
+        self._lock = threading.RLock()
         options = checked(options)
         check_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
@@ -137,6 +142,7 @@ class CheckpointManager(ListingManager):
             options=with_safety(self._root, orbax_options, self._sync_uncommitted),
             handler_registry=registry,
         )
+        shorten_logs(self._checkpointer)
         self._handler.guarded = self._handler.last_save.managed = True
         self._deleter = deleter(
             self._root,
@@ -170,8 +176,25 @@ class CheckpointManager(ListingManager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last committed save of this manager did."""
+        """What the last committed save of this manager did; known once it is durable.
+
+        No call is needed for that. With several processes, on all but the first: once the
+        first has committed it.
+        """
         return self._handler.last_report
+
+    @property
+    def failure(self) -> errors.CnrError | None:
+        """Why the save that ended last failed; None if it is committed, or none has ended.
+
+        Known as soon as the save has failed, before the next call raises it. A save that is
+        committed while what comes after it failed has `kind` `"after_commit"`.
+
+        Example:
+            `if manager.failure is not None: alert(str(manager.failure))`, in a train loop that
+            saves every hour.
+        """
+        return self._handler.last_save.last_failure
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
@@ -202,6 +225,7 @@ class CheckpointManager(ListingManager):
             return True
         return super().reached_preemption(step)
 
+    @alone
     def save(
         self,
         step: int,
@@ -224,6 +248,7 @@ class CheckpointManager(ListingManager):
             AuditError: if a row changed that was not recorded.
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
+            CallError: inside `on_save`, or in a signal handler in the middle of a call.
         """
         check_step(step)
         if self._options.read_only:
@@ -269,6 +294,7 @@ class CheckpointManager(ListingManager):
             self.wait_until_finished()
         return saved
 
+    @alone
     def restore(
         self,
         step: int | None,
@@ -302,6 +328,7 @@ class CheckpointManager(ListingManager):
             StateMismatchError: if the state asked for does not match.
             ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
                 name the file, the chain, and the steps that could be restored instead.
+            CallError: as `save`.
         """
         check_restored_step(step)
         check_arguments(args, items, restore_kwargs, Restore)
@@ -355,26 +382,34 @@ class CheckpointManager(ListingManager):
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
-        super().reload()
-        self._settle()
-        self._handler.served.take_over()
-        self._item = self._item or find_item(self._root)
-        if self._item is not None:
-            ledger = self._handler.open(self._root, self._item)
-            ledger.become(Ledger.load(self._root, self._item, ledger.is_step))
+        with self._lock:
+            super().reload()
+            self._settle()
+            self._handler.served.take_over()
+            self._item = self._item or find_item(self._root)
+            if self._item is not None:
+                ledger = self._handler.open(self._root, self._item)
+                ledger.become(Ledger.load(self._root, self._item, ledger.is_step))
 
     def close(self) -> None:
-        """Waits for the save that is being written and frees what is held.
+        """Waits for the save that is being written, and for `on_save`; frees what is held.
 
         Raises:
             SaveError: if the save failed.
+            CallError: inside `on_save`, which would wait for itself.
         """
+        refuse_in_on_save(self, "close")
         try:
             self.wait_until_finished()
         finally:
-            if self._sigterm is not None:
-                self._sigterm.close()
-            super().close()
+            self._close()
+            self._handler.last_save.listener.close()
+
+    @alone
+    def _close(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.close()
+        super().close()
 
     def _check_origin(self, state: Save | None) -> None:
         """Makes sure, once, that a save of this state may begin or go on with a run here."""

@@ -85,8 +85,10 @@ class Options:
             chunk of another array, step or run in the place of one goes unnoticed.
         staging: where rows are encoded: `"host"` in the background, `"device"` before they
             are copied to the host, `"auto"` by platform.
-        on_save: called with the report of each save, once it is known to be committed. What it
-            raises is logged.
+        on_save: called with the report of each save once it is durable, in one thread of its
+            own, in the order of the saves. What it raises is logged; it must not call the
+            manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`.
+            Under a plain Orbax manager the next save calls it.
         timeout_secs: how long a save waits before it fails: for other processes that have not
             done their part, for its directories, and for room in the staging memory. The
             error names the process.

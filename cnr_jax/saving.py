@@ -60,6 +60,9 @@ class InFlight:
     Attributes:
         written: what this process has written, once it has.
         manifest_bytes: of `manifest.json`, if this process has written it.
+        manifest: of the save, once it is seen to be committed.
+        is_reported: whether its report is handed over.
+        is_failure_told: whether the log says why it failed.
     """
 
     place: Place
@@ -70,6 +73,9 @@ class InFlight:
     background: Background | None = None
     written: Written | None = None
     manifest_bytes: int | None = None
+    manifest: Manifest | None = None
+    is_reported: bool = False
+    is_failure_told: bool = False
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save has failed; waits for their word."""

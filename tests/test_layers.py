@@ -27,7 +27,7 @@ SAVING = "failures channel background saving"
 HOLDING = "served last_save planning resuming"
 # What a manager alone is made of.
 MANAGING = "registry retaining continuing keeping ending items"
-ENDING = "failures channel preemption"
+ENDING = "calls failures channel preemption"
 TABLE = {
     "errors": ("", ""),
     "layouts": ("errors", "numpy jax"),
@@ -62,7 +62,8 @@ TABLE = {
     "read_back": (f"{BELOW_HANDLER} restoring {ORBAX}", "jax"),
     "saving": (f"{BELOW_HANDLER} {STAGES} {ORBAX} background failures", "jax"),
     "served": (f"errors repository {ORBAX}", "jax etils"),
-    "last_save": (f"{BELOW_HANDLER} saving served", ""),
+    "last_save": (f"{BELOW_HANDLER} failures saving served", ""),
+    "calls": ("errors", ""),
     "resuming": (
         f"{BELOW_HANDLER} {STAGES} {ORBAX} channel last_save read_back served verdicts",
         "",
@@ -87,11 +88,11 @@ TABLE = {
     "keeping": (f"errors format repository {ORBAX}", "orbax"),
     "items": (f"errors {ORBAX} saving handler", "jax orbax"),
     "ending": (
-        f"errors repository {ORBAX} handler failures continuing keeping",
+        f"errors repository {ORBAX} calls handler failures continuing keeping",
         "jax orbax etils",
     ),
     "listing": (
-        f"errors repository {ORBAX} channel ending fallback verdicts",
+        f"errors repository {ORBAX} calls channel ending fallback verdicts",
         "etils",
     ),
     "preemption": ("errors", ""),

@@ -14,6 +14,8 @@ from cnr_jax.orbax_compat.dense import is_host_local as is_host_local
 from cnr_jax.orbax_compat.dense import replicated as replicated
 from cnr_jax.orbax_compat.directories import Directories as Directories
 from cnr_jax.orbax_compat.exact import ExactPath as ExactPath
+from cnr_jax.orbax_compat.logs import shorten_logs as shorten_logs
+from cnr_jax.orbax_compat.logs import told_elsewhere as told_elsewhere
 from cnr_jax.orbax_compat.places import DEFAULT_ITEM as DEFAULT_ITEM
 from cnr_jax.orbax_compat.places import Place as Place
 from cnr_jax.orbax_compat.places import checkpoint_infos as checkpoint_infos

@@ -309,8 +309,26 @@ class Ledger:
         self.add(entry)
         self.pending, self.run = entry, entry.run
 
+    def look(self, root: AnyPath, item: str) -> Manifest | None:
+        """The manifest of the save that was being written, if it is seen to be committed.
+
+        Nothing is noted: it may be called while `settle` must not be.
+        """
+        entry = self.pending
+        if entry is None:
+            return None
+        try:
+            manifest = read_committed(root, entry.directory, item)
+        except (errors.CnrError, OSError):
+            return None
+        return manifest if manifest.uuid == entry.uuid else None
+
     def settle(
-        self, root: AnyPath, item: str, committed: bool | None = None
+        self,
+        root: AnyPath,
+        item: str,
+        committed: bool | None = None,
+        manifest: Manifest | None = None,
     ) -> Entry | None:
         """Finds out whether the save that was being written is committed.
 
@@ -319,6 +337,7 @@ class Ledger:
             item: name of the item in each of them.
             committed: whether it is known to be, though storage may not give out its manifest:
                 then what it made superfluous is gone all the same. None: not known.
+            manifest: what `look` has found.
 
         Returns:
             Its entry with its manifest, or None if there was none or it failed; a failed save
@@ -330,7 +349,7 @@ class Ledger:
         doomed, self.doomed = self.doomed, set()
         self._drop(entry.directory)
         try:
-            manifest = read_committed(root, entry.directory, item)
+            manifest = manifest or read_committed(root, entry.directory, item)
         except (errors.CnrError, OSError) as error:
             if committed or (committed is None and not _is_missing(error)):
                 self._let_go(doomed)

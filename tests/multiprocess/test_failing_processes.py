@@ -38,6 +38,7 @@ def test_a_fault_in_one_process_is_raised_in_both_and_the_next_save_works(
     with Processes(2, tmp_path / "root", tmp_path / "out", "--stop", 23, *options) as p:
         p.allow(240)
         lines = p.finish()
+    failed = {step + more for step, _, _ in where for more in (0, 1)} - {20}
     for process, found in enumerate(lines):
         mine = [f"{step} {place}" for step, place, victim in where if victim == process]
         assert f"hit {', '.join(mine)}" in found, "a fault that was not hit"
@@ -53,11 +54,42 @@ def test_a_fault_in_one_process_is_raised_in_both_and_the_next_save_works(
         assert found[-1] == "latest 29"
         assert found[-2] == lines[0][-2], "both leave out the same saves"
         assert found[-2].startswith("back to back [True, False"), found[-2]
+        listed = [line for line in found if line.startswith("heard ")]
+        heard = [int(step) for step in listed[0][7:-1].split(",")]
+        assert heard == sorted(heard) and len(heard) == len(set(heard))
+        assert {step for step in heard if step < 23} == set(range(23)) - failed
     kept = {int(p.name) for p in (tmp_path / "root").iterdir() if p.name.isdigit()}
-    failed = {step + more for step, _, _ in where for more in (0, 1)} - {20}
     assert {step for step in kept if step < 23} == set(range(23)) - failed
     assert not list((tmp_path / "root").glob("*tmp*"))
     assert_same(values(tmp_path / "out", 0), values(tmp_path / "out", 1))
+
+
+def test_all_processes_know_what_became_of_a_save_before_the_next_call(
+    tmp_path: Path,
+) -> None:
+    faults = "2:rows:1,4:manifest:0,6:gather:1"
+    options = ("--faults", faults, "--timeout-secs", 30, "--only-look")
+    with Processes(2, tmp_path / "root", tmp_path / "out", "--stop", 8, *options) as p:
+        p.allow(240)
+        first, second = p.finish()
+    found = first[1 : first.index("hit 4 manifest")]
+    assert found == second[1 : second.index("hit 2 rows, 6 gather")]
+    failed = [line for line in found if "process=" in line]
+    assert [line.split(" errno")[0] for line in failed] == [
+        "2: save_failed process=1",
+        "4: save_failed process=0",
+        "6: save_failed process=1",
+    ]
+    assert [line for line in found if "raised" in line] == [
+        "3: raised that of 2",
+        "5: raised that of 4",
+        "7: raised that of 6",
+    ]
+    reported = [
+        line.split()[:2] for line in found if ": full" in line or ": delta" in line
+    ]
+    assert [step for step, _ in reported] == ["0:", "1:", "3:", "5:", "7:"]
+    assert [kind for _, kind in reported] == ["full", *["delta"] * 4]
 
 
 @pytest.mark.parametrize("where", ["kill rows", "hang prepare"])

@@ -244,6 +244,36 @@ def train_and_save(
     return lines
 
 
+def save_and_only_look(
+    manager: cnr.CheckpointManager, run: Run, steps: range, faults: Faults
+) -> list[str]:
+    """After each save calls nothing before it is known what became of it; returns that."""
+    lines: list[str] = []
+    for step in steps:
+        run.train(step)
+        faults.begin(step)
+        args = cnr.args.Save(run.state, run.touched)
+        try:
+            saved = manager.save(step, args=args)
+        except cnr.errors.SaveError as error:
+            lines.append(f"{step}: raised that of {error.step}")
+            saved = manager.save(step, args=args)
+        assert saved
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            report, failure = manager.last_report, manager.failure
+            if report is not None and report.step == step:
+                lines.append(
+                    f"{step}: {report.kind} {report.rows} {report.table_bytes}"
+                )
+                break
+            if isinstance(failure, cnr.errors.SaveError) and failure.step == step:
+                lines.append(f"{step}: {brief(failure)}")
+                break
+            time.sleep(0.01)
+    return lines
+
+
 def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> str:
     """Leaves out saves that are due while one is being written; ends with one that is not."""
     manager._skips_when_busy = True
@@ -381,6 +411,7 @@ def main() -> None:
     parser.add_argument("--few-bits", type=Path)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--faults")
+    parser.add_argument("--only-look", action="store_true")
     parser.add_argument("--until-preempted", action="store_true")
     parser.add_argument("--timeout-secs", type=float, default=60.0)
     parser.add_argument("--keep", type=int)
@@ -393,6 +424,7 @@ def main() -> None:
         hold_at(args.hold_step, args.hold_where)
     run = Run()
     policies = {"consecutive": cnr.Consecutive(), "one_shot": cnr.OneShot()}
+    heard: list[int] = []
     keep = args.keep and ocp.checkpoint_managers.LatestN(args.keep)
     options = cnr.Options(
         codec="raw",
@@ -401,6 +433,7 @@ def main() -> None:
         compression=args.compression,
         timeout_secs=args.timeout_secs,
         preservation_policy=keep,
+        on_save=lambda report: heard.append(report.step),
     )
     if args.tune:
         Path(f"{args.out}.{args.process}.tuned").write_text(tuned(run))
@@ -423,11 +456,14 @@ def main() -> None:
         lines.append(f"restored {latest}, starts at {start}")
         if args.faults:
             faults = Faults(args.faults)
-            lines += train_and_save(manager, run, range(start, args.stop), faults)
+            goes_on = save_and_only_look if args.only_look else train_and_save
+            lines += goes_on(manager, run, range(start, args.stop), faults)
             lines.append(f"hit {', '.join(faults.hit)}")
             if any("process_silent" in line for line in lines):
                 Path(f"{args.out}.{args.process}.txt").write_text("\n".join(lines))
                 os._exit(0)  # jax would wait for the other process
+            manager.wait_until_finished()
+            lines.append(f"heard {heard}")
             lines.append(save_back_to_back(manager, run, args.stop))
             assert keys_left() < 20
         elif args.until_preempted:

@@ -1,0 +1,254 @@
+"""One manager in many hands: threads, signal handlers and callbacks of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.errors import CallError, CnrError
+from cnr_jax.orbax_compat import DenseStore
+from cnr_jax.repository.write import RowsWriter
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+def open_manager(root: Path, run: Any, **options: Any) -> cnr.CheckpointManager:
+    settings = {"policy": cnr.Consecutive(), "codec": "raw"} | options
+    return cnr.CheckpointManager(
+        root, tables=run.tables, options=cnr.Options(**settings)
+    )
+
+
+def in_threads(*works: Callable[[], Any]) -> list[BaseException]:
+    """Runs all at once; returns what they raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "a thread hangs"
+    return errors
+
+
+def test_every_save_of_two_threads_that_returns_true_is_a_step(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, saved, reports = tiny_run(), list[int](), list[int]()
+    run.train(0)
+    args, truth = cnr.args.Save(run.state, run.touched), run.values()
+    manager = open_manager(
+        tmp_path, run, on_save=lambda report: reports.append(report.step)
+    )
+
+    def saves(steps: range) -> None:
+        for step in steps:
+            # Forced: whichever thread comes later, its step may be the smaller one.
+            if manager.save(step, args=args, force=True):
+                saved.append(step)
+
+    errors = in_threads(lambda: saves(range(0, 12, 2)), lambda: saves(range(1, 12, 2)))
+    manager.wait_until_finished()
+    assert errors == []
+    assert sorted(saved) == list(range(12))
+    assert manager.all_steps() == sorted(saved)
+    assert reports == saved, "in the order in which they were made"
+    for step in saved:
+        run.check(manager, step, {step: truth})
+    manager.close()
+
+
+def test_all_calls_of_many_threads_are_served_one_after_the_other(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [0])
+    args, saved = cnr.args.Save(run.state, run.touched), [0]
+
+    def save() -> None:
+        for step in range(1, 7):
+            # A restore by another thread ends the lineage: then the save is a full one.
+            assert manager.save(step, args=args, force=True)
+            saved.append(step)
+
+    def restore() -> None:
+        for _ in range(3):
+            restored = manager.restore(0, args=cnr.args.Restore(run.state))
+            run.same(restored.state, run.truth[0])
+
+    def look() -> None:
+        for _ in range(20):
+            steps = manager.all_steps()
+            assert set(steps) <= set(range(7)) and 0 in steps
+            assert manager.latest_step() is not None
+            manager.wait_until_finished()
+            manager.check_for_errors()
+
+    assert in_threads(save, restore, look, look) == []
+    manager.wait_until_finished()
+    assert set(manager.all_steps()) == set(saved) == set(range(7))
+    manager.close()
+
+
+def test_closing_waits_for_the_save_of_another_thread(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun, go_on = tiny_run(), threading.Event(), threading.Event()
+    manager = open_manager(tmp_path, run)
+    run.train(1)
+    find = RowsWriter.write
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return find(*args)
+
+    monkeypatch.setattr(RowsWriter, "write", held)
+
+    def close() -> None:
+        assert begun.wait(60)
+        threading.Timer(0.2, go_on.set).start()
+        manager.close()
+
+    assert in_threads(lambda: run.save(manager, 1), close) == []
+    assert not list(tmp_path.glob("*tmp"))
+    run.check(manager, 1)
+
+
+# ---- the same thread, in the middle of a call -----------------------------------------------
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[], Any]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def signalled(work: Any) -> Any:
+    """The same work, in the middle of which a signal comes."""
+
+    def worked(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return work(*args, **kwargs)
+
+    return worked
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told_so(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1])
+    calls: list[Callable[[], Any]] = [
+        lambda: run.save(manager, 9, force=True),
+        lambda: manager.restore(1),
+        lambda: manager.delete(1),
+        manager.close,
+    ]
+    told: list[str] = []
+
+    def handler() -> None:
+        for call in calls:
+            with pytest.raises(CallError) as caught:
+                call()
+            told.append(caught.value.kind)
+
+    with handling(handler), monkeypatch.context() as patch:
+        patch.setattr(DenseStore, "save", signalled(DenseStore.save))
+        run.train(2)
+        assert run.save(manager, 2)
+    assert told == ["nested"] * len(calls)
+    run.run(manager, [3])
+    assert manager.all_steps() == [1, 2, 3]
+    run.check(manager, 2)
+    run.check(manager, 3)
+    manager.close()
+
+
+def test_a_signal_handler_that_only_asks_harms_no_save(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = tiny_run(), list[Any]()
+    manager = open_manager(tmp_path, run)
+    run.run(manager, [1])
+
+    def handler() -> None:
+        manager.wait_until_finished()
+        manager.check_for_errors()
+        found.append((manager.latest_step(), manager.all_steps()))
+
+    with handling(handler), monkeypatch.context() as patch:
+        # One right after the save has begun to be written.
+        patch.setattr(
+            ocp.CheckpointManager,
+            "_add_checkpoint_info",
+            signalled(ocp.CheckpointManager._add_checkpoint_info),
+        )
+        run.train(2)
+        assert run.save(manager, 2)
+    manager.wait_until_finished()
+    assert found == [(1, [1])], "one that is being written does not count"
+    assert manager.all_steps() == [1, 2]
+    run.check(manager, 2)
+    manager.close()
+
+
+def test_a_call_that_is_refused_leaves_the_next_ones_alone(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    manager = open_manager(tmp_path, run)
+    for bad in (lambda: manager.save(-1, args=None), lambda: manager.restore(5)):
+        with pytest.raises((CnrError, ValueError, TypeError)):
+            bad()
+    run.run(manager, [1])
+    run.check(manager, 1)
+    manager.close()
+
+
+def test_a_callback_of_orbax_may_ask_for_steps_while_a_save_waits_for_it(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, found = tiny_run(), list[Any]()
+
+    def asks() -> None:
+        found.append((manager.latest_step(), manager.all_steps()))
+
+    given = ocp.AsyncOptions(post_finalization_callback=asks)
+    manager = cnr.CheckpointManager(
+        tmp_path,
+        tables=run.tables,
+        options=cnr.Options(codec="raw", policy=cnr.Consecutive()),
+        orbax_options=ocp.CheckpointManagerOptions(async_options=given),
+    )
+    for step in range(4):  # back to back: each waits for the one before
+        run.train(step)
+        assert run.save(manager, step)
+    manager.wait_until_finished()
+    assert [latest for latest, _ in found] == [None, 0, 1, 2]
+    assert manager.all_steps() == [0, 1, 2, 3]
+    manager.close()
