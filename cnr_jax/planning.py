@@ -88,7 +88,9 @@ class Planning:
         if self._planner.run is None:
             # First: who claims a root ends the saves of the run that is at work there.
             self._planner.check_origin(self._served.look(), request.origin)
-        ledger = self._served.begin()
+        # A plain manager of Orbax is making the folder of this save by now.
+        own = None if self._last_save.managed else request.directory
+        ledger = self._served.begin(own)
         asked = dataclasses.replace(request, doubt=doubt or self._last_save.doubt)
         plan = self._planner.plan(ledger, asked, committed)
         plan = self._widening.widened(plan)

@@ -98,15 +98,18 @@ class Served:
             self.changed |= self.ledger.refresh(self.place.root, self.place.item)
         return self.ledger
 
-    def begin(self) -> Ledger:
+    def begin(self, own: str | None) -> Ledger:
         """Claims the root for a save; the ledger is as the root then is.
+
+        Args:
+            own: step directory of the save, if it is being made already.
 
         Raises:
             WriterError: if another manager saves to the root.
             OSError: if the root cannot be read or claimed.
         """
         assert self._guard is not None and self.ledger is not None
-        self.changed |= self._guard.begin(self.ledger)
+        self.changed |= self._guard.begin(self.ledger, own)
         return self.ledger
 
     def move_aside(self, plan: Plan) -> None:

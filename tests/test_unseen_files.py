@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.orbax_compat import DenseStore
+from cnr_jax.repository.claim import Claim
+from cnr_jax.repository.guard import Guard
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
@@ -224,3 +227,33 @@ def test_step_that_was_not_given_out_at_first_is_asked_for_again(
         with opened(tmp_path, run) as manager:
             with pytest.raises(PermissionError):
                 manager.latest_step()
+
+
+# ---- clearing up ---------------------------------------------------------------------------
+
+
+def test_folder_that_orbax_is_making_for_a_save_is_no_leftover(
+    tmp_path: Path, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain manager of Orbax makes it before the save is planned."""
+    run = tiny_run()
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+    tidy_up = Guard._tidy_up
+
+    def when_made(self: Guard, *args: Any) -> None:
+        deadline = time.monotonic() + 60
+        path = tmp_path / "0.orbax-checkpoint-tmp" / "default.orbax-checkpoint-tmp"
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        tidy_up(self, *args)
+        still_there.append(path.exists())
+
+    still_there: list[bool] = []
+    monkeypatch.setattr(Guard, "_tidy_up", when_made)
+    Claim(tmp_path).take()  # another manager was here
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        run.run(manager, [0])
+    assert still_there == [True]
+    assert not (tmp_path / "7.orbax-checkpoint-tmp").exists()
+    all_restore(tmp_path, run)

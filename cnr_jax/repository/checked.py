@@ -279,13 +279,15 @@ def _state(path: AnyPath) -> tuple[int, ...] | None:
     """Changes when a local file is written or replaced; None where that cannot be seen.
 
     The time of the last change of its inode is left out: a backup that links the file sets it.
+
+    Raises:
+        IntegrityError: if it is missing.
+        OSError: if it cannot be seen: that says nothing about the file.
     """
     if not is_local(path):
         return None
-    try:
+    with accessing(path):
         found = os.stat(os.fspath(path))
-    except OSError:
-        return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import logging
 import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK
+from cnr_jax.format.names import ABANDONED_MARK, final_name
 from cnr_jax.repository import leftovers
 from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
 from cnr_jax.repository.durable import missing_directories, sync_made
@@ -41,8 +43,12 @@ class Guard:
         self._doubtful = False
         self._before: Writer | None = None
 
-    def begin(self, ledger: Ledger) -> bool:
+    def begin(self, ledger: Ledger, own: str | None = None) -> bool:
         """Makes sure that this manager alone writes, and that the ledger is what is there.
+
+        Args:
+            ledger: of the root.
+            own: step directory of a save that is being made already: no leftover.
 
         Returns:
             Whether steps have come or gone by other hands.
@@ -66,11 +72,13 @@ class Guard:
             )
         # While it waited a third one may have come.
         self._claim.check()
+        if own is not None:
+            self._unfinished.forget(own)
         self._unfinished.clear()
         self._unfinished.wait_for_room()
         changed = self._bring_back(ledger)
         if not self._tidy:
-            self._tidy_up(ledger)
+            self._tidy_up(ledger, own)
             self._tidy = True
         return self._refresh(ledger) or changed
 
@@ -82,7 +90,7 @@ class Guard:
         self._doubtful = False
         return changed
 
-    def _tidy_up(self, ledger: Ledger) -> None:
+    def _tidy_up(self, ledger: Ledger, own: str | None) -> None:
         """Deletes what kills have left."""
         if self._remover is None:
             return
@@ -90,6 +98,8 @@ class Guard:
         before = self._before
         alone = before is not None and (self._lock.is_proof or before.is_dead)
         found = leftovers.find_leftovers(self._root, ledger)
+        others = [name for name in found.temporary if final_name(name) != own]
+        found = dataclasses.replace(found, temporary=tuple(others))
         leftovers.clear(self._remover, found, temporary=alone)
 
     def check(self) -> None:
@@ -216,12 +226,16 @@ class Guard:
 
 
 def bring_back(root: AnyPath, aside: Aside) -> None:
-    """Undoes a move aside unless the save that it was for is committed, parents first."""
+    """Undoes a move aside unless the save that it was for is committed, parents first.
+
+    Raises:
+        OSError: if storage does not say whether it is, or cannot undo it.
+    """
     try:
         found = read_committed(root, aside.directory, aside.item)
         if found.uuid == aside.uuid:
             return
-    except (errors.CnrError, OSError):
+    except errors.CnrError:
         pass
     back: list[str] = []
     for name, now in reversed(aside.moved):
@@ -243,21 +257,30 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 def recover(root: AnyPath) -> None:
     """Brings back what a killed save had moved aside, if surely nobody is writing.
 
-    For a manager that starts and may save: without claiming the root, and again at will.
+    For a manager that starts and may save: without claiming the root, and again at will. Where
+    it may not write, what was moved stays where it is.
+
+    Raises:
+        OSError: if it cannot be seen or undone: the newest steps may be among what was moved.
     """
+    writer = read_writer(root)
+    if writer is None or writer.aside is None:
+        return
     lock = WritingLock(root)
     try:
-        writer = read_writer(root)
-        if writer is None or writer.aside is None or not lock.acquire(0):
-            return
-        if lock.is_proof or writer.is_dead:
-            bring_back(root, writer.aside)
+        free = lock.acquire(0)
     except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         _log.warning(
-            "whether a save that was not committed has moved steps aside in %s cannot"
-            " be seen or undone: %s",
+            "steps that a save has moved aside in %s, which was not committed, stay"
+            " there: %s",
             os.fspath(root),
             error,
         )
+        return
+    try:
+        if free and (lock.is_proof or writer.is_dead):
+            bring_back(root, writer.aside)
     finally:
         lock.release()

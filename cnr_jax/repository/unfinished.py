@@ -34,9 +34,12 @@ class Unfinished:
         """Notes a save that was to be in a step directory and is not committed."""
         self._gone[directory + names.TEMPORARY_SUFFIX] = False
 
-    def forget(self) -> None:
-        """Another manager has saved here: a folder of the same name may be its own."""
-        self._gone.clear()
+    def forget(self, directory: str | None = None) -> None:
+        """A folder of the same name may be another save's: of this step, or of any."""
+        if directory is None:
+            self._gone.clear()
+        else:
+            self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
 
     def clear(self) -> None:
         """Takes out of the way what is there; what cannot be is tried again next time.

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import damages
 import failing
 import mistakes
+import once
 import scenarios
 
 OTHERS: dict[str, Callable[..., None]] = {
     "damage": damages.act,
     "failing save": failing.act,
+    once.NAME: once.act,
     "one of two": mistakes.one_of_two,
     "two managers": mistakes.two_in_turns,
     "wrong clock": mistakes.under_wrong_clock,

@@ -89,6 +89,7 @@ class Server:
         fault: Fault | None = None,
         timeout_secs: float = TIMEOUT_SECS,
         armed_after: Path | None = None,
+        looks: bool = False,
         **arguments: Any,
     ) -> Ended:
         """Acts in a child, with a fault.
@@ -100,6 +101,7 @@ class Server:
             fault: None: only counts.
             timeout_secs: after which the child counts as hanging.
             armed_after: calls count once this file is there; None: from the start on.
+            looks: calls that only look count too.
             arguments: for the act, of JSON types.
         """
         notes, calls = self.folder / "notes", self.folder / "calls"
@@ -114,6 +116,7 @@ class Server:
             "notes": str(notes),
             "calls": str(calls),
             "after": str(armed_after) if armed_after else None,
+            "looks": looks,
             "timeout_secs": timeout_secs,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -173,7 +176,11 @@ def _act(order: dict[str, Any], act: Any) -> None:
         os.dup2(2, 1)
         fault = Fault(**order["fault"]) if order["fault"] else None
         faults.arm(
-            below=order["root"], log=order["calls"], fault=fault, after=order["after"]
+            below=order["root"],
+            log=order["calls"],
+            fault=fault,
+            after=order["after"],
+            looks=order["looks"],
         )
         from systems import SYSTEMS
 

@@ -45,7 +45,8 @@ def act(system: System, root: Path, note: Note, after: str) -> None:
     _save(trainer, newest + 1)
     Path(after).touch()
     raised = [
-        f"{call}: {_text(error)}" for call, error in _failing_save(trainer, newest + 2)
+        f"{call}: {text_of(error)}"
+        for call, error in _failing_save(trainer, newest + 2)
     ]
     os.unlink(after)
     disarm()
@@ -53,7 +54,7 @@ def act(system: System, root: Path, note: Note, after: str) -> None:
     try:
         _save(trainer, newest + 3)
     except Exception as error:
-        note({"stuck": _text(error)})
+        note({"stuck": text_of(error)})
         return
     left = sorted(path.name for path in root.iterdir() if "tmp" in path.name)
     note(f"durable {newest + 3}")
@@ -102,7 +103,8 @@ def _held() -> dict[str, int]:
     return {"threads": threading.active_count(), "files": files}
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """An error as notes tell of it."""
     ours = "cnr_jax: " if isinstance(error, errors.CnrError) else ""
     return f"{ours}{type(error).__name__}: {error}"
 
@@ -157,7 +159,7 @@ def _verdict(stage: Stage, strike: Strike, fault: Fault) -> Verdict:
     unmet = strike.unmet()
     if unmet is not None:
         return unmet
-    usual, found = _told(stage.clean.notes)["held"], _told(strike.ended.notes)
+    usual, found = told(stage.clean.notes)["held"], told(strike.ended.notes)
     if "stuck" in found:
         return Verdict(Outcome.STUCK, f"{found['stuck']} after {found['raised']}")
     if strike.ended.status != 0 or "held" not in found:
@@ -173,18 +175,19 @@ def _verdict(stage: Stage, strike: Strike, fault: Fault) -> Verdict:
         return Verdict(Outcome.LEAK, f"left {found['left']}, more {more}; {raised}")
     if not raised:
         return judged
-    if len(raised) > 1 or not _is_clear(raised[0], fault.action):
+    if len(raised) > 1 or not is_clear(raised[0], fault.action):
         return Verdict(Outcome.UNCLEAR, f"{raised}")
     return Verdict(Outcome.FAILED_ONCE)
 
 
-def _told(notes: Sequence[Any]) -> dict[str, Any]:
+def told(notes: Sequence[Any]) -> dict[str, Any]:
+    """All that a child has noted by name."""
     found: dict[str, Any] = {}
     for note in notes:
         found |= note if isinstance(note, dict) else {}
     return found
 
 
-def _is_clear(text: str, action: str) -> bool:
+def is_clear(text: str, action: str) -> bool:
     """Whether an error says what the operating system said."""
     return os.strerror(getattr(errno, action)).lower() in text.lower() or action in text

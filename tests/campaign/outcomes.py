@@ -23,6 +23,7 @@ class Outcome(enum.StrEnum):
     REFUSED = "refused, names the file"
     NOTHING = "no step restores, said so"
     FAILED_ONCE = "save failed once, rows in the next"
+    ONE_ERROR = "one error, nothing lost"
     UNCLEAR = "other error"
     LISTED = "LISTED, NOT RESTORABLE"
     NOT_RAISED = "COMMITTED IN SPITE OF A FAILED SYNC"

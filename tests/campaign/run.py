@@ -30,13 +30,14 @@ import failing  # noqa: E402
 import jax  # noqa: E402
 import kills  # noqa: E402
 import mistakes  # noqa: E402
+import once  # noqa: E402
 import power  # noqa: E402
 import runs  # noqa: E402
 from bench import Bench  # noqa: E402
 from outcomes import Tally, print_tallies, write_json  # noqa: E402
 from systems import SYSTEMS, Ours  # noqa: E402
 
-CASES = (kills, damages, power, failing, mistakes, runs)
+CASES = (kills, damages, power, failing, once, mistakes, runs)
 
 
 def main() -> None:

@@ -21,8 +21,11 @@ import pytest
 from cnr_jax.testing import damage, faults
 
 CAMPAIGN = Path(__file__).parent
-SMALL = ("kill: delete", "damage: flips, manifest", "errors: EIO")
-CASES = ("kill", "damage", "power cut", "errors", "mistakes", "random kills")
+SMALL = ("kill: delete", "damage: flips, manifest", "errors: EIO", "once: open")
+CASES = (
+    *("kill", "damage", "power cut", "errors", "mistakes", "random kills"),
+    *("once: open", "once: restore", "once: save, delta", "once: save, full"),
+)
 needs_faults = pytest.mark.skipif(
     not faults.available(), reason=str(faults.why_unavailable())
 )
@@ -55,10 +58,13 @@ def test_a_sample_of_faults_ends_as_it_should(tmp_path: Path) -> None:
     assert {name.split(";")[0] for name in found} == {*SMALL}
     for tally in found.values():
         assert tally["wrong"] == 0
-    kills, flips, failed = (found[name]["outcomes"] for name in SMALL)
+    kills, flips, failed = (found[name]["outcomes"] for name in SMALL[:3])
     assert kills["restored equal"] >= 3
     assert flips["refused, names the file"] >= 3, "a manifest is all under a digest"
     assert failed["save failed once, rows in the next"] >= 1
+    errors = [found[name]["outcomes"] for name in found if name.startswith(SMALL[3])]
+    assert len(errors) == 4
+    assert sum(outcomes["one error, nothing lost"] for outcomes in errors) >= 1
 
 
 @needs_faults
