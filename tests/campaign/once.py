@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from failing import disarm, is_clear, text_of, told
 from outcomes import Outcome, Tally, Verdict
 from scenarios import FULL, Note, System, steps_from
 from stages import TRIES, Strike
-from systems import Ours, Trainer
+from systems import Ours
 from training import Values
 
 import cnr_jax as cnr
@@ -48,10 +50,18 @@ KEPT = 2
 
 
 def act(
-    system: System, root: Path, note: Note, after: str, *, doing: str, full: bool
+    system: System,
+    root: Path,
+    note: Note,
+    after: str,
+    *,
+    doing: str,
+    full: bool,
+    keep: int | None,
 ) -> None:
     """Opens, restores or saves while a call fails; then goes on as a run would."""
     raised: list[str] = []
+    opened = functools.partial(system, root, keep=keep, policy=FULL if full else None)
 
     def attempt(what: str, call: Callable[[], Any]) -> Any:
         try:
@@ -66,7 +76,7 @@ def act(
         note({"restored": [found, digest_of(training.values_of(trainer.state))]})
         return found
 
-    trainer: Any = None if doing == "open" else _opened(system, root, full)
+    trainer: Any = None if doing == "open" else opened()
     if doing == "save":
         go_on()
         steps_from(trainer, STEPS, STEPS + 1)  # so that the root is claimed
@@ -79,7 +89,7 @@ def act(
         attempt("close", trainer.close)
         trainer = None
     else:
-        trainer = trainer or attempt("open", lambda: _opened(system, root, full))
+        trainer = trainer or attempt("open", opened)
         if trainer is not None and doing == "restore":
             attempt("restore by number", lambda: go_on(STEPS - 2))
         if trainer is not None and not raised:
@@ -88,7 +98,7 @@ def act(
     disarm()
     note({"raised": raised})
     if trainer is None or raised:
-        trainer = trainer or _opened(system, root, full)
+        trainer = trainer or opened()
         found = go_on()
     note({"newest": found})
     if found is None or (doing != "save" and found == STEPS - 1) or found >= STEPS:
@@ -96,11 +106,6 @@ def act(
         steps_from(trainer, step, step + 1)
         note({"durable": step})
     trainer.close()
-
-
-def _opened(system: System, root: Path, full: bool) -> Trainer:
-    keep = KEPT if full else None
-    return system(root, keep=keep, policy=FULL if full else None)
 
 
 def digest_of(values: Values) -> str:
@@ -163,9 +168,10 @@ class Play:
         trainer.close()
         self.values |= self._read(self.template)
         counts = []
-        for _ in range(REHEARSALS):
+        # Once with all steps kept, so that it is known of each what it holds.
+        for keep in (None, *[KEPT if full else None] * REHEARSALS):
             root = self._new_root()
-            ended = self._act(root, None)
+            ended = self._act(root, None, keep)
             assert ended.status == 0, f"{self.part} without a fault: {ended.notes}"
             found = self._read(root)
             for step in found.keys() & self.values.keys():
@@ -174,14 +180,14 @@ class Play:
             counts.append(collections.Counter(call.call for call in ended.calls))
             shutil.rmtree(root)
         # Threads take turns as they like: calls that all runs made can be struck.
-        return counts[0] & counts[1] & counts[2]
+        return functools.reduce(operator.and_, counts[1:])
 
     def _new_root(self) -> Path:
         root = self.bench.new_root()
         shutil.copytree(self.template, root)
         return root
 
-    def _act(self, root: Path, fault: Fault | None) -> Ended:
+    def _act(self, root: Path, fault: Fault | None, keep: int | None) -> Ended:
         doing, full = PARTS[self.part]
         after = root.with_name(root.name + "-armed")
         with self.bench.server() as server:
@@ -195,13 +201,15 @@ class Play:
                 after=str(after),
                 doing=doing,
                 full=full,
+                keep=keep,
             )
 
     def strike(self, fault: Fault) -> Strike:
         """Acts with a fault; again if it was not met."""
+        keep = KEPT if PARTS[self.part][1] else None
         for _ in range(TRIES):
             root = self._new_root()
-            ended = self._act(root, fault)
+            ended = self._act(root, fault, keep)
             if ended.hit or ended.status is None:
                 break
             shutil.rmtree(root)
