@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.checked import accessing
+from cnr_jax.repository.checked import accessing, refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.ledger import Entry, Ledger
 from cnr_jax.repository.step import read_step
@@ -202,10 +202,12 @@ def check_ours(step_directory: AnyPath, item: str) -> None:
     """Tells a step of another kind from ours.
 
     Raises:
-        IntegrityError: if it is there but holds nothing that this library could restore.
+        IntegrityError: if it is there but holds nothing that this library could restore, or
+            what Orbax reads first is no file.
     """
     held = step_directory / item
     with accessing(held):
+        refuse_pipe(step_directory / names.ORBAX_METADATA)
         if not exists(step_directory) or exists(held / names.MANIFEST):
             return
         if not exists(held) or not any(

@@ -14,10 +14,11 @@ from cnr_jax.calls import alone
 from cnr_jax.channel import Channel
 from cnr_jax.ending import EndingManager
 from cnr_jax.fallback import check_ours, no_such_step
-from cnr_jax.orbax_compat import DEFAULT_ITEM, checkpoint_infos
-from cnr_jax.repository.files import exists
+from cnr_jax.orbax_compat import DEFAULT_ITEM, checkpoint_infos, refuse_pipes
+from cnr_jax.repository.files import exists, is_local
 from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.retention import blockers
+from cnr_jax.repository.roots import step_directories
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.verify import Level, Problem, verify
 from cnr_jax.verdicts import alike
@@ -87,6 +88,9 @@ class ListingManager(EndingManager):
     def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
         """What Orbax tracks; damage to its own files must not keep the root closed."""
         try:
+            if not skip_metadata_read and is_local(self._root):
+                for name in step_directories(self._root):
+                    refuse_pipes(self._root / name)
             return super()._load_checkpoint_infos(skip_metadata_read)
         except Exception as error:
             _log.debug("reading the steps one by one", exc_info=error)

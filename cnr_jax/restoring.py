@@ -72,7 +72,8 @@ def _stand_in(leaf: DenseLeaf) -> Any:
         return leaf.value
     if leaf.kind == "key":
         return jax.ShapeDtypeStruct(leaf.shape, jax.random.key(0).dtype)
-    return np.empty(leaf.shape)
+    # Of no size: what shapes a manifest names is not what its files hold.
+    return jax.ShapeDtypeStruct(leaf.shape, np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

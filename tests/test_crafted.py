@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
+from cnr_jax.format.manifest import dump_document
 
 UUID = "ab" * 16
 WRITER = "cnr_jax.writer.json"
@@ -205,3 +211,243 @@ def test_a_folder_in_the_place_of_a_claim_keeps_a_run_from_saving_with_an_error(
         with pytest.raises((cnr.errors.CnrError, OSError), match=WRITER):
             run.run(manager, [2])
         assert manager.all_steps() == [0, 1]
+
+
+def resealed(
+    item: Path,
+    change: Callable[[dict[str, Any]], None] = lambda manifest: None,
+    of_process: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Changes the manifests of a checkpoint and gives them the right digests again."""
+    path = item / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    if of_process is not None:
+        inner = item / "manifest.p00000.json"
+        process = json.loads(inner.read_bytes())
+        of_process(process)
+        data = dump_document({k: v for k, v in process.items() if k != "sha256"})
+        inner.write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        manifest["processes"][0] |= {"bytes": len(data), "sha256": digest}
+    change(manifest)
+    del manifest["sha256"]
+    path.write_bytes(dump_document(manifest))
+
+
+def two_fulls(run: Any, root: Path) -> Path:
+    """Two steps that do not rest on each other; returns the item of the newer."""
+    options = cnr.Options(codec="raw", policy=cnr.Full())
+    with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
+        run.run(manager, range(2))
+    return root / "1" / "default"
+
+
+def is_refused(run: Any, root: Path, match: str, **options: Any) -> None:
+    """Step 1 cannot be restored by its number, is passed over without one, and `verify` says so."""
+    found = [problem for problem in cnr.verify(root) if "1" in problem.consequence]
+    assert found, "verify"
+    reading = cnr.Options(codec="raw", **options)
+    for args in (cnr.args.Restore(run.state), cnr.args.Restore()):
+        with cnr.CheckpointManager(root, tables=run.tables, options=reading) as manager:
+            with pytest.raises(cnr.errors.CnrError, match=match) as caught:
+                manager.restore(1, args=args)
+            assert isinstance(caught.value, cnr.errors.DAMAGE)
+    with cnr.CheckpointManager(root, tables=run.tables, options=reading) as manager:
+        run.restore(manager, None)
+    run.same(run.state, run.truth[0])
+
+
+@pytest.mark.parametrize("which", ["all", "one table", "a slot"])
+def test_full_checkpoints_that_lack_rows_do_not_restore_as_zeros(
+    tmp_path: Path, tiny_run: Any, which: str
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+
+    item = two_fulls(run, root)
+
+    def drop(process: dict[str, Any]) -> None:
+        for tile in process["tiles"]:
+            table = tile["table"] == "item" and tile["leaf"] == "table"
+            slot = tile["table"] == "user" and tile["leaf"] != "table"
+            if {"all": True, "one table": table, "a slot": slot}[which]:
+                tile["segments"] = []
+
+    resealed(item, of_process=drop)
+    is_refused(run, root, "lacks rows")
+
+
+def not_files() -> dict[str, Callable[[Path], None]]:
+    return {
+        "a pipe": os.mkfifo,
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a folder": os.mkdir,
+    }
+
+
+@pytest.mark.parametrize("made", not_files())
+@pytest.mark.parametrize("verify_reads", [True, False])
+def test_chunks_that_are_no_files_are_refused(
+    tmp_path: Path, tiny_run: Any, made: str, verify_reads: bool
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    item = two_fulls(run, root)
+    (chunk,) = item.glob("rows.p00000/raw.rows.float32/c/0")
+    chunk.unlink()
+    not_files()[made](chunk)
+    is_refused(run, root, "is not a file", verify_reads=verify_reads)
+
+
+@pytest.mark.parametrize("made", ["a pipe", "a device"])
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "manifest.p00000.json", "dense/_METADATA"]
+)
+def test_small_files_that_are_no_files_are_refused(
+    tmp_path: Path, tiny_run: Any, made: str, file: str
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    item = two_fulls(run, root)
+    (item / file).unlink()
+    not_files()[made](item / file)
+    is_refused(run, root, "is not a file|does not exist")
+
+
+@pytest.mark.parametrize("made", ["a pipe", "a device"])
+def test_metadata_of_orbax_that_is_no_file_is_refused(
+    tmp_path: Path, tiny_run: Any, made: str
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    file = two_fulls(run, root).parent / "_CHECKPOINT_METADATA"
+    file.unlink()
+    not_files()[made](file)
+    is_refused(run, root, "_CHECKPOINT_METADATA is not a file")
+    with cnr.CheckpointManager(
+        root, tables=run.tables, options=cnr.Options(codec="raw")
+    ) as manager:
+        run.restore(manager, 0)
+        run.run(manager, range(2, 4))
+        run.check(manager, 3)
+
+
+def test_metrics_that_are_no_file_do_not_keep_a_run_from_going_on(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    options = cnr.Options(codec="raw")
+    for steps in (range(2), range(2, 4)):
+        with cnr.CheckpointManager(
+            root, tables=run.tables, options=options, orbax_options=best
+        ) as manager:
+            if steps.start:
+                run.restore(manager, None)
+            for step in steps:
+                run.run(manager, [step], metrics={"loss": float(step)})
+            assert manager.best_step() == steps[-1]
+        (root / "0" / "metrics" / "metrics").unlink(missing_ok=True)
+        os.mkfifo(root / "0" / "metrics" / "metrics")
+
+
+ROWS = 10**9
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("layout", ["as saved", "another"])
+def test_rows_that_are_promised_but_not_stored_take_no_memory(
+    tmp_path: Path, compressed: bool, layout: str
+) -> None:
+    """A manifest of 2 KB promises 10^9 rows: 256 GB."""
+    state = {"user": jnp.ones((512, 64))}
+    tables = cnr.find_tables(state, ["user"])
+    root, item = tmp_path / "root", tmp_path / "root" / "0" / "default"
+    compression = "zstd" if compressed else None
+    options = cnr.Options(codec="raw", compression=compression)
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+
+    def promise(manifest: dict[str, Any]) -> None:
+        table = manifest["tables"][0]
+        table |= {"rows": ROWS, "padded_rows": ROWS}
+        table["leaves"][0]["shape"] = [ROWS, 64]
+        if layout == "another":
+            shards = {"shards": 1, "rows_per_shard": ROWS}
+            table["layout"] = {"name": "mod", "configuration": shards}
+
+    def of_process(process: dict[str, Any]) -> None:
+        process["row_ids"][0]["count"] = ROWS
+        process["tiles"][0]["box"] = [0, ROWS, 0, 64]
+        for array in process["arrays"].values():
+            array |= {"length": 64 * ROWS, "chunk": 64 * ROWS}
+
+    resealed(item, promise, of_process)
+    assert (item / "manifest.json").stat().st_size < 4096
+    assert [problem.kind for problem in cnr.verify(root) if problem.consequence]
+    wanted = {"user": jax.ShapeDtypeStruct((ROWS, 64), jnp.float32)}
+    tables = cnr.find_tables(wanted, ["user"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for args in (cnr.args.Restore(), cnr.args.Restore(wanted, tables=tables)):
+        with cnr.CheckpointManager(root) as manager:
+            with pytest.raises(cnr.errors.IntegrityError, match=r"size|cannot hold"):
+                manager.restore(0, args=args)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 1 << 20, "in KiB"
+
+
+def nul(text: str) -> str:
+    return text[:-1] + "\0" + text[-1]
+
+
+def half(text: str) -> str:
+    return text[:-1] + "\ud800" + text[-1]
+
+
+@pytest.mark.parametrize("change", [nul, half])
+@pytest.mark.parametrize("where", ["process", "dense", "array", "parent"])
+def test_names_that_no_file_can_have_are_refused(
+    tmp_path: Path, tiny_run: Any, where: str, change: Callable[[str], str]
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    item = two_fulls(run, root)
+
+    def manifest(found: dict[str, Any]) -> None:
+        if where == "process":
+            found["processes"][0]["path"] = change(found["processes"][0]["path"])
+        if where == "dense":
+            found["dense_files"][0]["path"] = change(found["dense_files"][0]["path"])
+        if where == "parent":
+            found["kind"] = "delta"
+            parent = {"directory": change("00"), "uuid": UUID, "clock": 0}
+            found["parent"] = parent
+
+    def process(found: dict[str, Any]) -> None:
+        if where != "array":
+            return
+        text = json.dumps(found)
+        for name in list(found["arrays"]):
+            text = text.replace(json.dumps(name), json.dumps(change(name)))
+        found.clear()
+        found.update(json.loads(text))
+
+    resealed(item, manifest, process)
+    is_refused(run, root, "is not valid|cannot be restored")
+
+
+@pytest.mark.parametrize("value", [2**63, 10**400, 10**4000])
+@pytest.mark.parametrize("key", ["generation", "restores", "rows", "secs", "clock"])
+def test_numbers_past_any_array_are_refused(
+    tmp_path: Path, tiny_run: Any, key: str, value: int
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    item = two_fulls(run, root)
+
+    def change(manifest: dict[str, Any]) -> None:
+        if key == "rows":
+            manifest["tables"][0]["rows"] = value
+        elif key == "secs":
+            manifest["history"][-1]["secs"] = value
+        elif key == "clock":
+            manifest["recorded_clock"] = value
+        else:
+            manifest[key] = value
+
+    resealed(item, change)
+    is_refused(run, root, "is not valid")

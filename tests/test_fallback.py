@@ -97,10 +97,10 @@ def copied_step(item: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "chunk flipped": (lambda item: flip(chunk(item)), "data_damaged"),
-    "chunk cut short": (lambda item: truncate(chunk(item)), "foreign_chunk"),
+    "chunk cut short": (lambda item: truncate(chunk(item)), "file_damaged"),
     "chunk gone": (lambda item: chunk(item).unlink(), "file_missing"),
     "chunk emptied": (lambda item: chunk(item).write_bytes(b""), "file_damaged"),
-    "chunk of another step": (exchange_chunk, "foreign_chunk"),
+    "chunk of another step": (exchange_chunk, "file_damaged"),
     "chunk a pipe": (pipe, "file_damaged"),
     "row ids flipped": (
         lambda item: flip(files(item, "rows.p*/row_ids/c/0")[0], 0),

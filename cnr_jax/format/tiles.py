@@ -331,6 +331,18 @@ def _inconsistencies(manifest: ProcessManifest) -> list[str]:
     return problems
 
 
+def lacking_rows(process: ProcessManifest) -> list[Tile]:
+    """Tiles of which no segment holds all rows, as one of each must in a full checkpoint."""
+    return [
+        tile
+        for tile in process.tiles
+        if all(
+            process.row_ids[segment.row_ids].count != tile.box[0][1] - tile.box[0][0]
+            for segment in tile.segments
+        )
+    ]
+
+
 def box_json(box: Box) -> list[int]:
     """A box as stored: start and stop of each dimension, in one flat list."""
     return [bound for pair in box for bound in pair]

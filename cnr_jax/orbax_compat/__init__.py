@@ -20,6 +20,7 @@ from cnr_jax.orbax_compat.places import DEFAULT_ITEM as DEFAULT_ITEM
 from cnr_jax.orbax_compat.places import Place as Place
 from cnr_jax.orbax_compat.places import checkpoint_infos as checkpoint_infos
 from cnr_jax.orbax_compat.places import place_of as place_of
+from cnr_jax.orbax_compat.places import refuse_pipes as refuse_pipes
 from cnr_jax.orbax_compat.places import step_names as step_names
 from cnr_jax.orbax_compat.processes import COMMIT_BARRIERS as COMMIT_BARRIERS
 from cnr_jax.orbax_compat.processes import distributed_client as distributed_client

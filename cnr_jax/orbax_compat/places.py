@@ -13,11 +13,14 @@ from orbax.checkpoint import checkpoint_manager
 
 from cnr_jax.format import names
 from cnr_jax.format.names import step_number as step_number
+from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.roots import open_root
 
 _log = logging.getLogger(__name__)
 DEFAULT_ITEM = "default"
+# Item and file of a step's metrics.
+METRICS = checkpoint_manager.METRIC_ITEM_NAME
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +89,16 @@ def step_names(
     return lambda name: written.build_name(step_number(name)) == name
 
 
+def refuse_pipes(step: AnyPath) -> None:
+    """Makes sure that Orbax can read what it wrote beside the state without waiting for ever.
+
+    Raises:
+        IntegrityError: if a pipe, a socket or a device is in the place of such a file.
+    """
+    refuse_pipe(step / names.ORBAX_METADATA)
+    refuse_pipe(step / METRICS / METRICS)
+
+
 def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
     """The steps of a root as Orbax's manager tracks them, sorted.
 
@@ -98,12 +111,14 @@ def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
         if not skip_metadata_read:
             # Whatever stands in those files, and of whatever type it is.
             try:
+                refuse_pipes(step.path)
                 time = step.commit_timestamp
             except Exception as error:
                 _warn_of_metadata(step.path, "its time", error)
                 secs = float(step.path.stat().mtime)
                 time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
             try:
+                refuse_pipes(step.path)
                 metrics = manager.metrics(step.step)
             except Exception as error:
                 _warn_of_metadata(step.path, "its metrics", error)

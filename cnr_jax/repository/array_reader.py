@@ -13,9 +13,11 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.checked import means_damage
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.kept import KeptChunks
 from cnr_jax.repository.store import (
+    CHUNK_BYTES,
+    check_chunk_file,
     context,
     numpy_dtype,
     spec_of,
@@ -99,6 +101,8 @@ class ArrayReader:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
         self._dtype = numpy_dtype(entry.dtype)
+        # Chunks whose files were there, and of the right sizes.
+        self._stored: set[int] = set()
         compression = entry.compressed.codec if entry.compressed else None
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # Not in the spec: `open=True` would override it there, and read zarr.json.
@@ -127,7 +131,7 @@ class ArrayReader:
         """
         if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
             return None
-        self._check_bounds(start, stop)
+        self.check_stored(start, stop)
         if start == stop:
             return np.empty(0, self._dtype)
         size = self._entry.chunk
@@ -152,6 +156,24 @@ class ArrayReader:
         start = chunk * self._entry.chunk
         stop = min(start + self._entry.chunk, self._entry.length)
         return self._start(start, stop, None).result()
+
+    def check_stored(self, start: int, stop: int) -> None:
+        """Checks that files of the right sizes are there for elements `start` to `stop`.
+
+        Raises:
+            IntegrityError: if a file is missing, is none, or is too small.
+            FormatError: if the slice is not inside the array.
+        """
+        self._check_bounds(start, stop)
+        size = self._entry.chunk
+        for chunk in range(start // size, -(-stop // size)):
+            if chunk not in self._stored:
+                # Elsewhere it would be a request for each chunk; large ones alone can promise
+                # more than a manifest has room for, as each takes some bytes of it.
+                nbytes = size * self._dtype.itemsize
+                if is_local(self._path) or nbytes > 4 * CHUNK_BYTES:
+                    check_chunk_file(self._path, self._entry, chunk)
+                self._stored.add(chunk)
 
     def _check_bounds(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self._entry.length:
@@ -184,6 +206,7 @@ class ArrayReader:
 
     def _start(self, start: int, stop: int, out: np.ndarray | None) -> Reading:
         check = None
+        self.check_stored(start, stop)
         if self._verify:
             chunks = range(
                 start // self._entry.chunk, (stop - 1) // self._entry.chunk + 1

@@ -24,6 +24,7 @@ from cnr_jax.repository.files import (
     exists,
     is_directory,
     is_local,
+    size_of,
 )
 
 # What the kernel says of files that are gone or spoilt, beside "no such file". Of everything
@@ -105,6 +106,24 @@ def accessing(path: AnyPath) -> Iterator[None]:
         ) from error
 
 
+def refuse_pipe(path: AnyPath) -> None:
+    """Makes sure that whoever reads a file, if it is there, does not wait for ever.
+
+    Raises:
+        IntegrityError: if it is a pipe, a socket or a device.
+        OSError: if the storage does not say.
+    """
+    where = os.fspath(path)
+    try:
+        mode = os.stat(where).st_mode if is_local(path) else stat.S_IFREG
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise errors.IntegrityError(
+            f"{where} is not a file", kind="file_damaged", path=where
+        )
+
+
 @contextlib.contextmanager
 def about(path: AnyPath) -> Iterator[None]:
     """Errors of ours that do not say which file they are about are about this one."""
@@ -138,6 +157,23 @@ def check_file(directory: AnyPath, expected: FileDigest) -> None:
     with reading(path):
         got = digest_file(path, expected.path)
     check_digest(got, expected, os.fspath(path))
+
+
+def check_size(path: AnyPath, expected: int) -> None:
+    """Checks that a file is there, is one, and has so many bytes.
+
+    Raises:
+        IntegrityError: if not.
+    """
+    with reading(path):
+        got = size_of(path)
+    if got != expected:
+        raise errors.IntegrityError(
+            f"{os.fspath(path)} has another size\n"
+            f"  got {got} bytes, expected {expected}",
+            kind="file_damaged",
+            path=os.fspath(path),
+        )
 
 
 def check_process(process: ProcessManifest, index: int, uuid: str, where: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cnr_jax.format.tiles import Box, Segment
+from cnr_jax import errors
+from cnr_jax.format.tiles import Box, PartRef, Segment
 from cnr_jax.repository.overlap import (
     Index,
     Target,
@@ -19,6 +21,7 @@ from cnr_jax.repository.overlap import (
     shared_columns,
 )
 from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Codec, Part, Raw
 
 
@@ -127,16 +130,60 @@ def held_rows(
                 continue
             trailing = tuple(stop - start for start, stop in tile.box[1:])
             for segment in tile.segments:
+                codec = reader.codec(process, segment.codec)
+                stored, kind = _kinds(codec, trailing, columns, dtype)
+                if place is not None:  # row by row: lists of them all are made
+                    count = reader.count(process, segment.row_ids)
+                    _check_stored(reader, process, segment, stored, 0, count)
                 index, at = overlap(reader, process, tile, segment, place, box[0])
                 if not length(index):
                     continue
-                codec = reader.codec(process, segment.codec)
-                stored, kind = _kinds(codec, trailing, columns, dtype)
+                rows = (
+                    (index.start, index.stop)
+                    if isinstance(index, slice)
+                    else (int(index[0]), int(index[-1]) + 1)
+                )
+                _check_stored(reader, process, segment, stored, *rows)
                 first = reader is chain[0] and segment is tile.segments[0]
                 found.append(
                     Held(reader, process, segment, kind, stored, index, at, first)
                 )
     return tuple(found)
+
+
+def part_ref(
+    reader: StepReader, process: int, segment: Segment, name: str, part: Part
+) -> PartRef:
+    """Where a part of a segment lies.
+
+    Raises:
+        FormatError: if the segment has no such part, or it is of another dtype.
+    """
+    ref = segment.parts.get(name)
+    arrays = reader.processes[process].arrays
+    if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
+        got = "nothing" if ref is None else f"array {ref.array}"
+        raise errors.FormatError(
+            f"{os.fspath(reader.directory)}: part {name!r} of a segment does not fit"
+            f" its codec\n  got {got}, expected {part.dtype}",
+            path=os.fspath(reader.directory),
+        )
+    return ref
+
+
+def _check_stored(
+    reader: StepReader,
+    process: int,
+    segment: Segment,
+    stored: Kind,
+    first: int,
+    last: int,
+) -> None:
+    """Checks that rows `first` to `last` of a segment are stored, before room is made for them."""
+    for name, part in stored.parts.items():
+        ref = part_ref(reader, process, segment, name, part)
+        start, stop = (ref.offset + row * part.width for row in (first, last))
+        reader.check_stored(process, ref.array, start, stop)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from cnr_jax import errors
-from cnr_jax.format.tiles import PartRef
 from cnr_jax.repository.array_reader import Reading
-from cnr_jax.repository.encoded import Held
+from cnr_jax.repository.encoded import Held, part_ref
 from cnr_jax.repository.overlap import Index, part_of
-from cnr_jax.repository.store import numpy_dtype
-from cnr_jax.rows.codecs import Part
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in
 # cache on their way, many enough to hide the cost of a read.
@@ -97,7 +92,7 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
             pick, at = _kept(pick, at)
         readings: dict[str, Reading] = {}
         for name, part in held.stored.parts.items():
-            ref = _part_ref(held, name, part)
+            ref = part_ref(held.reader, held.process, held.segment, name, part)
             first, last = (ref.offset + row * part.width for row in (start, stop))
             out = parts[name][at].reshape(-1) if direct else None
             readings[name] = held.reader.start(
@@ -135,24 +130,6 @@ def _kept(pick: Index, at: np.ndarray) -> tuple[Index, np.ndarray]:
     if kept.all():
         return pick, at
     return (np.flatnonzero(kept) if isinstance(pick, slice) else pick[kept]), at[kept]
-
-
-def _part_ref(held: Held, name: str, part: Part) -> PartRef:
-    """Where a part of a segment lies.
-
-    Raises:
-        FormatError: if the segment has no such part, or it is of another dtype.
-    """
-    ref = held.segment.parts.get(name)
-    arrays = held.reader.processes[held.process].arrays
-    if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
-        got = "nothing" if ref is None else f"array {ref.array}"
-        raise errors.FormatError(
-            f"{os.fspath(held.reader.directory)}: part {name!r} of a segment does not fit"
-            f" its codec\n  got {got}, expected {part.dtype}",
-            path=os.fspath(held.reader.directory),
-        )
-    return ref
 
 
 def _items(rows: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from cnr_jax.format.tiles import (
     Segment,
     Tile,
     check_cover,
+    lacking_rows,
     load_process,
 )
 from cnr_jax.repository.array_reader import ArrayReader
@@ -30,12 +31,12 @@ from cnr_jax.repository.checked import (
     check_dense_index,
     check_file,
     check_process,
+    check_size,
     read_checked,
-    reading,
     unnamed_files,
 )
-from cnr_jax.repository.files import AnyPath, size_of
-from cnr_jax.repository.store import file_bytes, numpy_dtype
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.store import check_chunk_file, numpy_dtype
 from cnr_jax.rows.codecs import codec_from
 
 Harm = Literal["none", "step", "chain"]
@@ -167,7 +168,7 @@ def _check_chunk(
     found: list[Finding] = []
     file = f"{array}/c/{chunk}"
     with _noted(found, item, file):
-        _check_size(item, file, file_bytes(entry)[chunk])
+        check_chunk_file(item / array, entry, chunk)
         if data:
             if not reader:
                 reader.append(ArrayReader(item / array, entry, cached=False))
@@ -175,23 +176,10 @@ def _check_chunk(
     return found
 
 
-def _check_size(item: AnyPath, file: str, expected: int) -> None:
-    path = item / file
-    with reading(path):
-        got = size_of(path)
-    if got != expected:
-        raise errors.IntegrityError(
-            f"{os.fspath(path)} has another size\n"
-            f"  got {got} bytes, expected {expected}",
-            kind="file_damaged",
-            path=os.fspath(path),
-        )
-
-
 def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> list[Finding]:
     found: list[Finding] = []
     with _noted(found, item, digest.path, "step"):
-        _check_size(item, digest.path, digest.bytes)
+        check_size(item / digest.path, digest.bytes)
         if data:
             check_file(item, digest)
     return found
@@ -241,6 +229,9 @@ def _check_tiles(
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
     reader = ArrayReader(item / rows, ids, cached=False) if data and ids else None
     done: set[tuple[int, int]] = set()
+    for tile in lacking_rows(process) if manifest.kind == "full" else ():
+        text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
+        found.append(Finding(file, "rows_missing", text, "chain"))
     for tile in process.tiles:
         size = tile.box[0][1] - tile.box[0][0]
         for segment in tile.segments:
@@ -252,10 +243,6 @@ def _check_tiles(
                 done.add(key)
                 with _noted(found, item, rows):
                     _check_row_ids(process, segment.row_ids, size, reader)
-        counts = [process.row_ids[s.row_ids].count for s in tile.segments]
-        if manifest.kind == "full" and max(counts, default=0) != size:
-            text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
-            found.append(Finding(file, "rows_missing", text, "chain"))
     return found
 
 
@@ -286,5 +273,7 @@ def _check_row_ids(
     process: ProcessManifest, index: int, rows: int, reader: ArrayReader
 ) -> None:
     ids = process.row_ids[index]
+    if (ids.form, ids.count, ids.bytes) == ("all", rows, 0):
+        return  # nothing to decode, and nothing stored bounds how many they are
     data = reader.read(ids.offset, ids.offset + ids.bytes)
     rowids.decode_rowids(ids.form, data, rows, ids.count)

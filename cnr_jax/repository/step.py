@@ -21,7 +21,9 @@ from cnr_jax.format.tiles import (
     ProcessManifest,
     RowIds,
     Tile,
+    box_json,
     check_cover,
+    lacking_rows,
     load_process,
 )
 from cnr_jax.repository.array_reader import ArrayReader, Reading
@@ -178,10 +180,24 @@ class StepReader:
             with about(self.directory / expected.path):
                 process = load_process(data, where)
             check_process(process, i, self.manifest.uuid, where)
+            self._check_rows(process, where)
             found.append(process)
         tiles = (tile for process in found for tile in process.tiles)
         check_cover(self.manifest.tables, tiles, os.fspath(self.directory))
         return tuple(found)
+
+    def _check_rows(self, process: ProcessManifest, where: str) -> None:
+        """Rows that nothing holds would restore as zeros: a full checkpoint has none."""
+        lacking = lacking_rows(process) if self.manifest.kind == "full" else []
+        if lacking:
+            tile = lacking[0]
+            raise errors.IntegrityError(
+                f"{where}: a full checkpoint lacks rows of {tile.table}.{tile.leaf}\n"
+                f"  no segment of tile {box_json(tile.box)} holds all of its rows;"
+                f" {len(lacking)} such tiles",
+                kind="rows_missing",
+                path=where,
+            )
 
     def check_dense(self) -> Seal:
         """Checks every dense file against its digest, and that there are no others or too few.
@@ -275,6 +291,15 @@ class StepReader:
         """Starts to read elements of an array of one process; see `ArrayReader.start`."""
         return self._array(process, array).start(start, stop, out)
 
+    def check_stored(self, process: int, array: str, start: int, stop: int) -> None:
+        """Checks, before room is made for elements, that the files are there they come from.
+
+        Raises:
+            IntegrityError: if a file is missing, is none, or is too small.
+            FormatError: if the elements are not inside the array.
+        """
+        self._array(process, array).check_stored(start, stop)
+
     def _array(self, process: int, array: str) -> ArrayReader:
         key = (process, array)
         if key not in self._arrays:
@@ -284,6 +309,13 @@ class StepReader:
                 path, entry, verify=self._verify, kept=self._kept
             )
         return self._arrays[key]
+
+    def count(self, process: int, index: int) -> int:
+        """How many rows row ids `index` of a tile stand for; see `positions`."""
+        listed = self.processes[process].row_ids
+        if index >= 0:
+            return listed[index].count
+        return sum(listed[one].count for one, _ in self._joined_ids[-1 - index])
 
     def positions(self, process: int, index: int, rows: int) -> np.ndarray | None:
         """Sorted positions that row ids `index` stand for in a tile of `rows` rows.

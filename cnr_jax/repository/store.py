@@ -21,7 +21,7 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository.checked import reading
+from cnr_jax.repository.checked import check_size, reading
 from cnr_jax.repository.files import AnyPath, kvstore_spec
 
 # Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
@@ -33,6 +33,8 @@ COMPRESSED_LEAST_BYTES = 1 << 10
 # Level 1 takes in 0.6 GB/s a core of codes and gives out 0.55; `tests/benchmarks/entropy.py` has
 # others.
 _CODECS = {names.ZSTD: {"name": "zstd", "configuration": {"level": 1}}}
+# Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
+_ZSTD_MOST = 1 << 15
 # What zarr v3 calls zero where it is not a number.
 _ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
 
@@ -116,6 +118,32 @@ def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:
         return entry.compressed.bytes
     size = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
     return (size,) * len(entry.crc32c)
+
+
+def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:
+    """Checks that a chunk is a file of a size from which what it is to hold can come.
+
+    TensorStore would wait for a pipe for ever. And a manifest of a few bytes may promise rows of
+    any size: before memory is taken for them, they must be there.
+
+    Raises:
+        IntegrityError: if it is not.
+    """
+    file = path / "c" / str(chunk)
+    elements = entry.chunk * numpy_dtype(entry.dtype).itemsize
+    if entry.compressed is None:
+        check_size(file, elements + 4)
+        return
+    stored = entry.compressed.bytes[chunk]
+    check_size(file, stored)
+    if elements > stored * _ZSTD_MOST:
+        raise errors.IntegrityError(
+            f"{os.fspath(file)} cannot hold its chunk\n"
+            f"  got {stored} bytes for {elements:,}, of which zstd makes at most"
+            f" {stored * _ZSTD_MOST:,}",
+            kind="file_damaged",
+            path=os.fspath(file),
+        )
 
 
 def stored_crc32c(path: AnyPath, chunk: int) -> int:

@@ -15,11 +15,14 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.files import AnyPath, exists, is_directory
+from cnr_jax.repository.checked import refuse_pipe
+from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
 from cnr_jax.repository.inspect import Finding, inspect_item
 from cnr_jax.repository.roots import check_is_there, open_root, step_directories
 from cnr_jax.repository.step import read_step
 
+# Of what Orbax notes of a step, far more than it does.
+_ORBAX_BYTES = 64 << 20
 Level = Literal["structure", "data"]
 
 
@@ -105,12 +108,17 @@ def verify(
 
 def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
     """What is wrong with the files in which Orbax describes a step; they hold no values."""
-    file = "_CHECKPOINT_METADATA"
+    file = names.ORBAX_METADATA
     path = root / step / file
     try:
-        if exists(path) and not isinstance(json.loads(path.read_bytes()), dict):
-            raise ValueError("it is no JSON object")
-    except (ValueError, OSError) as error:
+        refuse_pipe(path)
+        if exists(path):
+            data = read_small(path, _ORBAX_BYTES)
+            if not isinstance(json.loads(data), dict):
+                raise ValueError("it is no JSON object")
+    except errors.IntegrityError as error:
+        yield Problem(step, file, error.kind, (step,), str(error))
+    except (ValueError, RecursionError, OSError) as error:
         if is_directory(root / step):
             message = f"cannot be read, but is not needed: {error}"
             yield Problem(step, file, "orbax_metadata", (), message)

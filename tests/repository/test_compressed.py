@@ -114,7 +114,12 @@ def test_a_frame_of_a_faulty_writer_is_refused_though_its_checksum_is_right(
         data = (tmp_path / "other" / "c" / "0").read_bytes()
         assert data[:-4] == wrong
     file.write_bytes(data)
-    entry = dataclasses.replace(entry, crc32c=(int.from_bytes(data[-4:], "little"),))
+    assert entry.compressed is not None
+    entry = dataclasses.replace(
+        entry,
+        crc32c=(int.from_bytes(data[-4:], "little"),),
+        compressed=dataclasses.replace(entry.compressed, bytes=(len(data),)),
+    )
     with pytest.raises(errors.IntegrityError, match=f"{tmp_path}/a") as caught:
         ArrayReader(tmp_path / "a", entry).read(0, values.size)
     assert caught.value.kind == "data_damaged"
