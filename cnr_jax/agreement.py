@@ -32,6 +32,7 @@ def agree(
     tracking: str,
     doubt: str,
     decide: Callable[[str], Plan],
+    explain: Callable[[errors.CnrError], None],
     step: int | None,
 ) -> Plan:
     """The plan that process 0 decides on, or on all processes the same error.
@@ -43,6 +44,7 @@ def agree(
         tracking: how this process finds changed rows; all must do it alike.
         doubt: why this process doubts its stamps; empty if it does not.
         decide: makes the plan, told of the first doubt; called on process 0 alone.
+        explain: adds to an error what only process 0 knows; called there alone.
         step: that is to be saved, if it is known.
 
     Raises:
@@ -64,6 +66,7 @@ def agree(
     except Exception as error:
         # Whatever it is, such as a folder that cannot be renamed: the others wait for a word.
         known = error if isinstance(error, errors.CnrError) else save_error(error, step)
+        explain(known)
         channel.broadcast(json.dumps(to_document(known)))
         if known is error:
             raise

@@ -2,13 +2,26 @@
 
 A delta holds recorded rows. If others changed, it would restore a state that never existed;
 so the save is refused, and the error tells what a user needs to find the reason.
+
+An audited run compares all rows at each save, a recorded one a rotating part of them: see
+rows/rotation.py. Of the N rows that a table has on a device, each save compares w with what they
+were at the save before, and w with what they were a round of N / w saves ago. A table whose rows
+fit into its share is compared whole: there w is N, and what follows is certain at once.
+
+Rows that keep moving, k of them anywhere, are all missed by n saves with probability
+C(N - n w, k) / C(N, k), about (1 - n w / N)^k, and by N / w saves never. It does not matter when
+they were recorded, but for those recorded again right before the save that compares them.
+
+Rows that move once are missed with the same probability by the n saves after that, if none of
+them is recorded before its turn, and if their hashes are older than the move: those of all rows
+are one round after the run began or was restored, of a share m w / N of the rows m saves after.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,14 +29,16 @@ import numpy as np
 
 from cnr_jax.errors import AuditError
 from cnr_jax.optimizers import moving_parts
-from cnr_jax.rows.watch import Group, Look, Rows, RowWatch, by_rows
+from cnr_jax.rows.watch import Differing, Group, Rows, by_rows
 from cnr_jax.table import Table, Tables
 
 _SHOWN_ROWS = 5
-# Past this share of a table's rows the look-ups of some batches are not what was missed.
+# Past this share of the rows compared the look-ups of some batches are not what was missed.
 _MOST = 0.5
 
-# int32 of some rows: the stamps that `record` wrote.
+# int32 of some rows, given by their positions in a group: the stamps that `record` wrote.
+StampsAt = Callable[[Group, np.ndarray], np.ndarray]
+# The same of all rows.
 StampsOf = Callable[[Rows], np.ndarray]
 
 
@@ -34,90 +49,109 @@ class Unrecorded:
     Attributes:
         rows: sorted stored rows.
         leaves: how many of them differ in each leaf, by leaf name.
-        recorded: rows of the table that were recorded meanwhile.
         before: which of `rows` were recorded at an earlier time.
+        since: clock at which the one that was read first was another.
+        compared: rows of the table that were compared.
+        recorded: rows of the table that were recorded after `since`.
     """
 
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     leaves: Counter[str] = dataclasses.field(default_factory=Counter)
-    recorded: np.ndarray = dataclasses.field(
+    before: np.ndarray = dataclasses.field(
         default_factory=lambda: np.empty(0, np.int64)
     )
-    before: np.ndarray = dataclasses.field(
+    since: int = 0
+    compared: int = 0
+    recorded: np.ndarray = dataclasses.field(
         default_factory=lambda: np.empty(0, np.int64)
     )
 
 
 def check_recorded(
     tables: Tables,
-    watch: RowWatch,
-    look: Look,
+    differing: Mapping[Group, Differing],
+    at: StampsAt,
     stamps: StampsOf,
-    clock: int,
+    lineage: str,
     state: Any,
 ) -> None:
-    """Checks that all rows that changed since the look before were recorded since.
+    """Checks that all rows that differ were recorded since they were others.
 
     Args:
         tables: of the state.
-        watch: that keeps the look before.
-        look: at the state now.
-        stamps: that `record` wrote.
-        clock: of the recorded rows at the look before.
+        differing: rows that differ, of each group that was looked at.
+        at: tells the stamps of these.
+        stamps: tells those of all rows.
+        lineage: of the stamps.
         state: in which the likely cause is looked for.
 
     Raises:
         AuditError: naming tables, rows, leaves, the likely cause and the remedy.
     """
-    parts = by_rows(look)
-    guilty = {
-        rows.table
-        for rows, groups in parts.items()
-        if not _is_clean(groups, look, stamps(rows), clock)
-    }
-    if not guilty:
+    missed: dict[Group, np.ndarray] = {}
+    for group, found in differing.items():
+        if len(found.rows):
+            which = np.flatnonzero(at(group, found.rows) <= found.since)
+            if len(which):
+                missed[group] = which
+    if not missed:
         return
-    found = {name: Unrecorded() for name in tables if name in guilty}
-    for rows, groups in parts.items():
-        if rows.table in guilty:
-            _add(found[rows.table], rows, groups, watch, look, stamps(rows), clock)
-    raise AuditError(_message(tables, found, state))
+    guilty = {group.table for group in missed}
+    tables_found = {
+        name: _unrecorded(
+            {group: d for group, d in differing.items() if group.table == name},
+            missed,
+            stamps,
+        )
+        for name in tables
+        if name in guilty
+    }
+    raise AuditError(
+        _message(tables, tables_found, state),
+        lineage=lineage,
+        clock=min(each.since for each in tables_found.values()),
+    )
 
 
-def _is_clean(
-    groups: Sequence[Group], look: Look, written: np.ndarray, clock: int
-) -> bool:
-    """Whether all rows that changed were recorded: nearly always, so the quick question."""
-    changed = (look.changed[group] for group in groups if group in look.changed)
-    return all(bool((written[rows] > clock).all()) for rows in changed)
+def _unrecorded(
+    differing: Mapping[Group, Differing],
+    missed: Mapping[Group, np.ndarray],
+    stamps: StampsOf,
+) -> Unrecorded:
+    """What is to be said of one table.
 
-
-def _add(
-    here: Unrecorded,
-    rows: Rows,
-    groups: Sequence[Group],
-    watch: RowWatch,
-    look: Look,
-    written: np.ndarray,
-    clock: int,
-) -> None:
-    """Adds what is found in some rows, of which `groups` hold columns or leaves."""
-    missed: list[np.ndarray] = []
-    leaves: Counter[str] = Counter()
-    for group in groups:
-        if group in look.changed:
-            changed = look.changed[group]
-            missed.append(changed[written[changed] <= clock])
-            leaves |= Counter(watch.differing(look, group, missed[-1]))
-    positions = np.concatenate(missed or [np.empty(0, np.int64)])
-    before = positions[written[positions] > 0]
-    recorded = np.flatnonzero(written > clock)
-    # Columns and leaves of a row may be in several groups, and cut in several ways.
-    start = rows.rows[0]
-    here.rows = np.union1d(here.rows, positions + start)
-    here.before = np.union1d(here.before, before + start)
-    here.recorded = np.union1d(here.recorded, recorded + start)
-    here.leaves += leaves
+    Args:
+        differing: of its groups.
+        missed: by group, which of these rows were not recorded, by their index.
+        stamps: of all rows.
+    """
+    here = Unrecorded()
+    here.since = min(
+        int(differing[group].since[which].min())
+        for group, which in missed.items()
+        if group in differing
+    )
+    for rows, groups in by_rows(differing).items():
+        written, start = stamps(rows), rows.rows[0]
+        # Columns and leaves of a row may be in several groups, and cut in several ways.
+        leaves: Counter[str] = Counter()
+        for group in groups:
+            if group in missed:
+                found, which = differing[group], missed[group]
+                positions = found.rows[which]
+                before = positions[written[positions] > 0]
+                here.rows = np.union1d(here.rows, positions + start)
+                here.before = np.union1d(here.before, before + start)
+                counts = found.leaves(which).sum(0)
+                leaves |= Counter(
+                    {n: int(c) for n, c in zip(found.names, counts, strict=True) if c}
+                )
+        here.leaves += leaves
+        here.compared += max(differing[group].compared for group in groups)
+        here.recorded = np.union1d(
+            here.recorded, np.flatnonzero(written > here.since) + start
+        )
+    return here
 
 
 def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str:
@@ -127,8 +161,8 @@ def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str
             f"table {name!r}: {_rows(len(rows.rows))} changed without being recorded;"
             " a delta would miss them",
             f"  got changes in {_leaves_text(rows)}; first rows: {_rows_text(tables[name], rows)}",
-            f"  expected changes only in the {_rows(len(rows.recorded))} recorded since the"
-            " save before",
+            f"  expected changes only in the {_rows(len(rows.recorded))} recorded since;"
+            f" {_compared_text(tables[name], rows)} compared",
             f"  likely cause: {_cause(tables[name], rows, state)}",
         ]
     if jax.process_count() > 1:
@@ -145,6 +179,12 @@ _HINT = """\
 
 def _rows(count: int) -> str:
     return f"{count:,} row" + "s" * (count != 1)
+
+
+def _compared_text(table: Table, rows: Unrecorded) -> str:
+    if rows.compared >= table.padded_rows:
+        return "all were"
+    return f"{rows.compared:,} of {_rows(table.padded_rows)} were"
 
 
 def _leaves_text(rows: Unrecorded) -> str:
@@ -172,7 +212,7 @@ def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
         )
     if not len(rows.recorded) and not len(rows.before):
         return "`record` was told of no row of this table: a feature is missing"
-    if len(rows.rows) > _MOST * table.padded_rows:
+    if len(rows.rows) > _MOST * rows.compared:
         return (
             "something moves most rows: weight decay, noise, an average of the parameters,"
             " or a gradient that is not of looked-up rows alone"

@@ -244,13 +244,17 @@ def to_document(error: errors.CnrError) -> dict[str, Any]:
     found = {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
     if isinstance(error, errors.SaveError):
         found |= {"step": error.step, "process": error.process, "errno": error.errno}
+    if isinstance(error, errors.AuditError):
+        found |= {"steps": error.steps, "since": error.since}
+        found |= {"lineage": error.lineage, "clock": error.clock}
     return found
 
 
 def from_document(document: Mapping[str, Any]) -> errors.CnrError:
     """The error that another process sent."""
     kinds = getattr(errors, document["class"], errors.CnrError)
-    facts = {k: document[k] for k in ("step", "process", "errno") if k in document}
+    keys = "step", "process", "errno", "steps", "since", "lineage", "clock"
+    facts = {key: document[key] for key in keys if key in document}
     return kinds(document["/error"], kind=document["kind"], **facts)
 
 

@@ -114,9 +114,32 @@ class TouchedError(CnrError, ValueError):
 
 
 class AuditError(CnrError, ValueError):
-    """A row changed that was not recorded: the delta would have missed it."""
+    """A row changed that was not recorded: the delta would have missed it.
+
+    Attributes:
+        steps: committed deltas that may lack such rows: those of this run since the rows were
+            last seen right. Others before these cannot be excluded where a save compares a part
+            of the rows only. Full checkpoints lack none.
+        since: the step in which the rows were last seen right; None if that is not known.
+        lineage: of the touched rows that did not have them.
+        clock: of these, at which the rows were last seen right.
+    """
 
     kind = "audit"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        steps: Sequence[int] = (),
+        since: int | None = None,
+        lineage: str = "",
+        clock: int = 0,
+    ) -> None:
+        super().__init__(message, kind=kind)
+        self.steps, self.since = tuple(steps), since
+        self.lineage, self.clock = lineage, clock
 
 
 class WriterError(CnrError, RuntimeError):

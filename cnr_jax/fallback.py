@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository import suspects
 from cnr_jax.repository.checked import accessing, refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.ledger import Entry, Ledger
@@ -77,7 +78,18 @@ class Restorer(Generic[T]):
                     step,
                     reason,
                 )
+            noted = suspects.read(self._root)
+            if noted:
+                suspects.warn(noted, self._root, self._ledger, step)
             return step, restored
+
+    def asked_for(self, step: int) -> T:
+        """Restores the step that a user has named; as `given`."""
+        restored = self.given(step)
+        noted = suspects.read(self._root)
+        if step in [each.step for each in noted]:
+            suspects.warn(noted, self._root, self._ledger, step)
+        return restored
 
     def given(self, step: int) -> T:
         """Restores this step.

@@ -245,7 +245,8 @@ class CheckpointManager(ListingManager):
                 call, whether a save is due or not. `Options(new_run=True)` moves them away.
             SaveError: if the save before has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
-            AuditError: if a row changed that was not recorded.
+            AuditError: if a row changed that was not recorded. Nothing is written; it names the
+                steps that may lack such rows.
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
             CallError: inside `on_save`, or in a signal handler in the middle of a call.
@@ -309,7 +310,8 @@ class CheckpointManager(ListingManager):
         warning in the log for each. Saving then goes on from the step that was taken, in a
         branch of its own. A step that is asked for by number is restored or refused. Errors
         that do not mean damage (a state that does not match, no permission to read, no memory)
-        are raised either way. An error changes nothing: saving goes on as before.
+        are raised either way. An error changes nothing: saving goes on as before. Steps that may
+        lack rows, as an `AuditError` has said, are named in a warning.
 
         Args:
             step: what to restore.
@@ -378,7 +380,7 @@ class CheckpointManager(ListingManager):
             return restorer.newest(lambda choose: decide(self._channel, choose))
         if elsewhere is None:
             decide(self._channel, lambda: self._check_exists(step))
-        return step, restorer.given(step)
+        return step, restorer.asked_for(step)
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""

@@ -13,6 +13,7 @@ from cnr_jax import errors
 from cnr_jax.agreement import agree
 from cnr_jax.channel import Channel
 from cnr_jax.last_save import LastSave
+from cnr_jax.repository import suspects
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.served import Served
 from cnr_jax.widening import Widening
@@ -76,12 +77,30 @@ class Planning:
             assert request is not None
             return self._decide(request, doubt)
 
-        plan = agree(self._channel, obstacle, dense, tracking, doubt, decide, step)
+        plan = agree(
+            self._channel,
+            obstacle,
+            dense,
+            tracking,
+            doubt,
+            decide,
+            self._explain,
+            step,
+        )
         self._served.changed = False
         if jax.process_index() != 0:
             self._last_save.settle_as(plan.committed)
             self._served.know(plan.known)
         return plan
+
+    def _explain(self, error: errors.CnrError) -> None:
+        """Says in the error of an audit which steps may lack rows."""
+        ledger, place = self._served.ledger, self._served.place
+        if isinstance(error, errors.AuditError) and ledger and place:
+            branch = self._planner.branches.get(error.lineage)
+            clocks = branch.parents if branch else {}
+            suspects.explain(error, place.root, ledger, clocks)
+            self._served.noted = True
 
     def _decide(self, request: Request, doubt: str) -> Plan:
         committed = self._last_save.settle()

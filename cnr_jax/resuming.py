@@ -158,6 +158,9 @@ class Resuming:
         if not self._served.is_at(place.root, place.item):
             return  # restored from elsewhere: no parent here
         exact = found.wanted.exact and self._has(found.tables)
+        # What was found by other means may be more, or less, than will be.
+        ways = {chain[-1].manifest.tracking, self._tracker.mode(touched)}
+        exact = exact and (len(ways) == 1 or "fingerprint" not in ways)
         if exact:
             self._tracker.restored(
                 found.tables,

@@ -16,6 +16,7 @@ from cnr_jax.repository.files import exists
 from cnr_jax.repository.guard import Guard
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.planner import Plan
+from cnr_jax.repository.suspects import forget_gone
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Served:
         place: the root and the item, without a step.
         ledger: what the root holds.
         changed: whether steps may have come, or gone, that the other processes do not know.
+        noted: whether steps of the root may be noted as suspect.
     """
 
     root: epath.Path | None = None
@@ -42,6 +44,7 @@ class Served:
     place: Place | None = None
     ledger: Ledger | None = None
     changed: bool = False
+    noted: bool = True
     _guard: Guard | None = None
 
     def open(self, root: Any, item: str) -> Ledger:
@@ -110,6 +113,8 @@ class Served:
         """
         assert self._guard is not None and self.ledger is not None
         self.changed |= self._guard.begin(self.ledger, own)
+        if self.noted and self.place is not None:
+            self.noted = forget_gone(self.place.root, self.ledger)
         return self.ledger
 
     def move_aside(self, plan: Plan) -> None:

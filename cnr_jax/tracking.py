@@ -23,6 +23,7 @@ from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.gather import touched_positions
 from cnr_jax.rows.hashing import Arrays
+from cnr_jax.rows.rotation import Glimpse, Rotation, stamps_at
 from cnr_jax.rows.tiling import LocalShards, OwnTile, own_tiles
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
@@ -31,7 +32,7 @@ from cnr_jax.rows.touched import (
     lineage_hex,
     stamp_sharding,
 )
-from cnr_jax.rows.watch import Look, Rows, RowWatch
+from cnr_jax.rows.watch import Group, Look, Rows, RowWatch
 from cnr_jax.table import Tables
 
 _log = logging.getLogger(__name__)
@@ -58,9 +59,10 @@ class Found:
         recorded: of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
         look: at all rows; None where none was needed.
+        glimpse: at some rows; None where none was needed.
         doubt: why an audit that was due could not be made, so that a delta might miss rows;
             empty otherwise.
-        secs: that the look took.
+        secs: that the look, or glimpse, took.
     """
 
     mode: Tracking
@@ -69,6 +71,7 @@ class Found:
     recorded: Moment | None
     by_fingerprints: bool
     look: Look | None
+    glimpse: Glimpse | None
     doubt: str
     secs: float
 
@@ -91,9 +94,9 @@ class Tracker:
         self._watch: RowWatch | None = None
         # Of the stamps that fingerprints made.
         self._prints = _NEVER
-        # Of the touched rows at the last save, and how many saves of them were audited.
+        # The rows of a recorded run that are remembered, and its touched rows at the last save.
+        self._rotation: Rotation | None = None
         self._last: Moment | None = None
-        self._audits = 0
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
@@ -103,8 +106,8 @@ class Tracker:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that fingerprints take, on devices and the host of this process."""
-        return self._watch.nbytes if self._watch else 0
+        """Bytes that hashes and their stamps take, on devices and the host of this process."""
+        return sum(each.nbytes for each in (self._watch, self._rotation) if each)
 
     def find(
         self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
@@ -126,13 +129,18 @@ class Tracker:
         if recorded is None and touched is not None:
             self._say_unused()
         tiles = _tiles(tables, arrays, touched if recorded else None)
-        look, doubt, secs = None, "", 0.0
-        if recorded is None or self._audit_due(mode, recorded):
+        look, glimpse, doubt, secs = None, None, "", 0.0
+        if mode != "recorded" or self._audits(recorded):
             jax.block_until_ready(arrays)  # the train step is not to be counted
             started = time.perf_counter()
-            look = self._watching(mode).look(tiles, arrays, staging(self._options))
+            if mode == "recorded":
+                glimpse = self._glimpse(tiles, arrays, recorded)
+            else:
+                look = self._watching(mode).look(tiles, arrays, staging(self._options))
             if recorded is not None:
-                doubt = self._audit(look, state, touched, tables, recorded)
+                doubt = self._doubt(look, glimpse, recorded)
+                if not doubt:
+                    self._audit(look, glimpse, state, touched, tables)
             secs = time.perf_counter() - started
         by_fingerprints = self._by_fingerprints(mode)
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
@@ -145,6 +153,7 @@ class Tracker:
             recorded=recorded,
             by_fingerprints=by_fingerprints,
             look=look,
+            glimpse=glimpse,
             doubt="" if by_fingerprints else doubt,
             secs=secs,
         )
@@ -175,17 +184,27 @@ class Tracker:
             )
         return self._watch
 
-    def _audit_due(self, mode: Tracking, recorded: Moment) -> bool:
-        if mode == "audited":
-            return True
-        same = self._last is not None and self._last.lineage == recorded.lineage
-        audits = self._audits if same else 0
-        return audits < self._options.audit_saves
+    def _audits(self, recorded: Moment | None) -> bool:
+        """Whether a recorded run looks at some of its rows; at its limit all saves are full."""
+        assert recorded is not None
+        return self._options.audit_bytes > 0 and recorded.clock < CLOCK_LIMIT
 
-    def _audit(
-        self, look: Look, state: Any, touched: Any, tables: Tables, recorded: Moment
+    def _glimpse(
+        self, tiles: tuple[OwnTile, ...], arrays: Arrays, recorded: Moment | None
+    ) -> Glimpse:
+        if self._rotation is None:
+            self._rotation = Rotation(self._options.audit_bytes)
+        last = self._last
+        assert recorded is not None
+        # Rows of another lineage, or of a time ahead, say nothing about these.
+        known = last is not None and last.lineage == recorded.lineage
+        anew = last is None or not known or last.clock > recorded.clock
+        return self._rotation.look(tiles, arrays, staging(self._options), anew=anew)
+
+    def _doubt(
+        self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
     ) -> str:
-        """Compares a look with the recorded rows; says why not, where that is impossible.
+        """Why rows cannot be compared with what they were; empty if they can.
 
         Such a save must be full: what was recorded since the save before is not known to be
         all that changed. The next one is audited again.
@@ -197,11 +216,38 @@ class Tracker:
             return "the touched rows went back, so no audit was possible"
         if last.clock >= CLOCK_LIMIT:
             return "the clock of the touched rows has stopped, so no audit was possible"
-        if look.changed.keys() != look.seen.keys() or self._watch is None:
+        anew = glimpse.anew if glimpse is not None else False
+        if anew or (look is not None and look.changed.keys() != look.seen.keys()):
             return "tables were sharded in another way before, so no audit was possible"
-        stamps = functools.partial(_host_stamps, touched)
-        audit.check_recorded(tables, self._watch, look, stamps, last.clock, state)
         return ""
+
+    def _audit(
+        self,
+        look: Look | None,
+        glimpse: Glimpse | None,
+        state: Any,
+        touched: Touched | None,
+        tables: Tables,
+    ) -> None:
+        """Checks that rows which differ from what they were have been recorded."""
+        assert touched is not None and self._last is not None
+        shards = functools.cache(lambda table: LocalShards(touched.stamps[table]))
+
+        def at(group: Group, positions: np.ndarray) -> np.ndarray:
+            way = staging(self._options)
+            return stamps_at(shards(group.table), group.rows, positions, way)
+
+        def stamps(rows: Rows) -> np.ndarray:
+            data, first = shards(rows.table).holding(rows.rows)
+            return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
+
+        if glimpse is not None:
+            differing = glimpse.differing
+        else:
+            assert look is not None and self._watch is not None
+            differing = self._watch.differing(look, self._last.clock)
+        lineage = self._last.lineage
+        audit.check_recorded(tables, differing, at, stamps, lineage, state)
 
     def keep(self, found: Found, stamps: Moment) -> None:
         """Takes what was found as known from now on: its save was decided.
@@ -215,17 +261,11 @@ class Tracker:
             self._prints = stamps
         if found.look is not None and self._watch is not None:
             self._watch.keep(found.look, stamps.clock)
+        if found.glimpse is not None and self._rotation is not None:
+            assert found.recorded is not None
+            self._rotation.keep(found.glimpse, found.recorded.clock)
         if found.recorded is not None:
-            self._count_audit(found, found.recorded)
-
-    def _count_audit(self, found: Found, recorded: Moment) -> None:
-        if self._last is None or self._last.lineage != recorded.lineage:
-            self._audits = 0
-        elif found.look is not None and not found.doubt:
-            self._audits += 1
-        self._last = recorded
-        if found.mode == "recorded" and self._audits >= self._options.audit_saves:
-            self._watch = None  # frees the hashes
+            self._last = found.recorded
 
     def chooser(
         self, found: Found, touched: Touched | None, parent_clock: int | None
@@ -269,7 +309,7 @@ class Tracker:
         Args:
             touched: of the state; fingerprints go on in its lineage.
         """
-        self._watch, self._last, self._audits = None, None, 0
+        self._watch, self._rotation, self._last = None, None, None
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
         self._prints = _NEVER if touched is None else _moment(touched)
@@ -296,10 +336,14 @@ class Tracker:
         self.forget(touched)
         self._last = _moment(touched)
         mode = self.mode(touched)
-        if mode == "recorded" and self._options.audit_saves == 0:
+        tiles = _tiles(tables, arrays, touched)
+        if mode == "recorded":
+            if self._audits(self._last):
+                glimpse = self._glimpse(tiles, arrays, self._last)
+                assert self._rotation is not None
+                self._rotation.keep(glimpse, self._last.clock)
             return
         watch = self._watching(mode)
-        tiles = _tiles(tables, arrays, touched)
         look = watch.look(tiles, arrays, staging(self._options))
         watch.start(look, stamps)
         self._prints = self._last
@@ -321,9 +365,3 @@ def _tiles(
         whole = {name: arrays[name][table.leaf.name] for name, table in tables.items()}
         stamps = {n: stamp_sharding(x.sharding, x.shape) for n, x in whole.items()}
     return own_tiles(tables, shardings, stamps)
-
-
-def _host_stamps(touched: Touched, rows: Rows) -> np.ndarray:
-    """The recorded stamps of some rows."""
-    data, first = LocalShards(touched.stamps[rows.table]).holding(rows.rows)
-    return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import capture
 from cnr_jax.options import Options
-from cnr_jax.rows import hashing
+from cnr_jax.rows import hashing, rotation
 from cnr_jax.rows.chunk import Program
 from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.rows.touched import stamp_sharding
@@ -52,9 +52,15 @@ class Warmth:
 
     def hashes(self) -> Iterator[Program]:
         """What finding changed rows needs."""
+        options, way = self._options, capture.staging(self._options)
+        asked = options.tracking
         groups = group_tiles(self._tiles).values()
-        for tags in _tags(self._options):
-            yield from hashing.programs(groups, capture.staging(self._options), tags)
+        if asked in (None, "fingerprint"):
+            yield from hashing.programs(groups, way, tagged=False)
+        if asked == "audited":
+            yield from hashing.programs(groups, way, tagged=True)
+        if asked in (None, "recorded") and options.audit_bytes:
+            yield from rotation.programs(self._tiles, options.audit_bytes, way)
 
     def warm_up(self, auto_bits: int | None) -> None:
         """Compiles what is not yet.
@@ -79,11 +85,3 @@ class Warmth:
                 done.result()
         self._done.update(programs)
         self.widths.add(auto_bits)
-
-
-def _tags(options: Options) -> set[bool]:
-    """With and without tags, as hashes will be made."""
-    modes = [options.tracking] if options.tracking else ["fingerprint", "recorded"]
-    if options.audit_saves == 0:
-        modes = [mode for mode in modes if mode != "recorded"]
-    return {mode != "fingerprint" for mode in modes}

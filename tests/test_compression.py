@@ -61,7 +61,6 @@ def test_a_run_may_change_its_mind_and_its_chain_restores_bit_for_bit(
             policy=cnr.Consecutive(),
             compression=chosen,
             on_save=reports.append,
-            audit_saves=0,
         )
         with cnr.CheckpointManager(
             tmp_path, tables=run.tables, options=options
@@ -108,7 +107,7 @@ def test_a_sharded_table_restores_the_same_bits_on_other_meshes(
     found: dict[str, list[Any]] = {}
     for name, chosen in (("plain", None), ("zstd", "zstd")):
         touched = cnr.init_touched(state, tables)
-        options = cnr.Options(audit_saves=0, compression=chosen)
+        options = cnr.Options(compression=chosen)
         with cnr.CheckpointManager(
             tmp_path / name, tables=tables, options=options
         ) as manager:
@@ -165,7 +164,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     state = {"user": jnp.asarray(rng.normal(size=(1000, DIM)).astype(np.float32))}
     tables = cnr.find_tables(state, ["user"])
     touched = cnr.init_touched(state, tables)
-    options = cnr.Options(audit_saves=0, **ZSTD)
+    options = cnr.Options(**ZSTD)
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         manager.save(0, args=cnr.args.Save(state, touched))
         rows = jnp.arange(0, 1000, 2)

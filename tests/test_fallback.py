@@ -431,18 +431,18 @@ def test_step_that_storage_does_not_give_out_is_not_passed_over(
 
 @pytest.mark.parametrize("name", ["chunk flipped", "dense flipped"])
 def test_refused_restore_leaves_saving_as_it_was(saved: Any, name: str) -> None:
-    """With fingerprints too: those of the rows that training has are still known."""
+    """With hashes too: those of the rows that training has are still known."""
     run, root = saved
     with opened(root, run) as manager:
         run.restore(manager, None)
         run.run(manager, [4])
         DAMAGE[name][0](root / "3" / "default")
         branches = manager._handler._planner.branches
-        watch = manager._handler._tracker._watch
+        watch = manager._handler._tracker._rotation
         with pytest.raises(errors.IntegrityError):
             manager.restore(3, args=cnr.args.Restore(run.state))
         assert manager._handler._planner.branches is branches
-        assert manager._handler._tracker._watch is watch is not None
+        assert manager._handler._tracker._rotation is watch is not None
 
 
 def test_items_are_restored_together_or_not_at_all(

@@ -40,6 +40,8 @@ COMMITTED = "commit_success.txt"
 # In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"
+# In the root: which steps may lack rows, as an audit has found.
+SUSPECTS = "cnr_jax.suspects.json"
 
 
 def process_manifest(process: int) -> str:

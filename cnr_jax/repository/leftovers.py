@@ -37,6 +37,8 @@ class Leftovers:
     claims: tuple[str, ...] = ()
 
 
+# What is left of a file in the root that was being replaced.
+_REPLACED = f"{names.WRITER}.", f"{names.SUSPECTS}."
 _MEANINGS = {
     "temporary": "saves that are being written or were killed",
     "removed": "removed steps of which files are left",
@@ -60,7 +62,7 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
         earlier=tuple(name for name in rest if name.startswith(names.EARLIER_RUN)),
         orphans=tuple(entry.directory for entry in ledger.orphans()),
         unreadable=tuple(sorted(ledger.unreadable)),
-        claims=tuple(name for name in rest if name.startswith(f"{names.WRITER}.")),
+        claims=tuple(name for name in rest if name.startswith(_REPLACED)),
     )
 
 

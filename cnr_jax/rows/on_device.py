@@ -78,7 +78,7 @@ def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Arr
     dtype, device = np.dtype(data.dtype), data.device
     assert isinstance(device, jax.Device)
     at = jax.device_put(index, device)
-    rows = _gather_program(data.shape, dtype, device, size)(data, at)
+    rows = gather_program(data.shape, dtype, device, size)(data, at)
     encoded = _encode_program(run.codec, run.width, dtype, device, size)(rows)
     for array in (*encoded.parts.values(), encoded.escaped):
         array.copy_to_host_async()
@@ -97,9 +97,11 @@ def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
 # Compiled ahead of time and kept here: calling a jitted function to warm it up would need an
 # array as large as the shard.
 @functools.cache
-def _gather_program(
+def gather_program(
     shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What gathers so many rows of a shard, by positions int32[rows]: `[rows, width]`."""
+
     def gather(data: jax.Array, index: jax.Array) -> jax.Array:
         return data.reshape(data.shape[0], -1).at[index].get(mode="clip")
 
@@ -124,5 +126,5 @@ def device_programs(
     """What gathering and encoding rows of a shard of this shape on a device needs."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
-        yield _gather_program, (shape, dtype, device, rows)
+        yield gather_program, (shape, dtype, device, rows)
         yield _encode_program, (codec, width, dtype, device, rows)

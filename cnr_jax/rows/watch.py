@@ -28,7 +28,7 @@ from cnr_jax.rows.hashing import (
     settled,
     tags_of,
 )
-from cnr_jax.rows.tiling import OwnTile, bytes_in
+from cnr_jax.rows.tiling import Box, OwnTile, bytes_in
 
 
 class Rows(NamedTuple):
@@ -61,6 +61,26 @@ class Seen(NamedTuple):
     tiles: tuple[OwnTile, ...]
     where: Where
     hashed: Hashed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """Rows of a group that differ from what they were.
+
+    Attributes:
+        rows: sorted positions within the group.
+        since: for each of them, the clock at which it was another.
+        names: of the leaves.
+        leaves: tells of some of `rows`, by their index, in which leaves they differ,
+            bool[rows, leaves]. Told from 8 bits: one row in 256 is missed for its leaf.
+        compared: how many rows of the group were compared.
+    """
+
+    rows: np.ndarray
+    since: np.ndarray
+    names: tuple[str, ...]
+    leaves: Callable[[np.ndarray], np.ndarray]
+    compared: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +167,7 @@ class RowWatch:
         comparable = (
             known is not None
             and known.where == where
-            and _boxes(known.tiles) == _boxes(tiles)
+            and boxes_in(known.tiles) == boxes_in(tiles)
         )
         hashed = hash_tiles(
             tiles,
@@ -170,7 +190,7 @@ class RowWatch:
         if self._stamped:
             self._stamps = {
                 rows: self._stamp(look, rows, groups, clock)
-                for rows, groups in by_rows(look).items()
+                for rows, groups in by_rows(look.seen).items()
             }
         self._seen = self._settled(look)
 
@@ -200,23 +220,36 @@ class RowWatch:
         """
         self._seen = self._settled(look)
         if self._stamped:
-            self._stamps = {rows: stamps(rows) for rows in by_rows(look)}
+            self._stamps = {rows: stamps(rows) for rows in by_rows(look.seen)}
 
     def positions(self, rows: Rows, clock: int) -> np.ndarray:
         """Positions within `rows` that were stamped after `clock`, sorted."""
         return np.flatnonzero(self._stamps[rows] > clock)
 
-    def differing(self, look: Look, group: Group, rows: np.ndarray) -> dict[str, int]:
-        """How many of some changed rows differ in each leaf, by leaf name; zeros left out.
+    def differing(self, look: Look, clock: int) -> dict[Group, Differing]:
+        """What differs between a look and what was kept, of each group.
 
-        Told from 8 bits a row and leaf: one row in 256 is missed for its leaf.
+        Args:
+            look: at tiles of which all was kept.
+            clock: at which it was kept.
         """
-        before, now = self._seen[group].hashed.tags, look.seen[group].hashed.tags
-        if before is None or now is None:
-            return {}
-        differ = (tags_of(before, rows) != tags_of(now, rows)).sum(0)
-        names = [tile.leaf.name for tile in look.seen[group].tiles]
-        return {n: int(d) for n, d in zip(names, differ, strict=True) if d}
+        return {group: self._differing(look, group, clock) for group in look.seen}
+
+    def _differing(self, look: Look, group: Group, clock: int) -> Differing:
+        rows, seen = look.changed[group], look.seen[group]
+
+        def leaves(which: np.ndarray) -> np.ndarray:
+            before, now = self._seen[group].hashed.tags, seen.hashed.tags
+            assert before is not None and now is not None
+            return tags_of(before, rows[which]) != tags_of(now, rows[which])
+
+        return Differing(
+            rows=rows,
+            since=np.full(len(rows), clock, np.int64),
+            names=tuple(tile.leaf.name for tile in seen.tiles),
+            leaves=leaves,
+            compared=group.rows[1] - group.rows[0],
+        )
 
 
 def _draw_seed() -> np.ndarray:
@@ -227,15 +260,14 @@ def _draw_seed() -> np.ndarray:
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 
-def by_rows(look: Look) -> dict[Rows, list[Group]]:
+def by_rows(groups: Iterable[Group]) -> dict[Rows, list[Group]]:
     """The groups that hold parts of the same rows."""
     found: dict[Rows, list[Group]] = {}
-    for group in look.seen:
+    for group in groups:
         found.setdefault(Rows(group.table, group.rows), []).append(group)
     return found
 
 
-def _boxes(
-    tiles: Iterable[OwnTile],
-) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+def boxes_in(tiles: Iterable[OwnTile]) -> list[tuple[str, Box]]:
+    """Which parts of which leaves tiles are."""
     return [(tile.leaf.name, tile.piece.box) for tile in tiles]

@@ -52,7 +52,5 @@ class Setup:
 
     def reader(self, root: Path) -> cnr.CheckpointManager:
         """A manager that knows only what is stored, and keeps it."""
-        options = dataclasses.replace(
-            self.options, preservation_policy=None, audit_saves=0
-        )
+        options = dataclasses.replace(self.options, preservation_policy=None)
         return cnr.CheckpointManager(root, tables=self.tables, options=options)

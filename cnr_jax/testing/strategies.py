@@ -192,7 +192,7 @@ def options(exact: bool = True) -> st.SearchStrategy[cnr.Options]:
         codec=st.sampled_from(codecs),
         bits=st.sampled_from([2, 3, 4, 8]),
         tracking=st.sampled_from(["recorded", "fingerprint", "audited"]),
-        audit_saves=st.sampled_from([0, 2, 10]),
+        audit_bytes=st.sampled_from([0, 256, 4 << 20]),
         max_staging_bytes=st.sampled_from([100, 2 << 30]),
         verify_reads=st.booleans(),
     )

@@ -62,7 +62,6 @@ def train_restored(
         codec="raw" if bits is None else "adaptive",
         bits=bits or 4,
         expected_restores=len(stops) if bits == "auto" else None,
-        audit_saves=0,
         preservation_policy=ocp.checkpoint_managers.LatestN(1),
         on_save=reports.append,
     )

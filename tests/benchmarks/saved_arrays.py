@@ -28,7 +28,7 @@ def saved_delta(
         Arrays of the delta by name, and its bytes, all but the dense layers'.
     """
     run, reports = course.begin(0), []
-    options = cnr.Options(bits=bits, audit_saves=0, on_save=reports.append)
+    options = cnr.Options(bits=bits, on_save=reports.append)
     tables = course.tables(course.saved(run.state))
     baseline = course.steps * 4 // 5
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:

@@ -128,7 +128,7 @@ def measure(params: dict[str, Any], root: Path) -> Figures:
     if params["tracking"] == "recorded":
         touched = cnr.init_touched(state, tables)
     ids = workload.touched_rows(params["rows"], params["touched"] / params["rows"])
-    options = cnr.Options(policy=cnr.OneShot(), bits=BITS, audit_saves=0)
+    options = cnr.Options(policy=cnr.OneShot(), bits=BITS)
     runs: list[Figures] = []
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         for step in range(1 + SAVES):

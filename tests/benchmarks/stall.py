@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, str | None, float]] = {
     "cnr 1 %": ("cnr-4bit", "OneShot", 0.01),
     "cnr full": ("cnr-4bit", "Full", 0.26),
     "cnr raw 26 %": ("cnr-raw", "OneShot", 0.26),
-    "cnr 26 %, audited": ("cnr-4bit", "OneShot", 0.26),
+    "cnr 26 %, not audited": ("cnr-4bit", "OneShot", 0.26),
     "dcp-async": ("dcp-async", None, 0.26),
     "torchsnapshot-async": ("torchsnapshot-async", None, 0.26),
 }
@@ -60,7 +60,7 @@ def plan(quick: bool) -> list[Case]:
     for label in QUICK if quick else CASES:
         system, policy, share = CASES[label]
         params = {"system": system, "policy": policy, "share": share}
-        params |= {"rows": rows, "work": work, "audits": 99 * ("audited" in label)}
+        params |= {"rows": rows, "work": work, "audits": "not audited" not in label}
         once = label not in EVERY_TURN
         cases.append(Case(label, params, needs=peers.needs(system), once=once))
     return cases
@@ -95,8 +95,8 @@ def options_of(params: dict[str, Any]) -> dict[str, Any]:
         return {}
     import cnr_jax as cnr
 
-    policy = getattr(cnr, params["policy"])()
-    return {"policy": policy, "audit_saves": params["audits"]}
+    options = {"policy": getattr(cnr, params["policy"])()}
+    return options if params["audits"] else {**options, "audit_bytes": 0}
 
 
 def measure(system: Any, trainer: Any, number: int, checked: bool) -> Figures:

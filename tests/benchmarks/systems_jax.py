@@ -30,7 +30,6 @@ class Cnr(_Managed):
         policy: `OneShot` by default: the later saves are deltas against the first one.
         bits: 2, 3, 4 or 8.
         codec: its name.
-        audit_saves: 0 by default: saves as they are after a run's first ones.
         options: more of `cnr.Options`.
     """
 
@@ -49,7 +48,6 @@ class Cnr(_Managed):
             "bits": self.bits,
             "compression": self.compression,
             "policy": cnr.OneShot(),
-            "audit_saves": 0,
             "tracking": "recorded",
             **options,
         }

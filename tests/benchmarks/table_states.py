@@ -72,7 +72,7 @@ class CnrMany(System):
         import cnr_jax as cnr
 
         super().__init__(root, state)
-        options = cnr.Options(policy=cnr.Consecutive(), bits=BITS, audit_saves=0)
+        options = cnr.Options(policy=cnr.Consecutive(), bits=BITS)
         self.manager = cnr.CheckpointManager(
             root, tables=find_tables(state), options=options
         )

@@ -24,7 +24,7 @@ class JaxTrainer:
     def __init__(self, params: dict[str, Any]) -> None:
         import cnr_jax as cnr
 
-        self.state = workload.table_state(params["rows"], DIM)
+        self.state = workload.table_state(params["rows"], DIM, params.get("devices", 1))
         self.abstract = workload.abstract_of(self.state)
         self.touched = None
         if params["system"].startswith("cnr"):

@@ -94,7 +94,6 @@ class Ours(_Loop):
         *,
         keep: int | None = None,
         policy: Policy | None = None,
-        audited: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -107,7 +106,6 @@ class Ours(_Loop):
             options=cnr.Options(
                 policy=policy or cnr.Consecutive(),
                 tables={"user": cnr.TableOptions(codec="raw")},
-                audit_saves=10 if audited else 0,
                 preservation_policy=latest(keep),
                 **options,
             ),

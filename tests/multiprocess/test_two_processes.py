@@ -211,6 +211,7 @@ def test_states_that_differ_between_processes_are_refused_alike_on_all(
         assert f"differ between process 0 and process 1 |   {path} |" in line
     assert refusals[6].startswith("AuditError audit table 'user': 1 row "), refusals[6]
     assert "first rows: 500 |" in refusals[6]
+    assert "steps that may lack rows: none that is known;" in refusals[6]
     assert refusals[7].startswith("StateMismatchError state_mismatch"), refusals[7]
     assert "item" in refusals[7]
     assert refusals[8].startswith("TouchedError touched"), refusals[8]

@@ -91,9 +91,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step, (spec, codec, bits) in enumerate(STEPS):
         state = placed(state, spec)
         tables = cnr.find_tables(state, list(SHAPES))
-        options = cnr.Options(
-            codec=codec, bits=bits, policy=cnr.Consecutive(), audit_saves=0
-        )
+        options = cnr.Options(codec=codec, bits=bits, policy=cnr.Consecutive())
         with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
             if touched is None:
                 touched = cnr.init_touched(state, tables)

@@ -1,0 +1,529 @@
+"""A rotating part of the rows, remembered by hashes: what a save can afford to look at.
+
+The rows of each group of tiles are cut into blocks of consecutive rows. Each look reads two
+windows of a few blocks: the one that the look before has read last, and the next one. Both are
+compared with the hashes that are kept of them, and these replaced. So every row is read twice in
+a round, once a look after the time before and once a round after it: the first finds rows that
+keep moving, whenever they were recorded, the second rows that moved once. The blocks of a window
+lie far apart, as rows that belong together often lie together. Groups whose rows fit into their
+share of the limit are read whole, by every look.
+
+What a look costs follows from the limit alone. Rows are copied before they are hashed, as the
+next train step may be given their memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.meshes import outside_mesh
+from cnr_jax.rows.chunk import Program, Way, aligned_empty, host_device
+from cnr_jax.rows.fingerprint import hash_on_host, row_words
+from cnr_jax.rows.hashing import Arrays
+from cnr_jax.rows.on_device import gather_program
+from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
+from cnr_jax.rows.watch import Differing, Group, boxes_in, group_tiles
+
+# Blocks of a window, and bytes below which a block is not cut: a page of memory.
+_BLOCKS = 8
+_BLOCK_BYTES = 4096
+# Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.
+_CHUNK_BYTES = 16 << 20
+_CHUNK_ROWS = 64
+# Stamps that are gathered at once on a device, of rows that differ.
+_STAMPS = 8192
+# Of a hash, half is kept: a change is missed with a probability of 2^-31, which is nothing
+# beside that of not looking at its row.
+_KEPT = np.uint64(0xFFFFFFFF)
+
+# For each leaf of a group, the words of a row and their dtype.
+_Kind = tuple[tuple[int, str], ...]
+
+
+class Window(NamedTuple):
+    """How the rows of a group are read.
+
+    Attributes:
+        rows: of the group.
+        block: rows of a block. The last one overlaps the one before it, if it must.
+        blocks: that are read at once.
+    """
+
+    rows: int
+    block: int
+    blocks: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of the group."""
+        return -(-self.rows // self.block)
+
+    @property
+    def read_rows(self) -> int:
+        """Rows that a look reads, at most."""
+        return self.block * min(self.count, 2 * self.blocks)
+
+    def first(self, block: int) -> int:
+        """The row at which a block starts."""
+        return min(block * self.block, self.rows - self.block)
+
+    def visited(self, number: int, start: int) -> list[int]:
+        """Blocks of the window of this number, in rounds that begin at `start`."""
+        count, step = self.count, _stride(self.count)
+        first = start + number * self.blocks
+        visits = range(first, first + min(self.blocks, count))
+        return [visit * step % count for visit in visits]
+
+
+def _stride(count: int) -> int:
+    """A step through so many blocks that meets each of them, neighbours far apart."""
+    step = max(1, round(count * 0.618))
+    while math.gcd(step, count) > 1:
+        step += 1
+    return step
+
+
+def windows_of(
+    groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int
+) -> dict[Group, Window]:
+    """How the rows of each group are read.
+
+    All groups of a device have the same share; what a small one leaves is for the others.
+
+    Args:
+        groups: of one process.
+        limit_bytes: that a look reads on each device; two rows of each group are read even
+            where its share does not hold them.
+    """
+    sizes = {group: bytes_in(tiles) for group, tiles in groups.items()}
+    left: dict[jax.Device, int] = {}
+    number: dict[jax.Device, int] = {}
+    for group in groups:
+        left[group.device] = limit_bytes
+        number[group.device] = number.get(group.device, 0) + 1
+    found: dict[Group, Window] = {}
+    for group in sorted(groups, key=lambda group: sizes[group]):
+        rows, device = group.rows[1] - group.rows[0], group.device
+        share = left[device] // number[device]
+        window = _window(rows, max(1, sizes[group] // rows), share)
+        left[device] -= min(share, window.read_rows * (sizes[group] // rows))
+        number[device] -= 1
+        found[group] = window
+    return {group: found[group] for group in groups}
+
+
+def _window(rows: int, row_bytes: int, share: int) -> Window:
+    if rows * row_bytes <= share:
+        return Window(rows, rows, 1)
+    wanted = max(1, share // (2 * row_bytes))
+    least = min(wanted, -(-_BLOCK_BYTES // row_bytes))
+    block = max(least, wanted // _BLOCKS)
+    return Window(rows, block, max(1, wanted // block))
+
+
+class _Read(NamedTuple):
+    """Blocks of a group as they are now: uint32[blocks, rows], uint8[blocks, rows, leaves]."""
+
+    blocks: np.ndarray
+    hashes: np.ndarray
+    tags: np.ndarray
+
+
+class _Ring:
+    """What is kept of the rows of a group.
+
+    Args:
+        window: how they are read.
+        tiles: of the group.
+        start: of the first round.
+    """
+
+    def __init__(self, window: Window, tiles: Sequence[OwnTile], start: int) -> None:
+        self.window, self.boxes = window, boxes_in(tiles)
+        self._names = tuple(tile.leaf.name for tile in tiles)
+        self._number, self._start = 0, start % window.count
+        shape = (window.count, window.block)
+        # Memory that is not written to yet is none.
+        self._hashes = np.empty(shape, np.uint32)
+        self._tags = np.empty((*shape, len(tiles)), np.uint8)
+        # At which the hashes of each block were taken; -1: not yet.
+        self._clocks = np.full(window.count, -1, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self._hashes.nbytes + self._tags.nbytes + self._clocks.nbytes
+
+    def due(self) -> np.ndarray:
+        """Blocks to be read now: those of the window that was read last, and of the next."""
+        numbers = range(max(0, self._number - 1), self._number + 1)
+        blocks = [b for n in numbers for b in self.window.visited(n, self._start)]
+        return np.array(list(dict.fromkeys(blocks)), np.int64)
+
+    def differing(self, read: _Read) -> Differing:
+        window, clocks = self.window, self._clocks[read.blocks]
+        known = clocks >= 0
+        differ = (self._hashes[read.blocks] != read.hashes) & known[:, None]
+        at, offsets = np.nonzero(differ)
+        blocks = read.blocks[at]
+        starts = np.minimum(blocks * window.block, window.rows - window.block)
+        # Where the last block overlaps another, a row may come twice.
+        rows, first = np.unique(starts + offsets, return_index=True)
+        at, offsets, blocks = at[first], offsets[first], blocks[first]
+
+        def leaves(which: np.ndarray) -> np.ndarray:
+            then = self._tags[blocks[which], offsets[which]]
+            return then != read.tags[at[which], offsets[which]]
+
+        return Differing(
+            rows=rows,
+            since=clocks[at],
+            names=self._names,
+            leaves=leaves,
+            compared=min(window.rows, int(known.sum()) * window.block),
+        )
+
+    def keep(self, read: _Read, clock: int) -> None:
+        self._hashes[read.blocks], self._tags[read.blocks] = read.hashes, read.tags
+        self._clocks[read.blocks] = clock
+        self._number += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Glimpse:
+    """A part of the rows of this process at one moment.
+
+    Attributes:
+        differing: by group, what differs from what was kept.
+        anew: whether nothing was kept of these tiles, and so nothing compared.
+        read_rows: that were hashed.
+        read_bytes: of them, by device.
+        rings: what is kept of each group, once this is.
+        read: of each group.
+    """
+
+    differing: Mapping[Group, Differing]
+    anew: bool
+    read_rows: int
+    read_bytes: Mapping[jax.Device, int]
+    rings: dict[Group, _Ring]
+    read: Mapping[Group, _Read]
+
+
+class Rotation:
+    """Remembers a rotating part of the rows of this process.
+
+    Looking changes nothing. What a look saw counts from `keep` on, so a save that is refused in
+    between leaves no trace.
+
+    Args:
+        limit_bytes: of rows that a look reads on each device; two rows of each group are read
+            even where its share does not hold them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cnr_jax.rows.tiling import own_tiles
+        >>> from cnr_jax.tables import find_tables
+        >>> state = {"user": jnp.zeros((4, 2))}
+        >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
+        >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+        >>> rotation, way = Rotation(1 << 20), lambda device, size: "host"
+        >>> rotation.keep(rotation.look(tiles, {"user": {"table": state["user"]}}, way), 7)
+        >>> rows = {"user": {"table": state["user"].at[2].add(1)}}
+        >>> [(d.rows, d.since) for d in rotation.look(tiles, rows, way).differing.values()]
+        [(array([2]), array([7]))]
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._seed, self._start = _draw()
+        self._rings: dict[Group, _Ring] = {}
+        # Fresh memory can take longer than the rows.
+        self._buffers: dict[tuple[_Kind, int], list[np.ndarray]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept on the host: 4 a row, one a row and leaf, 8 a block, and what is read."""
+        buffers = [each for found in self._buffers.values() for each in found]
+        return sum(each.nbytes for each in [*self._rings.values(), *buffers])
+
+    @outside_mesh()
+    def look(
+        self, tiles: Iterable[OwnTile], arrays: Arrays, way: Way, *, anew: bool = False
+    ) -> Glimpse:
+        """Hashes a part of the rows and compares it with what was kept.
+
+        Waits for the computation that makes the arrays. They may be donated afterwards.
+
+        Args:
+            tiles: what this process saves of the state.
+            arrays: the leaves, by table and leaf name.
+            way: how rows come into host memory, where they are hashed: out of a view or copy
+                of their shard (`"host"`), or gathered on their device.
+            anew: whether what was kept is out of date.
+        """
+        groups = group_tiles(tiles)
+        boxes = {group: boxes_in(own) for group, own in groups.items()}
+        anew |= boxes != {group: ring.boxes for group, ring in self._rings.items()}
+        rings = self._rings
+        if anew:
+            # All of them: how much is read of one group depends on the others.
+            windows = windows_of(groups, self._limit_bytes)
+            rings = {
+                g: _Ring(windows[g], own, self._start) for g, own in groups.items()
+            }
+        due = {group: ring.due() for group, ring in rings.items()}
+        read = self._read(groups, rings, due, arrays, way)
+        rows = {group: len(due[group]) * rings[group].window.block for group in groups}
+        read_bytes: dict[jax.Device, int] = {}
+        for group, own in groups.items():
+            size = rows[group] * bytes_in(own) // (group.rows[1] - group.rows[0])
+            read_bytes[group.device] = read_bytes.get(group.device, 0) + size
+        return Glimpse(
+            differing={group: rings[group].differing(read[group]) for group in groups},
+            anew=anew,
+            read_rows=sum(rows.values()),
+            read_bytes=read_bytes,
+            rings=rings,
+            read=read,
+        )
+
+    def keep(self, glimpse: Glimpse, clock: int) -> None:
+        """Remembers what `glimpse` saw.
+
+        Args:
+            glimpse: of this rotation, with nothing kept since.
+            clock: of the touched rows that go with it.
+        """
+        self._rings = glimpse.rings
+        for group, read in glimpse.read.items():
+            self._rings[group].keep(read, clock)
+
+    def _read(
+        self,
+        groups: Mapping[Group, Sequence[OwnTile]],
+        rings: Mapping[Group, _Ring],
+        due: Mapping[Group, np.ndarray],
+        arrays: Arrays,
+        way: Way,
+    ) -> dict[Group, _Read]:
+        shards: dict[tuple[str, str], LocalShards] = {}
+        sources: dict[Group, list[_Source]] = {}
+        # All devices gather before the first one is waited for.
+        for group, tiles in groups.items():
+            sources[group] = []
+            for tile in tiles:
+                key = tile.table.name, tile.leaf.name
+                if key not in shards:
+                    shards[key] = LocalShards(arrays[key[0]][key[1]])
+                source = _source(
+                    shards[key], tile, rings[group].window, due[group], way
+                )
+                sources[group].append(source)
+        found: dict[Group, _Read] = {}
+        for kind, members in _by_kind(groups).items():
+            windows = [rings[group].window for group in members]
+            size = _program_rows(kind, sum(w.read_rows for w in windows))
+            parts = [
+                _Part(sources[group], window.first(int(block)), number, window.block)
+                for group, window in zip(members, windows, strict=True)
+                for number, block in enumerate(due[group])
+            ]
+            hashes, tags = self._hash(kind, size, parts)
+            done = 0
+            for group, window in zip(members, windows, strict=True):
+                shape = (len(due[group]), window.block)
+                rows = slice(done, done + shape[0] * shape[1])
+                done = rows.stop
+                found[group] = _Read(
+                    due[group],
+                    hashes[rows].reshape(shape),
+                    tags[rows].reshape(*shape, len(kind)),
+                )
+        return found
+
+    def _hash(
+        self, kind: _Kind, size: int, parts: Sequence[_Part]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes and tags of all rows of some parts, in order."""
+        rows = sum(part.rows for part in parts)
+        hashes = np.empty(rows, np.uint32)
+        tags = np.empty((rows, len(kind)), np.uint8)
+        seed = jax.device_put(self._seed, host_device())
+        buffers = self._buffers.get((kind, size))
+        if buffers is None:
+            # Written to, so that what follows the last row is not whatever memory held.
+            buffers = _zeros(kind, size)
+            self._buffers[kind, size] = buffers
+        filled = done = 0
+        for part in parts:
+            taken = 0
+            while taken < part.rows:
+                count = min(part.rows - taken, size - filled)
+                for source, buffer in zip(part.sources, buffers, strict=True):
+                    source.copy(part, taken, buffer[filled : filled + count])
+                taken, filled = taken + count, filled + count
+                if filled == size or done + filled == rows:
+                    made, marks = hash_on_host(buffers, seed, tagged=True)
+                    assert marks is not None
+                    hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
+                    tags[done : done + filled] = np.asarray(marks)[:filled]
+                    done, filled = done + filled, 0
+        return hashes, tags
+
+
+class _Source(NamedTuple):
+    """Where the rows of a leaf are read from.
+
+    Attributes:
+        data: its shard, or rows gathered from it in the order of reading.
+        first: row of the shard at which those of the group start; None for rows gathered.
+    """
+
+    data: jax.Array
+    first: int | None
+
+    def copy(self, part: _Part, taken: int, out: np.ndarray) -> None:
+        """Copies rows of a part from its row `taken` on, as words."""
+        if self.first is None:
+            start = part.number * part.rows + taken
+        else:
+            start = self.first + part.start + taken
+        # The view lives for this call only: see `_copy_rows` in rows/gather.py.
+        out[...] = row_words(np.asarray(self.data)[start : start + len(out)])
+
+
+class _Part(NamedTuple):
+    """A block to be read.
+
+    Attributes:
+        sources: of each leaf.
+        start: its first row in the group.
+        number: how many blocks of the group are read before it.
+        rows: of it.
+    """
+
+    sources: Sequence[_Source]
+    start: int
+    number: int
+    rows: int
+
+
+def _source(
+    shards: LocalShards, tile: OwnTile, window: Window, due: np.ndarray, way: Way
+) -> _Source:
+    device = tile.piece.device
+    data, start = shards.on(device)
+    first = tile.rows[0] - start
+    if way(device, data.nbytes) == "host":
+        return _Source(data, first)
+    starts = np.minimum(due * window.block, window.rows - window.block)
+    rows = (starts[:, None] + np.arange(window.block)).ravel()
+    return _Source(_gathered(data, rows + first, window.read_rows), None)
+
+
+def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
+    """Rows of a shard, with others after them to fill a program; on their device."""
+    device = data.device
+    assert isinstance(device, jax.Device)
+    index = np.zeros(size, np.int32)
+    index[: len(rows)] = rows
+    program = gather_program(data.shape, np.dtype(data.dtype), device, size)
+    found = program(data, jax.device_put(index, device))
+    found.copy_to_host_async()
+    return found
+
+
+def stamps_at(
+    stamps: LocalShards, rows: tuple[int, int], positions: np.ndarray, way: Way
+) -> np.ndarray:
+    """Stamps of some rows.
+
+    Args:
+        stamps: of the table.
+        rows: start and stop of the group they are in.
+        positions: within the group.
+        way: as in `Rotation.look`.
+    """
+    data, first = stamps.holding(rows)
+    device, at = data.device, positions + (rows[0] - first)
+    assert isinstance(device, jax.Device)
+    if way(device, data.nbytes) == "host":
+        return np.asarray(data)[at]
+    parts = [
+        np.asarray(_gathered(data, at[i : i + _STAMPS], _STAMPS))[: len(at) - i, 0]
+        for i in range(0, len(at), _STAMPS)
+    ]
+    return np.concatenate(parts or [np.empty(0, np.int32)])
+
+
+def _draw() -> tuple[np.ndarray, int]:
+    """A seed of hashes, and where rounds begin: elsewhere after each restart of a run."""
+    return np.frombuffer(secrets.token_bytes(8), np.uint32), secrets.randbits(32)
+
+
+def _kind_of(tiles: Iterable[OwnTile]) -> _Kind:
+    kinds = []
+    for tile in tiles:
+        shape = [stop - start for start, stop in tile.piece.box[1:]]
+        size = math.prod(shape) * tile.leaf.dtype.itemsize
+        words = row_words(np.empty((0, size), np.uint8))
+        kinds.append((words.shape[1], words.dtype.name))
+    return tuple(kinds)
+
+
+def _by_kind(groups: Mapping[Group, Sequence[OwnTile]]) -> dict[_Kind, list[Group]]:
+    """Groups whose rows one program hashes."""
+    found: dict[_Kind, list[Group]] = {}
+    for group, tiles in groups.items():
+        found.setdefault(_kind_of(tiles), []).append(group)
+    return found
+
+
+def _program_rows(kind: _Kind, rows: int) -> int:
+    """Rows that are hashed at once where a look reads at most so many of a kind."""
+    row_bytes = sum(words * np.dtype(dtype).itemsize for words, dtype in kind)
+    most = max(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row_bytes))
+    return min(-(-rows // _CHUNK_ROWS), most // _CHUNK_ROWS) * _CHUNK_ROWS
+
+
+def _zeros(kind: _Kind, rows: int) -> list[np.ndarray]:
+    found = []
+    for words, dtype in kind:
+        buffer = aligned_empty((rows, words), np.dtype(dtype))
+        buffer[...] = 0
+        found.append(buffer)
+    return found
+
+
+def _hash_zeros(kind: _Kind, rows: int) -> None:
+    seed = jax.device_put(np.zeros(2, np.uint32), host_device())
+    with outside_mesh():
+        hash_on_host(_zeros(kind, rows), seed, tagged=True)
+
+
+def programs(tiles: Iterable[OwnTile], limit_bytes: int, way: Way) -> Iterator[Program]:
+    """What looking at rows of these tiles needs, of leaves whose sharding is known."""
+    groups = group_tiles(tiles)
+    windows = windows_of(groups, limit_bytes)
+    for kind, members in _by_kind(groups).items():
+        rows = sum(windows[group].read_rows for group in members)
+        yield _hash_zeros, (kind, _program_rows(kind, rows))
+    for group, own in groups.items():
+        for tile in own:
+            leaf, whole = tile.leaf, tile.table.leaf
+            assert leaf.sharding is not None and whole.sharding is not None
+            shape = leaf.sharding.shard_shape(leaf.shape)
+            if way(group.device, math.prod(shape) * leaf.dtype.itemsize) == "device":
+                rows = windows[group].read_rows
+                yield gather_program, (shape, leaf.dtype, group.device, rows)
+            stamps = whole.sharding.shard_shape(whole.shape)[:1]
+            if way(group.device, 4 * stamps[0]) == "device":
+                stamp = np.dtype(np.int32)
+                yield gather_program, (stamps, stamp, group.device, _STAMPS)

@@ -1,0 +1,125 @@
+"""Which rows a look reads: all of them in a round, no more than the limit at a time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cnr_jax as cnr
+from cnr_jax.rows import rotation
+from cnr_jax.rows.rotation import Rotation, Window
+from cnr_jax.rows.tiling import own_tiles
+
+SIZES = st.integers(1, 5000)
+
+
+@settings(deadline=None)
+@given(rows=SIZES, block=SIZES, blocks=st.integers(1, 9), start=SIZES)
+def test_windows_meet_all_blocks_once_in_a_round(
+    rows: int, block: int, blocks: int, start: int
+) -> None:
+    window = Window(rows, min(rows, block), blocks)
+    numbers = range(-(-window.count // blocks))
+    visits = [b for n in numbers for b in window.visited(n, start)][: window.count]
+    assert sorted(visits) == list(range(window.count))
+    read = {
+        row
+        for visit in visits
+        for row in range(window.first(visit), window.first(visit) + window.block)
+    }
+    assert read == set(range(rows))
+
+
+def _tables(rows: list[int], dims: list[int]) -> tuple[Any, Any, Any]:
+    state = {
+        f"table{i}": jnp.zeros(shape, jnp.float32)
+        for i, shape in enumerate(zip(rows, dims, strict=True))
+    }
+    tables = cnr.find_tables(state, list(state))
+    arrays = {name: {"table": leaf} for name, leaf in state.items()}
+    where = {name: leaf.sharding for name, leaf in state.items()}
+    tiles = own_tiles(tables, {n: {"table": x} for n, x in where.items()}, where)
+    return tables, arrays, tiles
+
+
+@settings(deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), max_size=5),
+    limit=st.integers(1, 5000),
+)
+def test_looks_read_a_part_of_each_table_within_a_limit(
+    shapes: list[tuple[int, int]], limit: int
+) -> None:
+    shapes = [*shapes, (3, 2)]
+    rows, dims = map(list, zip(*shapes, strict=True))
+    _, arrays, tiles = _tables(rows, dims)
+    watch = Rotation(limit)
+    for clock in range(3):
+        look = watch.look(tiles, arrays, lambda device, size: "host")
+        assert look.anew == (clock == 0)
+        least = sum(min(2, r) * 4 * d for r, d in shapes)
+        assert max(look.read_bytes.values()) <= limit + least
+        assert all(len(read.blocks) for read in look.read.values())
+        assert not any(len(found.rows) for found in look.differing.values())
+        watch.keep(look, clock)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_rows_are_found_as_often_as_is_said(where: Any) -> None:
+    """Of k rows that keep moving, n looks miss all with probability about (1 - n w / N)^k."""
+    rows, k, n, limit = 3000, 25, 4, 800
+    _, arrays, tiles = _tables([rows], [2])
+    (window,) = rotation.windows_of(rotation.group_tiles(tiles), limit).values()
+    share = window.block * window.blocks / rows
+    rng, missed, times = np.random.default_rng(0), 0, 400
+    same = arrays["table0"]["table"]
+    for _ in range(times):
+        watch = Rotation(limit)
+        found = False
+        moving = jnp.asarray(rng.choice(rows, k, replace=False))
+        for clock in range(n + 1):
+            moved = {"table0": {"table": same.at[moving].add(clock)}}
+            look = watch.look(tiles, moved, lambda device, size: where)
+            found |= any(len(each.rows) for each in look.differing.values())
+            watch.keep(look, clock)
+        missed += not found
+    expected = (1 - n * share) ** k
+    deviation = (expected * (1 - expected) / times) ** 0.5
+    assert abs(missed / times - expected) < 4 * deviation
+
+
+def test_last_block_that_overlaps_counts_its_rows_once() -> None:
+    _, arrays, tiles = _tables([10], [1])
+    watch = Rotation(10**6)
+    group = next(iter(rotation.group_tiles(tiles)))
+    ring = rotation._Ring(Window(10, 4, 3), tiles, 0)
+    watch._rings = {group: ring}
+    same = arrays["table0"]["table"]
+    way: Any = lambda device, size: "host"  # noqa: E731
+    watch.keep(watch.look(tiles, {"table0": {"table": same}}, way), 0)
+    moved = {"table0": {"table": same.at[7].set(1.0)}}
+    (found,) = watch.look(tiles, moved, way).differing.values()
+    assert (found.rows.tolist(), found.since.tolist()) == ([7], [0])
+    assert found.leaves(np.array([0])).tolist() == [[True]]
+
+
+def test_buffers_are_read_in_pieces_where_a_look_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotation, "_CHUNK_BYTES", 64 * 8)
+    _, arrays, tiles = _tables([1000, 333], [2, 2])
+    watch = Rotation(10**6)
+    way: Any = lambda device, size: "host"  # noqa: E731
+    watch.keep(watch.look(tiles, arrays, way), 0)
+    for name, row in itertools.product(arrays, [0, 63, 64, 332]):
+        moved = {k: dict(v) for k, v in arrays.items()}
+        moved[name]["table"] = moved[name]["table"].at[row].set(1.0)
+        look = watch.look(tiles, moved, way)
+        found = {g.table: d.rows.tolist() for g, d in look.differing.items()}
+        assert found == {key: [row] if key == name else [] for key in arrays}
