@@ -138,6 +138,28 @@ def test_step_whose_dense_part_was_not_finished_is_found_and_passed_over(
         run.same(got.state, run.truth[1])
 
 
+def test_error_of_a_root_that_a_save_cannot_see_says_so(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    """Not that it exists already."""
+    run = tiny_run()
+    with opened(tmp_path, run) as manager:
+        run.run(manager, [0])
+        with inprocess.watching(tmp_path, looks=True) as calls:
+            run.run(manager, [1])
+        root = os.path.realpath(tmp_path)
+        stats = [c.path for c in calls if c.call == "stat"]
+        for nth in [i for i, path in enumerate(stats, 1) if path == root]:
+            run.train(nth + 1)
+            with inprocess.failing(tmp_path, Fault("stat", nth, "ESTALE")):
+                try:
+                    run.save(manager, nth + 1)
+                    manager.wait_until_finished()
+                except errors.SaveError as raised:
+                    assert raised.errno == errno.ESTALE
+    all_restore(tmp_path, run)
+
+
 # ---- restores ------------------------------------------------------------------------------
 
 

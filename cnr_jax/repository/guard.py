@@ -57,7 +57,8 @@ class Guard:
             WriterError: if another manager has taken over, or is still writing.
         """
         made = missing_directories(self._root)
-        self._root.mkdir(parents=True, exist_ok=True)
+        if made or not is_local(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
         sync_made(made)
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
