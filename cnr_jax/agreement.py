@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
-from cnr_jax.channel import Channel, from_document, to_document
+from cnr_jax.channel import Channel
 from cnr_jax.failures import save_error
 from cnr_jax.format.manifest import HistoryEntry, ParentRef, to_json
 from cnr_jax.orbax_compat import digest_of_local, is_host_local
@@ -21,6 +21,7 @@ from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.planner import Plan
 
 # Beside the digests of leaves, of which they cannot be the paths.
+_ERROR = "/error"
 _TRACKING = "/tracking"
 _DOUBT = "/doubt"
 
@@ -56,7 +57,10 @@ def agree(
     said = {_TRACKING: tracking, _DOUBT: doubt}
     if jax.process_index() != 0:
         _tell(channel, obstacle, dense, said)
-        return _plan_of(json.loads(channel.broadcast(None)))
+        document = json.loads(channel.broadcast(None))
+        if obstacle is not None and document == _document(obstacle):
+            raise obstacle
+        return _plan_of(document)
     try:
         told = _tell(channel, obstacle, dense, said)
         if obstacle is not None:
@@ -67,7 +71,7 @@ def agree(
         # Whatever it is, such as a folder that cannot be renamed: the others wait for a word.
         known = error if isinstance(error, errors.CnrError) else save_error(error, step)
         explain(known)
-        channel.broadcast(json.dumps(to_document(known)))
+        channel.broadcast(json.dumps(_document(known)))
         if known is error:
             raise
         raise known from error
@@ -86,7 +90,7 @@ def _tell(
     if jax.process_count() == 1:
         return []
     if obstacle is not None:
-        mine = to_document(obstacle)
+        mine = _document(obstacle)
     else:
         mine = {
             "/".join(path): digest_of_local(leaf)
@@ -126,10 +130,15 @@ def _check_told(told: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def _document(error: errors.CnrError) -> dict[str, Any]:
+    """An error as it is sent in the place of anything else; as JSON gives it back."""
+    return json.loads(json.dumps({_ERROR: error.to_json()}))
+
+
 def _raise_failure(document: Mapping[str, Any]) -> None:
     """Raises the error that another process sent, if it is one."""
-    if "/error" in document:
-        raise from_document(document)
+    if _ERROR in document:
+        raise errors.CnrError.from_json(document[_ERROR])
 
 
 def _plan_of(document: dict[str, Any]) -> Plan:

@@ -8,39 +8,45 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
+import hashlib
 import json
+import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from cnr_jax import errors
-from cnr_jax.failures import save_error
+from cnr_jax.failures import in_one_line, save_error
 from cnr_jax.orbax_compat import distributed_client
 
-_channels = itertools.count()
 # Process 0 waits for all others before it answers; so whoever waits for process 0 waits longer.
 _PATIENCE = 2.0
+# Kinds of errors after which waiting for a process again would be in vain.
+_UNHEARD = ("process_silent", "coordination_lost")
 
 
 class Channel:
     """Tells process 0 what all say, and all what process 0 says.
 
-    Channels are matched by the order in which each process makes them, messages by their
-    order in the channel.
+    Channels of a name are matched by their first use, in which process 0 meets those of the
+    others that wait for it; messages by their order in the channel. A channel that is made and
+    never used, say to look at a root on one process alone, is matched with none.
 
     Args:
         timeout_secs: how long process 0 waits for the others; these wait twice as long for it.
 
     Attributes:
+        name: alike on all processes; to be set before the first use.
         silent: why a process was given up that did not come to settle something.
     """
 
     def __init__(self, timeout_secs: float) -> None:
         self.timeout_secs = timeout_secs
-        self._prefix = f"cnr_jax/{next(_channels)}"
+        self.name = ""
+        self._prefix: str | None = None
+        self._matching = threading.Lock()
         self._count = 0
         self._topics: collections.Counter[str] = collections.Counter()
         # Keys that process 0 has set and that others may still have to read.
@@ -56,7 +62,7 @@ class Channel:
         if jax.process_count() == 1:
             assert text is not None
             return text
-        key = f"{self._prefix}/{self._count}"
+        key = self._key(str(self._count))
         self._count += 1
         if jax.process_index() == 0:
             assert text is not None
@@ -72,38 +78,49 @@ class Channel:
         """
         if jax.process_count() == 1:
             return [text]
-        return self._collect(f"{self._prefix}/gather/{self._count}", text)
+        return self._collect(self._key(f"gather/{self._count}"), text)
 
     def settle(
-        self, topic: str, failure: errors.SaveError | None, timeout_secs: float
+        self,
+        topic: str,
+        failure: errors.SaveError | None,
+        timeout_secs: float,
+        *,
+        again: bool = False,
     ) -> None:
         """Tells all processes whether this one has done its part, and hears of the others.
 
         Args:
-            topic: what was to be done. It may come again: all processes count alike.
+            topic: what was to be done.
             failure: why this process has not done its part.
             timeout_secs: how long process 0 waits for the others once it is here itself.
+            again: the topic may come again. All processes count alike how often it has, for
+                as long as there is the channel.
 
         Raises:
             SaveError: on all processes alike, if any has failed or says nothing. It names
-                the first of them.
+                the first of them. The very `failure` where that is the one.
         """
         if jax.process_count() == 1:
             if failure is not None:
                 raise failure
             return
-        key = self._topic(topic)
-        self._topics[topic] += 1
-        mine = json.dumps(to_document(failure) if failure else {})
+        if again:
+            self._topics[topic] += 1
+            topic = f"{topic}/{self._topics[topic]}"
+        key = self._key(topic)
+        mine = json.dumps(failure.to_json() if failure else {})
         if jax.process_index() == 0:
             answer = self._verdict(key, mine, timeout_secs)
             self._answer(f"{key}/all", answer)
         else:
             answer = self._verdict_of_first(key, mine, timeout_secs)
         found = json.loads(answer)
+        if failure is not None and answer == mine:
+            raise failure
         if found:
-            error = from_document(found)
-            if isinstance(error, errors.SaveError) and error.kind == "process_silent":
+            error = errors.CnrError.from_json(found)
+            if isinstance(error, errors.SaveError) and error.kind in _UNHEARD:
                 self.silent = error
             raise error
 
@@ -113,14 +130,51 @@ class Channel:
         Raises:
             SaveError: if it has.
         """
-        if jax.process_count() == 1 or jax.process_index() == 0:
+        if jax.process_index() == 0 or self._prefix is None:
             return
-        text = try_get(f"{self._topic(topic)}/0")
+        text = try_get(f"{self._prefix}/{topic}/0")
         if text is not None:
-            raise from_document(json.loads(text))
+            raise errors.CnrError.from_json(json.loads(text))
 
-    def _topic(self, topic: str) -> str:
-        return f"{self._prefix}/{topic}/{self._topics[topic]}"
+    def _key(self, rest: str) -> str:
+        """A key of this channel alone, the same on all processes."""
+        with self._matching:
+            if self._prefix is None:
+                self._prefix = self._match()
+        return f"{self._prefix}/{rest}"
+
+    def _match(self) -> str:
+        """What the keys of this channel begin with: process 0 says it to those who ask.
+
+        Raises:
+            SaveError: if a process does not come. Then it can be tried again.
+        """
+        client, here = distributed_client(), jax.process_index()
+        mine = f"cnr_jax/{secrets.token_hex(8)}"
+        name = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        asking = [f"cnr_jax/asking/{name}/{i}" for i in range(jax.process_count())]
+        if here != 0:
+            # It may have given up waiting before.
+            client.key_value_set(asking[here], mine, allow_overwrite=True)
+            try:
+                return self._hear(mine, 0, self.timeout_secs * _PATIENCE)
+            except errors.SaveError:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_delete(asking[here])
+                raise
+            finally:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_delete(mine)
+        deadline = time.monotonic() + self.timeout_secs
+        theirs: list[str] = []
+        for process, key in enumerate(asking[1:], start=1):
+            left = deadline - time.monotonic()
+            theirs.append(self._hear(key, process, self.timeout_secs, left_secs=left))
+        # All are here: nobody has been answered by one who then gives up on another.
+        for key, asked in zip(asking[1:], theirs, strict=True):
+            client.key_value_delete(key)
+            client.key_value_set(asked, mine)
+        return mine
 
     def _verdict(self, key: str, mine: str, timeout_secs: float) -> str:
         """On process 0: the first failure of any process, or an empty document."""
@@ -130,7 +184,7 @@ class Channel:
         try:
             found = self._collect(key, mine, timeout_secs)
         except errors.SaveError as silent:
-            found = [mine, json.dumps(to_document(silent))]
+            found = [mine, json.dumps(silent.to_json())]
         return next((text for text in found if text != "{}"), "{}")
 
     def _verdict_of_first(self, key: str, mine: str, timeout_secs: float) -> str:
@@ -139,7 +193,7 @@ class Channel:
             self._collect(key, mine)
             return self._hear(f"{key}/all", 0, timeout_secs * _PATIENCE)
         except errors.SaveError as silent:
-            return json.dumps(to_document(silent))
+            return json.dumps(silent.to_json())
 
     def _collect(
         self, key: str, mine: str, timeout_secs: float | None = None
@@ -179,6 +233,15 @@ class Channel:
         try:
             return str(distributed_client().blocking_key_value_get(key, left_ms))
         except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise errors.SaveError(
+                    f"process {process} cannot be heard: the processes of this run do not"
+                    f" reach each other\n  {in_one_line(error)}\n"
+                    "  hint: jax.distributed's service runs in process 0; look whether that"
+                    " has ended, and why",
+                    kind="coordination_lost",
+                    process=process,
+                ) from error
             raise errors.SaveError(
                 f"process {process} does not answer\n"
                 f"  it was waited for {timeout_secs:.0f} s: it may have been killed, hang,"
@@ -202,10 +265,20 @@ class Barriers:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._next: list[str] = []
+        self._save = ""
+        self._met: collections.Counter[str] = collections.Counter()
 
-    def begin(self, barriers: Sequence[str]) -> None:
-        """Names the barriers of the save that starts, in the order in which they come."""
+    def begin(self, barriers: Sequence[str], save: str) -> None:
+        """Names the barriers of the save that starts, in the order in which they come.
+
+        Args:
+            barriers: their keys.
+            save: what no other save is called; empty if nothing tells it from another of its
+                step.
+        """
         self._next, self._channel.silent = list(barriers), None
+        self._save = save
+        self._met.clear()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits until all processes are here.
@@ -236,26 +309,11 @@ class Barriers:
         if self._channel.silent is not None:
             raise self._channel.silent
         limit_secs = min(timeout_secs, self._channel.timeout_secs)
-        self._channel.settle(key, failure, limit_secs)
-
-
-def to_document(error: errors.CnrError) -> dict[str, Any]:
-    """An error as processes send it; the first key is no path of a leaf."""
-    found = {"/error": str(error), "class": type(error).__name__, "kind": error.kind}
-    if isinstance(error, errors.SaveError):
-        found |= {"step": error.step, "process": error.process, "errno": error.errno}
-    if isinstance(error, errors.AuditError):
-        found |= {"steps": error.steps, "since": error.since}
-        found |= {"lineage": error.lineage, "clock": error.clock}
-    return found
-
-
-def from_document(document: Mapping[str, Any]) -> errors.CnrError:
-    """The error that another process sent."""
-    kinds = getattr(errors, document["class"], errors.CnrError)
-    keys = "step", "process", "errno", "steps", "since", "lineage", "clock"
-    facts = {key: document[key] for key in keys if key in document}
-    return kinds(document["/error"], kind=document["kind"], **facts)
+        topic = key
+        if self._save:
+            self._met[key] += 1
+            topic = f"{self._save}/{key}/{self._met[key]}"
+        self._channel.settle(topic, failure, limit_secs, again=not self._save)
 
 
 def try_get(key: str) -> str | None:

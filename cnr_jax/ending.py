@@ -26,6 +26,7 @@ from cnr_jax.orbax_compat import (
     told_elsewhere,
 )
 from cnr_jax.repository.ledger import Ledger
+from cnr_jax.repository.planner import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -61,11 +62,12 @@ class EndingManager(ocp.CheckpointManager):
     def _step_directory(self, step: int) -> str:
         return self._get_write_step_directory(step, self._root).name
 
-    def _begin(self, step: int, abandoned: tuple[str, ...]) -> None:
-        """Notes that a save begins."""
+    def _begin(self, step: int, plan: Plan | None) -> None:
+        """Notes that a save begins; there is no plan for what is not part of the state."""
         # What was renamed aside must not be in the way of the new steps.
-        self._forget_steps(abandoned)
-        self._handler.barriers.begin(self._barrier_keys(step))
+        self._forget_steps(plan.abandoned if plan else ())
+        save = plan.uuid if plan else ""
+        self._handler.barriers.begin(self._barrier_keys(step), save)
         self._course.begin()
         self._saving, self._is_synced = self._step_directory(step), False
 

@@ -7,7 +7,8 @@ unless a fact about a checkpoint can be added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class CnrError(Exception):
@@ -29,6 +30,36 @@ class CnrError(Exception):
             self.kind = kind
         if path is not None:
             self.path = path
+
+    def to_json(self) -> dict[str, Any]:
+        """All that the error says, for another process of the run: text and attributes.
+
+        Its cause and traceback stay behind.
+
+        Example:
+            >>> found = ManifestError("not valid", ["step: required key is absent"], path="m")
+            >>> same = CnrError.from_json(found.to_json())
+            >>> type(same).__name__, str(same) == str(found), same.problems, same.path
+            ('ManifestError', True, ('step: required key is absent',), 'm')
+        """
+        facts = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        if isinstance(self, OSError):
+            facts["errno"] = self.errno  # which is not among its variables
+        found = {"class": type(self).__name__, "message": str(self)}
+        return {**found, "facts": {"kind": self.kind, **facts}}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> CnrError:
+        """The error that `to_json` told of; of the nearest class there is here."""
+        kind: Any = globals().get(document["class"])
+        if not isinstance(kind, type) or not issubclass(kind, CnrError):
+            kind = CnrError
+        # Made without its arguments, which the text holds already.
+        error = kind.__new__(kind)
+        error.args = (document["message"],)
+        for name, value in document["facts"].items():
+            setattr(error, name, tuple(value) if isinstance(value, list) else value)
+        return error
 
 
 class ChainError(CnrError):

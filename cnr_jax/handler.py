@@ -170,6 +170,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             DependentsExistError: if a step is in the way that must be kept.
         """
         started = time.perf_counter()
+        self._channel.name = f"saves in {place.root.name}"
         ledger, tables, checked, found = self._look(place, args)
         self._say_too_wide(checked)
         request = Request(
@@ -332,6 +333,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Restores a step and all it rests on."""
         args = args or Restore()
         place = place_of(directory)
+        self._channel.name = f"saves in {place.root.name}"
         self.resuming.begin()
 
         def read() -> tuple[ReadBack, Ledger | None]:

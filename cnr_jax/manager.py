@@ -112,6 +112,7 @@ class CheckpointManager(ListingManager):
         self._channel = Channel(options.timeout_secs)
         self._course = Course(self._handler.uses)
         self._root = ExactPath(open_root(root))
+        self._channel.name = f"the manager of {self._root.name}"
         self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
         self._sigterm: Sigterm | None = None
@@ -271,7 +272,7 @@ class CheckpointManager(ListingManager):
             place = Place(self._root, self._step_directory(step), str(self._item))
             plan = self._prepared(place, state, last)
         with self._clearing_up(), as_save_errors(step, str(self._root)):
-            self._begin(step, plan.abandoned if plan else ())
+            self._begin(step, plan)
             if plan is not None:
                 # Not foreseen where touched rows were made anew.
                 self._warm_up(plan.auto_bits)

@@ -28,7 +28,7 @@ def decide(channel: Channel, decision: Callable[[], Any]) -> Any:
         return decision()
     if jax.process_index() != 0:
         document = json.loads(channel.broadcast(None))
-        if "class" in document:
+        if "decision" not in document:
             raise _error_of(document)
         return document["decision"]
     try:
@@ -74,7 +74,11 @@ def come_out_alike(channel: Channel, error: BaseException | None) -> None:
         return
     mine = json.dumps(_told(error))
     if jax.process_index() == 0:
-        verdict = _verdict(channel, mine)
+        try:
+            verdict = _verdict(channel, mine)
+        except errors.CnrError as silent:
+            channel.broadcast(json.dumps({**_told(silent), "process": 0}))
+            raise
         channel.broadcast(json.dumps(verdict))
     else:
         channel.gather(mine)
@@ -87,15 +91,16 @@ def come_out_alike(channel: Channel, error: BaseException | None) -> None:
 
 
 def _verdict(channel: Channel, mine: str) -> dict[str, Any]:
-    """On process 0: what all raise; empty if all have succeeded."""
-    try:
-        told = channel.gather(mine)
-    except errors.CnrError as silent:
-        return {**_told(silent), "process": 0}
+    """On process 0: what all raise; empty if all have succeeded.
+
+    Raises:
+        SaveError: if a process says nothing.
+    """
+    told = channel.gather(mine)
     failed = [
         {**document, "process": process}
         for process, document in enumerate(map(json.loads, told))
-        if "class" in document
+        if document
     ]
     failed.sort(key=lambda document: document["damage"])
     return failed[0] if failed else {}
@@ -105,24 +110,18 @@ def _told(error: BaseException | None) -> dict[str, Any]:
     """What a process says about its attempt."""
     if error is None:
         return {}
-    return {
-        "class": type(error).__name__,
-        "message": str(error),
-        "kind": getattr(error, "kind", None),
-        "path": getattr(error, "path", None),
-        "damage": isinstance(error, errors.DAMAGE),
-    }
+    if isinstance(error, errors.CnrError):
+        return {"error": error.to_json(), "damage": isinstance(error, errors.DAMAGE)}
+    return {"raised": f"{type(error).__name__}: {error}", "damage": False}
 
 
 def _error_of(document: Mapping[str, Any]) -> errors.CnrError:
     """The error of another process, of its class where it is one of ours."""
-    found = getattr(errors, document["class"], None)
     process = document.get("process", 0)
-    if not isinstance(found, type) or not issubclass(found, errors.CnrError):
+    if "raised" in document:
         return errors.CnrError(
-            f"process {process} has failed: {document['class']}: {document['message']}",
-            kind="process_failed",
+            f"process {process} has failed: {document['raised']}", kind="process_failed"
         )
-    error = found(f"on process {process}: {document['message']}", kind=document["kind"])
-    error.path = document["path"]
+    error = errors.CnrError.from_json(document["error"])
+    error.args = (f"on process {process}: {error}",)
     return error
