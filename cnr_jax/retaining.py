@@ -11,16 +11,25 @@ from cnr_jax.options import Options
 
 
 def check_orbax_options(orbax_options: object) -> None:
-    """Checks that options for Orbax are Orbax's.
+    """Checks that options for Orbax are Orbax's, and that processes have the usual parts.
 
     Raises:
-        OptionError: if they are of another kind.
+        OptionError: if they are of another kind, or give the part of process 0 to another, or
+            leave processes out.
     """
     if not isinstance(orbax_options, ocp.CheckpointManagerOptions | None):
         raise errors.OptionError(
             f"orbax_options is {type(orbax_options).__name__}, expected"
             " ocp.CheckpointManagerOptions\n"
             "  hint: cnr_jax.Options are given as options="
+        )
+    given = orbax_options.multiprocessing_options if orbax_options else None
+    if given and (given.primary_host != 0 or given.active_processes is not None):
+        raise errors.OptionError(
+            "all processes of a run save together, and process 0 plans, commits and deletes\n"
+            f"  got multiprocessing_options with primary_host={given.primary_host!r} and"
+            f" active_processes={given.active_processes!r}; expected 0 and None\n"
+            "  hint: leave both out; barrier_sync_key_prefix works"
         )
 
 

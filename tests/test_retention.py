@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import threading
 import types
 from collections.abc import Callable
@@ -380,6 +381,58 @@ def test_nothing_older_than_a_step_without_manifest_is_deleted(
             cnr.errors.IntegrityError, match=r"manifest\.json is missing"
         ):
             manager.restore(2)
+
+
+@pytest.mark.parametrize(
+    ("folder", "hint"),
+    [("item/theirs", "a name that does not end in a digit"), (".", "verify says what")],
+)
+def test_retention_that_a_folder_switches_off_says_so_at_each_save(
+    tiny_run: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    folder: str,
+    hint: str,
+) -> None:
+    run = tiny_run()
+    options = cnr.Options(
+        codec="raw",
+        policy=cnr.Full(),
+        preservation_policy=ocp.checkpoint_managers.LatestN(1),
+    )
+    with cnr.CheckpointManager(tmp_path, tables=run.tables, options=options) as manager:
+        run.run(manager, [1, 2])
+        (tmp_path / "900" / folder).mkdir(parents=True)
+        run.run(manager, [3, 4])
+        said = [r.message for r in caplog.records if "retention deletes" in r.message]
+        assert [text.partition(" that are")[0] for text in said] == [
+            "retention deletes none of 1 steps, 2 to 2,",
+            "retention deletes none of 2 steps, 2 to 3,",
+        ]
+        assert all(": 900; " in text and hint in text for text in said)
+        assert {1, 2, 3, 4} & on_disk(tmp_path) == {2, 3, 4}
+        shutil.rmtree(tmp_path / "900")
+        caplog.clear()
+        run.run(manager, [5])
+        assert on_disk(tmp_path) == {5}
+        assert "retention deletes" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given", [{"primary_host": 1}, {"primary_host": None}, {"active_processes": {0}}]
+)
+def test_processes_with_other_parts_than_usual_are_refused(
+    tiny_run: Any, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    parts = ocp.options.MultiprocessingOptions(**given)
+    (name,) = given
+    with pytest.raises(cnr.errors.OptionError, match=f"{name}={given[name]!r}"):
+        cnr.CheckpointManager(
+            tmp_path / "root",
+            tables=tiny_run().tables,
+            orbax_options=ocp.CheckpointManagerOptions(multiprocessing_options=parts),
+        )
+    assert not (tmp_path / "root").exists()
 
 
 def test_delete_refuses_a_step_that_others_depend_on(

@@ -6,11 +6,14 @@ and keeps, beside what it keeps, all that these rest on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.ledger import Ledger
+
+_log = logging.getLogger(__name__)
 
 
 class StepInfo(Protocol):
@@ -72,10 +75,11 @@ class ChainPreservation:
         kept = self._inner.should_preserve(ordered, context=context)
         wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
         all_steps = [info.step for info in checkpoints]
-        wanted |= lost | _unsafe(ledger, all_steps)
-        found = (ledger.by_step(step) for step in wanted)
-        closure = ledger.closure(entry.directory for entry in found if entry)
-        steps = {e.step for d, e in ledger.entries.items() if d in closure} | wanted
+        steps = _with_parents(ledger, wanted | lost)
+        unsafe = _unsafe(ledger, all_steps)
+        if not unsafe <= steps:
+            _say_what_is_spared(ledger, sorted(unsafe - steps))
+            steps = _with_parents(ledger, steps | unsafe)
         result = [step in steps for step in all_steps]
         dropped = [ledger.by_step(step) for step in all_steps if step not in steps]
         for entry in dropped:
@@ -83,6 +87,34 @@ class ChainPreservation:
             if entry is not None:
                 ledger.doom(entry.directory)
         return result
+
+
+def _with_parents(ledger: Ledger, steps: set[int]) -> set[int]:
+    """Steps, and all that they rest on."""
+    found = (ledger.by_step(step) for step in steps)
+    closure = ledger.closure(entry.directory for entry in found if entry)
+    return {e.step for d, e in ledger.entries.items() if d in closure} | steps
+
+
+def _say_what_is_spared(ledger: Ledger, spared: Sequence[int]) -> None:
+    """Says that the disk fills, why, and what to do."""
+    blamed = [name for name in ledger.unreadable if step_number(name) >= spared[0]]
+    blamed.sort(key=step_number, reverse=True)
+    shown = ", ".join(blamed[:5]) + (", ..." if len(blamed) > 5 else "")
+    hint = (
+        "move it out of the root, or give it a name that does not end in a digit"
+        if ledger.foreign.issuperset(blamed)
+        else "cnr_jax.verify says what is wrong there; move it out of the root or mend it"
+    )
+    _log.warning(
+        "retention deletes none of %d steps, %d to %d, that are not to be kept: newer folders"
+        " have no manifest that can be read, and may rest on them: %s; %s",
+        len(spared),
+        spared[0],
+        spared[-1],
+        shown,
+        hint,
+    )
 
 
 def _order(ledger: Ledger, step: int) -> tuple[int, int]:
