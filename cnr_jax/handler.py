@@ -343,6 +343,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 args.tables or self.tables,
                 self._dense,
                 partial=args.partial,
+                cast=args.cast,
                 verify=self.options.verify_reads,
             )
             return found, self.served.ledger_to_be(place)
@@ -396,8 +397,12 @@ class Restore(ocp.args.CheckpointArgs):
         partial: restore what both the checkpoint and `state` have. Leaves that only `state`
             has must be concrete and are kept. Unless all tables come back exactly, the
             next save is full.
+        cast: restore tables and slots in the dtypes of `state` also where these cannot hold
+            all values, converted as `astype` does, with a warning. Without it only wider
+            dtypes of the same kind are taken, such as float32 for bfloat16.
     """
 
     state: Any = None
     tables: Tables | None = None
     partial: bool = False
+    cast: bool = False

@@ -110,7 +110,8 @@ def restore_args(
 ) -> ocp.args.CheckpointArgs:
     """What to restore, of this library's own arguments."""
     if isinstance(args, ocp.args.StandardRestore):
-        return Restore(args.item)
+        # As Orbax does, whose own saves such a program restores too.
+        return Restore(args.item, cast=True)
     if args is not None:
         return args
     if item in (None, DEFAULT_ITEM):

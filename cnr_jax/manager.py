@@ -320,7 +320,8 @@ class CheckpointManager(ListingManager):
             restore_kwargs: not used; see Orbax.
             directory: another root to restore from.
             args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
-                Orbax's `StandardRestore` restores the state alone, as from Orbax's own saves.
+                Orbax's `StandardRestore` restores the state alone, as from Orbax's own saves,
+                in its dtypes whatever they are, with a warning where that changes values.
 
         Returns:
             `Restored(state, touched)`, or a Composite with one where items are named.

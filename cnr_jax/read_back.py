@@ -81,6 +81,7 @@ def read_back(
     dense: DenseStore,
     *,
     partial: bool,
+    cast: bool,
     verify: bool,
 ) -> ReadBack:
     """Reads a step and all it rests on; nothing is communicated between processes.
@@ -91,6 +92,7 @@ def read_back(
         tables: where the tables are in `state`.
         dense: reads what is not a table.
         partial: restore what both the checkpoint and `state` have.
+        cast: convert tables also to dtypes that cannot hold all values.
         verify: compare every chunk with the manifest.
 
     Raises:
@@ -112,7 +114,7 @@ def read_back(
         )
     check_tables(tables)
     wanted = restoring.match(
-        manifest, state, tables, partial=partial, step=place.directory
+        manifest, state, tables, partial=partial, cast=cast, step=place.directory
     )
     return ReadBack(
         chain=chain,

@@ -7,6 +7,7 @@ is refused with all its differences at once.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.splitting import merge
 from cnr_jax.table import Leaf, Table, Tables
 
+_log = logging.getLogger(__name__)
+_CAST_HINT = (
+    ". Values would change in the dtypes of the state: pass those that were saved (64 bits"
+    " need jax_enable_x64), or Restore(..., cast=True) to convert values as astype does"
+)
 Path = tuple[str, ...]
 
 
@@ -98,7 +104,13 @@ class Wanted:
 
 
 def match(
-    manifest: Manifest, state: Any, tables: Tables, *, partial: bool, step: str
+    manifest: Manifest,
+    state: Any,
+    tables: Tables,
+    *,
+    partial: bool,
+    cast: bool,
+    step: str,
 ) -> Wanted:
     """Compares a state with a checkpoint.
 
@@ -107,6 +119,7 @@ def match(
         state: abstract or concrete pytree to restore into.
         tables: where the tables of the checkpoint are in `state`.
         partial: restore what both have; what only `state` has must be concrete and is kept.
+        cast: convert tables also to dtypes that cannot hold all values, with a warning.
         step: the checkpoint's name, for errors.
 
     Raises:
@@ -117,6 +130,7 @@ def match(
     wanted: list[tuple[str, str, jax.ShapeDtypeStruct]] = []
     targets: dict[str, Target] = {}
     exact = set(tables) == {entry.name for entry in manifest.tables}
+    casts: list[str] = []
     for entry in manifest.tables:
         table = tables.get(entry.name)
         if table is None or table.path not in leaves:
@@ -127,7 +141,9 @@ def match(
         targets[entry.name] = Target(
             rows=table.rows, layout=table.layout, padded_rows=table.padded_rows
         )
-        exact &= _match_table(entry, table, leaves, wanted, problems, partial)
+        exact &= _match_table(entry, table, leaves, wanted, problems, casts, partial)
+    if not cast:
+        problems += casts
     dense, texts = _match_dense(manifest.dense_leaves, leaves, problems, partial)
     kept = _kept(leaves, problems, partial)
     if problems:
@@ -140,6 +156,14 @@ def match(
             f"the state does not match checkpoint {step} ({len(problems)} differences)\n  "
             + "\n  ".join(problems)
             + f"\n  hint: {_way_out(other_rows, partial)}"
+            + (_CAST_HINT if casts and not cast else "")
+        )
+    if casts:
+        _log.warning(
+            "tables of checkpoint %s are converted to dtypes that cannot hold all of their"
+            " values: %s",
+            step,
+            "; ".join(casts),
         )
     return Wanted(
         tables=tuple(wanted),
@@ -183,6 +207,7 @@ def _match_table(
     leaves: dict[Path, Any],
     wanted: list[tuple[str, str, jax.ShapeDtypeStruct]],
     problems: list[str],
+    casts: list[str],
     partial: bool,
 ) -> bool:
     """Takes the leaves of one table out of `leaves`; returns whether it comes back exactly."""
@@ -212,13 +237,32 @@ def _match_table(
                 f"{'/'.join(leaf.path)}: rows of shape {list(stored.shape[1:])} in the"
                 f" checkpoint, {list(value.shape[1:])} in the state"
             )
-        exact &= np.dtype(value.dtype).name == stored.dtype
+        # What JAX makes of it: without x64, 64 bits are cut to 32.
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        if not _holds_all(numpy_dtype(stored.dtype), dtype):
+            casts.append(
+                f"{'/'.join(leaf.path)}: {stored.dtype} in the checkpoint, {dtype.name} in"
+                " the state"
+            )
+        exact &= dtype.name == stored.dtype
         wanted.append((entry.name, leaf.name, _abstract(value)))
     for name in saved:
         exact = False
         if not partial:
             problems.append(f"table {entry.name!r}: slot {name!r} is not in the state")
     return exact
+
+
+def _holds_all(stored: np.dtype, wanted: np.dtype) -> bool:
+    """Whether each value of a dtype is one of another of the same kind."""
+    if stored == wanted:
+        return True
+    if jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating):
+        a, b = jnp.finfo(stored), jnp.finfo(wanted)
+        return b.nmant >= a.nmant and b.maxexp >= a.maxexp and int(b.minexp) <= a.minexp
+    kinds = (jnp.integer, jnp.complexfloating)
+    alike = any(all(jnp.issubdtype(d, k) for d in (stored, wanted)) for k in kinds)
+    return alike and np.can_cast(stored, wanted, "safe")
 
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
@@ -299,7 +343,9 @@ def rebuild(
         (table, leaf, wanted.targets[table], abstract)
         for table, leaf, abstract in wanted.tables
     ]
-    arrays = restore_leaves(chain, leaves)
+    # What a cast makes of values that do not fit was asked for, and is warned of once.
+    with np.errstate(over="ignore", invalid="ignore"):
+        arrays = restore_leaves(chain, leaves)
     for (table, leaf, _, _), array in zip(leaves, arrays, strict=True):
         found.setdefault(table, {})[leaf] = array
     return found

@@ -465,7 +465,8 @@ def test_a_state_restored_in_another_dtype_makes_the_next_save_full(
     first, run = tiny_run(), tiny_run(dtype=jnp.bfloat16)
     first.run(opened(first), range(3))
     manager = opened(run)
-    run.restore(manager, None)
+    args = cnr.args.Restore(run.state, cast=True)
+    run.state, run.touched = manager.restore(None, args=args)
     path = "['params']['user']['embedding']"
     want = first.truth[2][path].astype(jnp.bfloat16)
     np.testing.assert_array_equal(run.values()[path], want)

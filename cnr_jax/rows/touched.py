@@ -210,6 +210,7 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
     Call it under `jax.jit`, in the step that *applies* the update of these rows, on
     global arrays (not inside `shard_map`). Donate `touched`: the stamps are then
     written in place, one scatter a table, and sharded ids are gathered, never stamps.
+    Tables on different devices cannot be in one `jax.jit`: for them call it outside.
 
     Ids mean what they mean in `table[ids]`, with V rows (those of the stored array, or
     the logical rows where the table has a layout): -V to -1 mark the row they wrap
@@ -259,7 +260,8 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
         ]
         if rows:
             flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
-            stamps[name] = _stamp(stamps[name], flat, clock)
+            own = stamps[name]
+            stamps[name] = _stamp(own, _beside(own, flat), _beside(own, clock))
     return dataclasses.replace(touched, stamps=stamps, clock=clock)
 
 
@@ -335,6 +337,22 @@ def _check_arguments(touched: object, ids: object) -> None:
             f"ids are {type(ids).__name__}, expected a dict of ids by table\n"
             f"  hint: record(touched, {{{name!r}: ids}})"
         )
+
+
+def _beside(stamps: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `values` on the devices of `stamps`: those of tables need not be the same ones.
+
+    Within `jax.jit` all devices are.
+    """
+    if isinstance(stamps, Tracer) or isinstance(values, Tracer):
+        return values
+    sharding = stamps.sharding
+    if not values.committed or values.sharding.device_set == sharding.device_set:
+        return values
+    named = isinstance(sharding, NamedSharding)
+    return jax.device_put(
+        values, NamedSharding(sharding.mesh, P()) if named else sharding
+    )
 
 
 def _check_length(stamps: jax.Array, table: StampedTable) -> None:
