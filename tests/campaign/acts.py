@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import crafted
 import damages
 import failing
 import mistakes
@@ -11,6 +12,7 @@ import once
 import scenarios
 
 OTHERS: dict[str, Callable[..., None]] = {
+    crafted.NAME: crafted.act,
     "damage": damages.act,
     "failing save": failing.act,
     once.NAME: once.act,

@@ -25,6 +25,7 @@ os.environ["XLA_FLAGS"] = ""
 
 # Imports of jax must come after the platform is set.
 import children  # noqa: E402
+import crafted  # noqa: E402
 import damages  # noqa: E402
 import failing  # noqa: E402
 import jax  # noqa: E402
@@ -37,7 +38,7 @@ from bench import Bench  # noqa: E402
 from outcomes import Tally, print_tallies, write_json  # noqa: E402
 from systems import SYSTEMS, Ours  # noqa: E402
 
-CASES = (kills, damages, power, failing, once, mistakes, runs)
+CASES = (kills, damages, power, failing, once, mistakes, crafted, runs)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from cnr_jax.testing import damage, faults
 CAMPAIGN = Path(__file__).parent
 SMALL = ("kill: delete", "damage: flips, manifest", "errors: EIO", "once: open")
 CASES = (
-    *("kill", "damage", "power cut", "errors", "mistakes", "random kills"),
+    *("kill", "damage", "power cut", "errors", "mistakes", "crafted", "random kills"),
     *("once: open", "once: restore", "once: save, delta", "once: save, full"),
 )
 needs_faults = pytest.mark.skipif(
