@@ -15,6 +15,7 @@ next train step may be given their memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,9 @@ _CHUNK_BYTES = 16 << 20
 _CHUNK_ROWS = 64
 # Stamps that are gathered at once on a device, of rows that differ.
 _STAMPS = 8192
+_NONE = np.zeros(0, np.int64)
+# The only block of a group that is read whole.
+_WHOLE = np.zeros(1, np.int64)
 # Of a hash, half is kept: a change is missed with a probability of 2^-31, which is nothing
 # beside that of not looking at its row.
 _KEPT = np.uint64(0xFFFFFFFF)
@@ -82,6 +86,7 @@ class Window(NamedTuple):
         return [visit * step % count for visit in visits]
 
 
+@functools.cache
 def _stride(count: int) -> int:
     """A step through so many blocks that meets each of them, neighbours far apart."""
     step = max(1, round(count * 0.618))
@@ -128,6 +133,19 @@ def _window(rows: int, row_bytes: int, share: int) -> Window:
     return Window(rows, block, max(1, wanted // block))
 
 
+class _Layout:
+    """The groups that tiles form, which are the same in most saves of a run."""
+
+    def __init__(self, tiles: tuple[OwnTile, ...]) -> None:
+        self.tiles, self.groups = tiles, group_tiles(tiles)
+        self.boxes = {group: boxes_in(own) for group, own in self.groups.items()}
+        self.kinds = _by_kind(self.groups)
+        self.row_bytes = {
+            group: bytes_in(own) // (group.rows[1] - group.rows[0])
+            for group, own in self.groups.items()
+        }
+
+
 class _Read(NamedTuple):
     """Blocks of a group as they are now: uint32[blocks, rows], uint8[blocks, rows, leaves]."""
 
@@ -146,7 +164,7 @@ class _Ring:
     """
 
     def __init__(self, window: Window, tiles: Sequence[OwnTile], start: int) -> None:
-        self.window, self.boxes = window, boxes_in(tiles)
+        self.window = window
         self._names = tuple(tile.leaf.name for tile in tiles)
         self._number, self._start = 0, start % window.count
         shape = (window.count, window.block)
@@ -162,6 +180,8 @@ class _Ring:
 
     def due(self) -> np.ndarray:
         """Blocks to be read now: those of the window that was read last, and of the next."""
+        if self.window.count == 1:
+            return _WHOLE
         numbers = range(max(0, self._number - 1), self._number + 1)
         blocks = [b for n in numbers for b in self.window.visited(n, self._start)]
         return np.array(list(dict.fromkeys(blocks)), np.int64)
@@ -170,7 +190,8 @@ class _Ring:
         window, clocks = self.window, self._clocks[read.blocks]
         known = clocks >= 0
         differ = (self._hashes[read.blocks] != read.hashes) & known[:, None]
-        at, offsets = np.nonzero(differ)
+        # Finding none takes less than what follows, and is what comes of most small groups.
+        at, offsets = np.nonzero(differ) if differ.any() else (_NONE, _NONE)
         blocks = read.blocks[at]
         starts = np.minimum(blocks * window.block, window.rows - window.block)
         # Where the last block overlaps another, a row may come twice.
@@ -204,6 +225,7 @@ class Glimpse:
         anew: whether nothing was kept of these tiles, and so nothing compared.
         read_rows: that were hashed.
         read_bytes: of them, by device.
+        layout: of what was read.
         rings: what is kept of each group, once this is.
         read: of each group.
     """
@@ -212,6 +234,7 @@ class Glimpse:
     anew: bool
     read_rows: int
     read_bytes: Mapping[jax.Device, int]
+    layout: _Layout
     rings: dict[Group, _Ring]
     read: Mapping[Group, _Read]
 
@@ -243,6 +266,7 @@ class Rotation:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._seed, self._start = _draw()
+        self._layout: _Layout | None = None
         self._rings: dict[Group, _Ring] = {}
         # Fresh memory can take longer than the rows.
         self._buffers: dict[tuple[_Kind, int], list[np.ndarray]] = {}
@@ -268,28 +292,33 @@ class Rotation:
                 of their shard (`"host"`), or gathered on their device.
             anew: whether what was kept is out of date.
         """
-        groups = group_tiles(tiles)
-        boxes = {group: boxes_in(own) for group, own in groups.items()}
-        anew |= boxes != {group: ring.boxes for group, ring in self._rings.items()}
+        layout = self._layout
+        tiles = tuple(tiles)
+        if layout is None or layout.tiles != tiles:
+            before = layout.boxes if layout else {}
+            layout = _Layout(tiles)
+            anew |= layout.boxes != before
         rings = self._rings
-        if anew:
+        if anew or not rings:
             # All of them: how much is read of one group depends on the others.
-            windows = windows_of(groups, self._limit_bytes)
-            rings = {
-                g: _Ring(windows[g], own, self._start) for g, own in groups.items()
-            }
+            anew, rings = True, {}
+            windows = windows_of(layout.groups, self._limit_bytes)
+            for group, own in layout.groups.items():
+                rings[group] = _Ring(windows[group], own, self._start)
         due = {group: ring.due() for group, ring in rings.items()}
-        read = self._read(groups, rings, due, arrays, way)
-        rows = {group: len(due[group]) * rings[group].window.block for group in groups}
-        read_bytes: dict[jax.Device, int] = {}
-        for group, own in groups.items():
-            size = rows[group] * bytes_in(own) // (group.rows[1] - group.rows[0])
-            read_bytes[group.device] = read_bytes.get(group.device, 0) + size
+        read = self._read(layout, rings, due, arrays, way)
+        read_rows, read_bytes = 0, dict[jax.Device, int]()
+        for group, ring in rings.items():
+            rows = len(due[group]) * ring.window.block
+            read_rows += rows
+            before_it = read_bytes.get(group.device, 0)
+            read_bytes[group.device] = before_it + rows * layout.row_bytes[group]
         return Glimpse(
-            differing={group: rings[group].differing(read[group]) for group in groups},
+            differing={g: ring.differing(read[g]) for g, ring in rings.items()},
             anew=anew,
-            read_rows=sum(rows.values()),
+            read_rows=read_rows,
             read_bytes=read_bytes,
+            layout=layout,
             rings=rings,
             read=read,
         )
@@ -301,13 +330,13 @@ class Rotation:
             glimpse: of this rotation, with nothing kept since.
             clock: of the touched rows that go with it.
         """
-        self._rings = glimpse.rings
+        self._layout, self._rings = glimpse.layout, glimpse.rings
         for group, read in glimpse.read.items():
             self._rings[group].keep(read, clock)
 
     def _read(
         self,
-        groups: Mapping[Group, Sequence[OwnTile]],
+        layout: _Layout,
         rings: Mapping[Group, _Ring],
         due: Mapping[Group, np.ndarray],
         arrays: Arrays,
@@ -316,7 +345,7 @@ class Rotation:
         shards: dict[tuple[str, str], LocalShards] = {}
         sources: dict[Group, list[_Source]] = {}
         # All devices gather before the first one is waited for.
-        for group, tiles in groups.items():
+        for group, tiles in layout.groups.items():
             sources[group] = []
             for tile in tiles:
                 key = tile.table.name, tile.leaf.name
@@ -327,7 +356,7 @@ class Rotation:
                 )
                 sources[group].append(source)
         found: dict[Group, _Read] = {}
-        for kind, members in _by_kind(groups).items():
+        for kind, members in layout.kinds.items():
             windows = [rings[group].window for group in members]
             size = _program_rows(kind, sum(w.read_rows for w in windows))
             parts = [
