@@ -88,8 +88,12 @@ class LastSave:
         flight, ledger = self.flight, self._served.ledger
         if flight is None or ledger is None:
             return False
-        if flight.manifest is None:
-            flight.manifest = ledger.look(flight.place.root, flight.place.item)
+        place = flight.place
+        try:
+            flight.manifest = flight.manifest or ledger.look(place.root, place.item)
+        except Exception:
+            # Such as memory that ran out: it is no error of the save.
+            _log.debug("cannot look for step %d", flight.plan.step, exc_info=True)
         if flight.manifest is None:
             return False
         self._report(flight, flight.manifest)

@@ -177,7 +177,11 @@ def failed_save(manager: Any, run: Any, step: int) -> SaveError:
     [*((fault, False) for fault in FAULTS), ("full", True), ("file in the way", True)],
 )
 def test_a_real_fault_comes_out_once_and_the_next_save_has_all_rows(
-    tiny_run: Any, tmp_path: Path, fault: str, streams: bool
+    tiny_run: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    streams: bool,
 ) -> None:
     run = tiny_run()
     inject, numbers = FAULTS[fault]
@@ -190,6 +194,7 @@ def test_a_real_fault_comes_out_once_and_the_next_save_has_all_rows(
             error = failed_save(manager, run, 2)
         manager.check_for_errors()
         manager.wait_until_finished()
+        assert not [r for r in caplog.records if r.exc_info], "each is told in a line"
         assert error.errno in numbers, error
         assert error.step == 2
         assert "step 2" in str(error) and str(disk) in str(error)

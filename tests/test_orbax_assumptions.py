@@ -260,6 +260,32 @@ def test_a_failed_save_deletes_nothing_and_is_raised_once_by_waiting(
     assert listing(handler.root) == {"2"}, "the temporary directory was replaced"
 
 
+def test_where_orbax_logs_the_error_of_a_failed_save_and_in_which_thread(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler, manager = probe
+    handler.fail = True
+    committing = manager._checkpointer._async_manager
+    commit, found = committing._thread_func, list[bool]()
+
+    def wrapped(*args: Any) -> None:
+        found.append(threading.current_thread() is committing._thread)
+        commit(*args)
+
+    committing._thread_func = wrapped
+    manager.save(2, args=ProbeSave())
+    with pytest.raises(OSError, match="no space"):
+        manager.wait_until_finished()
+    assert found == [True]
+    records = [record for record in caplog.records if record.exc_info]
+    assert {record.name for record in records} == {"absl"}
+    assert [(record.module, record.funcName) for record in records] == [
+        ("future", "run"),
+        ("async_checkpointer", "_thread_func"),
+        ("checkpoint_manager", "wait_until_finished"),
+    ]
+
+
 def test_a_cancelled_save_counts_as_finished(probe: Any) -> None:
     """So the manager looks for itself whether a save has been committed."""
     handler, manager = probe

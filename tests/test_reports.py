@@ -80,6 +80,31 @@ def test_a_report_comes_while_the_train_loop_calls_nothing(
     assert [report.step for report in reports] == [0, 1]
 
 
+def test_a_save_that_is_not_in_the_background_is_reported_when_it_returns(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, reports = tiny_run(), list[cnr.SaveReport]()
+    manager = cnr.CheckpointManager(
+        tmp_path,
+        tables=run.tables,
+        options=cnr.Options(codec="raw", on_save=reports.append),
+        orbax_options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
+    )
+    run.train(1)
+    assert run.save(manager, 1)
+    assert step_of(manager.last_report) == 1
+    with failing(tmp_path, FAULTS["commit"]):
+        run.train(2)
+        with pytest.raises(SaveError, match="No space left"):
+            run.save(manager, 2)
+    assert manager.failure is not None
+    run.run(manager, [3])
+    assert manager.failure is None
+    assert [report.step for report in reports] == [1, 3]
+    run.check(manager, 3)
+    manager.close()
+
+
 FAULTS = {
     "manifest": Fault(
         "open", action="ENOSPC", match="default.orbax-checkpoint-tmp/mani"
