@@ -1,10 +1,11 @@
-"""Slow stores, wrong clocks, a run started anew in a used folder, two managers of one root."""
+"""Slow stores, wrong clocks, runs started anew in used roots, two managers or threads of one."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,10 @@ from cnr_jax import errors
 from cnr_jax.testing.faults import Fault
 
 NAME = "mistakes"
-ABOUT = "slow stores, wrong clocks, stale deltas, two managers"
+ABOUT = "slow stores, wrong clocks, stale deltas, two managers, two threads"
 ALLOWED = frozenset({Outcome.EQUAL})
 YEAR_SECS = 365 * 86400.0
-PARTS = ("slow store", "wrong clock", "stale deltas", "two managers")
+PARTS = ("slow store", "wrong clock", "stale deltas", "two managers", "two threads")
 SLOW = (
     Fault("any", 1, "delay", times=0, secs=0.01),
     Fault("fsync", 1, "delay", times=0, secs=0.05),
@@ -40,6 +41,7 @@ SLOW = (
 CLOCKS = ((-10 * YEAR_SECS, 1.0), (10 * YEAR_SECS, 1.0), (0.0, -1.0))
 RERUN, KEPT = 3, 5
 TOGETHER = 6
+HANGS_AFTER_SECS = 120.0
 
 
 def run(bench: Bench) -> Iterator[Tally]:
@@ -269,9 +271,65 @@ def _judge_two(system: System, root: Path, ends: Sequence[Ended]) -> Verdict:
     return Verdict(Outcome.EQUAL)
 
 
+def _two_threads(bench: Bench, system: System) -> Found:
+    """Two threads save one state on one manager, each its own steps."""
+    for number in range(1 if bench.quick else 10):
+        root = bench.new_root()
+        trainer = system(root)
+        trainer.train(0)
+        saved, raised = set[int](), list[str]()
+
+        def save(first: int, trainer: Trainer = trainer, saved: Any = saved) -> None:
+            for step in range(first, 2 * TOGETHER, 2):
+                if trainer.save(step):
+                    saved.add(step)
+
+        def attempt(call: Callable[[], Any], raised: list[str] = raised) -> None:
+            _try(call, lambda note: raised.append(note["error"]))
+
+        threads = [
+            # Those that hang must not keep the campaign from ending.
+            threading.Thread(target=attempt, args=(partial(save, i),), daemon=True)
+            for i in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANGS_AFTER_SECS)
+        label = f"number {number}"
+        if any(thread.is_alive() for thread in threads):
+            yield Verdict(Outcome.HANG, f"raised {raised[:3]}"), label
+            continue
+        attempt(trainer.close)
+        yield _judge_threads(system, root, saved, raised), label
+        shutil.rmtree(root)
+
+
+def _judge_threads(
+    system: System, root: Path, saved: set[int], raised: list[str]
+) -> Verdict:
+    """Every save that returned True is a step that restores, and nothing was raised."""
+    want = digest(training.values_of(training.state_after(0)))
+    try:
+        listed = set(judging.listed(system, root))
+        for step in sorted(listed):
+            if digest(judging.restored(system, root, step)) != want:
+                return Verdict(Outcome.WRONG, f"step {step}")
+    except Exception as error:
+        return Verdict(Outcome.LISTED, f"{type(error).__name__}: {error}")
+    if listed != saved:
+        text = f"{len(saved)} saves, {len(listed)} steps; raised {raised[:3]}"
+        return Verdict(Outcome.LOST, text)
+    if raised or not saved:
+        return Verdict(Outcome.UNCLEAR, f"raised {raised[:3]}")
+    return Verdict(Outcome.EQUAL)
+
+
 def _failed(ended: Ended) -> Verdict:
     outcome = Outcome.HANG if ended.status is None else Outcome.UNCLEAR
     return Verdict(outcome, "\n".join(map(str, ended.notes[-2:])))
 
 
-CASES = dict(zip(PARTS, (_slow, _clocks, _stale, _two_managers), strict=True))
+CASES = dict(
+    zip(PARTS, (_slow, _clocks, _stale, _two_managers, _two_threads), strict=True)
+)
