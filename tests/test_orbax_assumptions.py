@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -261,10 +262,12 @@ def test_a_failed_save_deletes_nothing_and_is_raised_once_by_waiting(
 
 
 def test_where_orbax_logs_the_error_of_a_failed_save_and_in_which_thread(
-    probe: Any, caplog: pytest.LogCaptureFixture
+    probe: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler, manager = probe
     handler.fail = True
+    # Managers of ours, in other tests, have left one there.
+    monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
     committing = manager._checkpointer._async_manager
     commit, found = committing._thread_func, list[bool]()
 
