@@ -31,6 +31,7 @@ from cnr_jax.rows.chunk import Chunk, Program, Run, Way, Where
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import host_programs
 from cnr_jax.rows.on_device import device_programs
+from cnr_jax.rows.rounding import comparing_program, sample_positions
 from cnr_jax.rows.tiling import LocalShards, OwnTile
 from cnr_jax.rows.touched import Touched
 from cnr_jax.table import Leaf, Tables
@@ -130,10 +131,39 @@ def capture(
     ]
     # Rows of one group follow each other, so that they share chunks and programs.
     plans.sort(key=lambda pair: _order(*pair))
+    if any(run.where == "device" for _, run in plans):
+        plans = _with_samples(plans)
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
     )
+
+
+def sample_of(plans: Sequence[RunPlan]) -> np.ndarray:
+    """Positions of the sampled rows among all rows of a save: rows of tables that are rounded."""
+    return sample_positions(
+        [plan.count for plan in plans],
+        [plan.width for plan in plans],
+        [is_rounded(plan) for plan in plans],
+    )
+
+
+def is_rounded(plan: RunPlan) -> bool:
+    """Whether rows of a table, rather than of a slot, are stored otherwise than they are."""
+    return not plan.is_slot and not isinstance(plan.codec, Raw)
+
+
+def _with_samples(plans: list[tuple[RunPlan, Run]]) -> list[tuple[RunPlan, Run]]:
+    """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
+    positions = sample_of([plan for plan, _ in plans])
+    ends = np.cumsum([plan.count for plan, _ in plans])
+    parts = np.split(positions, np.searchsorted(positions, ends))
+    return [
+        (plan, dataclasses.replace(run, sampled=part - (end - plan.count)))
+        if len(part) and run.where == "device"
+        else (plan, run)
+        for (plan, run), part, end in zip(plans, parts[:-1], ends, strict=True)
+    ]
 
 
 class _Codecs:
@@ -230,8 +260,11 @@ def programs(
         codec = codecs.of(tile)
         assert leaf.sharding is not None and tile.table.leaf.sharding is not None
         shape = leaf.sharding.shard_shape(leaf.shape)
+        width = math.prod(shape[1:])
+        if leaf.name == "table" and not isinstance(codec, Raw):
+            yield comparing_program(codec, leaf.dtype, width)
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
-            yield from host_programs(codec, leaf.dtype, math.prod(shape[1:]))
+            yield from host_programs(codec, leaf.dtype, width)
         else:
             yield from device_programs(codec, shape, leaf.dtype, device)
         rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]

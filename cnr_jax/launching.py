@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -17,12 +19,23 @@ from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.write import RowsWriter, RunPlan
 from cnr_jax.rows.buffers import Buffers
 from cnr_jax.rows.chunk import Chunk, host_device
+from cnr_jax.rows.rounding import Comparison, RowErrors
 from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight, Prepared
 from cnr_jax.table import Tables
+from cnr_jax.telemetry import percent
 from cnr_jax.tracking import Tracker
 from cnr_jax.widening import Widening
 from cnr_jax.widths import with_codec
+
+_log = logging.getLogger(__name__)
+
+# Taken, for good, by the first save of this process that rounds rows.
+_first_to_round = threading.Lock()
+_WAYS = (
+    " Neither codec nor bits were given: Options(codec='raw') saves exactly, Options(bits=8)"
+    " rounds less, Options(bits=4) says that this is meant"
+)
 
 
 def in_flight(prepared: Prepared, tables: Tables) -> InFlight:
@@ -147,6 +160,7 @@ class Launch:
     def _write(self, plans: tuple[RunPlan, ...], stage: Stage[Chunk]) -> None:
         """Writes what comes through the stage; runs in the background."""
         uuid = self._flight.plan.uuid
+        compared = Comparison(capture.sample_of(plans))
         writer = RowsWriter(
             self._directory,
             uuid,
@@ -155,11 +169,36 @@ class Launch:
             compression=self._options.compression,
         )
         try:
-            self._flight.written = writer.write(stage, host_device())
+            self._flight.written = writer.write(stage, host_device(), compared)
         except BaseException:
             # Whatever it was: the folder may be removed, and its name used again, at once.
             writer.stop()
             raise
+        self._flight.row_errors = compared.result()
+        if self._flight.row_errors is not None:
+            self._say_rounding(self._flight.row_errors, plans)
+
+    def _say_rounding(self, found: RowErrors, plans: Sequence[RunPlan]) -> None:
+        """Says at a process' first save of rounded rows how far off they are."""
+        if found.mean is None or found.worst is None or jax.process_index() != 0:
+            return
+        if not _first_to_round.acquire(blocking=False):
+            return
+        rounded = [plan for plan in plans if plan.count and capture.is_rounded(plan)]
+        options = with_codec(self._options, self._flight.plan.codec)
+        unasked = {p.table for p in rounded if not options.says_rounding(p.table)}
+        bits = sorted({getattr(plan.codec, "bits", 16) for plan in rounded})
+        _log.log(
+            logging.WARNING if unasked else logging.INFO,
+            "step %d: rows of tables are not saved exactly but rounded, to %s bits an element:"
+            " relative error of a row %s in the mean, %s at worst, of %s sampled rows.%s",
+            self._flight.plan.step,
+            " or ".join(map(str, bits)),
+            percent(found.mean),
+            percent(found.worst),
+            f"{found.rows:,}",
+            _WAYS if unasked else "",
+        )
 
 
 def _nothing() -> None:

@@ -18,6 +18,8 @@ from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
 WIDEST = 1 << 16
+# Where nothing is given.
+_CODEC, _BITS = "adaptive", 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,10 @@ class Options:
         policy: when to save everything, and on which parent deltas rest.
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
             least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
-            that `cnr_jax.rows.codecs.make_codec` lists, or a codec.
-        bits: width of a code: 2, 3, 4 or 8, or `"auto"`. Error enters training only when a
+            that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round:
+            what is restored is not quite what was saved. None: `"adaptive"`, and a warning of
+            how far off rows are unless `bits` are given.
+        bits: width of a code: 2, 3, 4 or 8, or `"auto"`; None: 4. Error enters training only when a
             checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3 for up
             to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all saves after
             there have been more restores than expected, with a warning. Small tables, those of
@@ -122,8 +126,8 @@ class Options:
     """
 
     policy: Policy = dataclasses.field(default_factory=Intermittent)
-    codec: str | Codec = "adaptive"
-    bits: int | Literal["auto"] = 4
+    codec: str | Codec | None = None
+    bits: int | Literal["auto"] | None = None
     expected_restores: float | None = None
     slot_codec: str | Codec = "raw"
     compression: Literal["zstd"] | None = None
@@ -209,7 +213,8 @@ class Options:
         ):
             raise errors.OptionError(
                 f"expected_restores={self.expected_restores!r} has no effect: got"
-                f" bits={self.bits!r}, expected bits='auto' here or for a table"
+                f" bits={_BITS if self.bits is None else self.bits!r}, expected bits='auto'"
+                " here or for a table"
             )
 
     def _expected(self) -> float:
@@ -263,6 +268,7 @@ class Options:
     def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
         own = self.tables.get(table, TableOptions())
         given = own.bits if own.bits is not None else self.bits
+        given = _BITS if given is None else given
         bits = auto_bits if given == "auto" else given
         codec = self._given_codec(table, leaf)
         if not isinstance(codec, str):
@@ -279,10 +285,17 @@ class Options:
                 )
             raise errors.OptionError(why) from error
 
+    def says_rounding(self, table: str) -> bool:
+        """Whether a codec or bits were given for a table or for all: its user knows of them."""
+        own = self.tables.get(table, TableOptions())
+        given = (own.codec, own.bits, self.codec, self.bits)
+        return any(each is not None for each in given)
+
     def _given_codec(self, table: str, leaf: str) -> str | Codec:
         own = self.tables.get(table, TableOptions())
         if leaf == "table":
-            return own.codec if own.codec is not None else self.codec
+            codec = own.codec if own.codec is not None else self.codec
+            return _CODEC if codec is None else codec
         return own.slot_codec if own.slot_codec is not None else self.slot_codec
 
     def codec_for(

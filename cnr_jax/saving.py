@@ -19,6 +19,7 @@ from cnr_jax.orbax_compat import Place
 from cnr_jax.repository.ledger import Entry
 from cnr_jax.repository.planner import Plan
 from cnr_jax.repository.write import Written
+from cnr_jax.rows.rounding import RowErrors
 from cnr_jax.rows.touched import Touched
 from cnr_jax.splitting import split
 from cnr_jax.table import Tables
@@ -59,6 +60,7 @@ class InFlight:
 
     Attributes:
         written: what this process has written, once it has.
+        row_errors: of rounded rows among it; None where all are exact.
         manifest_bytes: of `manifest.json`, if this process has written it.
         manifest: of the save, once it is seen to be committed.
         is_reported: whether its report is handed over.
@@ -72,6 +74,7 @@ class InFlight:
     blocking_secs: float = 0.0
     background: Background | None = None
     written: Written | None = None
+    row_errors: RowErrors | None = None
     manifest_bytes: int | None = None
     manifest: Manifest | None = None
     is_reported: bool = False
@@ -181,6 +184,7 @@ def pending_entry(plan: Plan) -> Entry:
 def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveReport:
     """What a committed save did."""
     parent, totals = manifest.parent, manifest.totals
+    rounding = flight.row_errors
     own = flight.manifest_bytes
     if own is None:  # another process has written it
         own = len(dump(manifest))
@@ -202,4 +206,7 @@ def report_of(flight: InFlight, manifest: Manifest, tables: Tables) -> SaveRepor
         reason=manifest.reason,
         restores=manifest.restores,
         auto_bits=flight.plan.auto_bits,
+        sample_rows=rounding.rows if rounding else None,
+        mean_row_error=rounding.mean if rounding else None,
+        worst_row_error=rounding.worst if rounding else None,
     )

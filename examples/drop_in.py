@@ -2,6 +2,9 @@
 
     python examples/drop_in.py
 
+The two lines alone would be lossy: rows of tables are rounded to 4 bits by default.
+`options=RAW`, which is `cnr.Options(codec="raw")`, saves them exactly.
+
 `plain` below is such a program: dense `optax.adam`, `StandardSave`, `StandardRestore`.
 `with_deltas` is the same program, but for the line that makes the manager and the line
 that saves (and the import). Its train step records nothing: each save hashes all rows on

@@ -34,6 +34,7 @@ from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.chunk import Chunk
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
+from cnr_jax.rows.rounding import Comparison
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,18 +195,22 @@ class RowsWriter:
             compression=self._compression,
         )
 
-    def write(self, chunks: Iterable[Chunk], device: jax.Device) -> Written:
+    def write(
+        self, chunks: Iterable[Chunk], device: jax.Device, compared: Comparison
+    ) -> Written:
         """Encodes and writes all chunks, then the process manifest.
 
         Args:
             chunks: the rows of all runs, in order.
             device: encodes chunks that are not encoded yet.
+            compared: gets each chunk and what it was encoded to.
 
         Returns:
             The process manifest, which is durable.
         """
         done = 0
         for chunk, encoded in encode_chunks(chunks, device):
+            compared.add(chunk, encoded, done)
             done = self._write_chunk(chunk, encoded, done)
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")

@@ -36,6 +36,8 @@ class Run:
         positions: sorted int64 positions within the tile; None for all rows.
         codec: how they are encoded.
         where: whether they are gathered in host memory, or gathered and encoded on the device.
+        sampled: which of the rows to be saved are also kept as they are, sorted, where they
+            are encoded on the device; None: none.
     """
 
     data: jax.Array
@@ -44,6 +46,7 @@ class Run:
     positions: np.ndarray | None
     codec: Codec
     where: Where
+    sampled: np.ndarray | None = None
 
     @property
     def count(self) -> int:
@@ -70,6 +73,8 @@ class Chunk:
         rows: host array `[at least count, width]`; None where `encoded` holds the rows.
         encoded: encoded on the device; None where they are encoded later.
         escaped_rows: the rows themselves, on the device, where some were escaped.
+        sampled: rows of the chunk that are in the sample of the save, in order, where `rows`
+            does not hold them; what follows them is padding.
     """
 
     codec: Codec
@@ -77,12 +82,14 @@ class Chunk:
     rows: np.ndarray | None = None
     encoded: Encoded | None = None
     escaped_rows: jax.Array | None = None
+    sampled: jax.Array | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on host and device that this chunk keeps."""
         size = self.rows.nbytes if self.rows is not None else 0
         size += self.escaped_rows.nbytes if self.escaped_rows is not None else 0
+        size += self.sampled.nbytes if self.sampled is not None else 0
         if self.encoded is not None:
             size += sum(part.nbytes for part in self.encoded.parts.values())
         return size

@@ -69,20 +69,44 @@ def _size(left: int, sizes: tuple[int, ...]) -> int:
 
 def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Array]:
     """Starts to encode `count` rows from `start` on; also returns the rows themselves."""
-    index = np.full(size, run.first, np.int32)
-    if run.positions is None:
-        index[:count] = np.arange(start, start + count) + run.first
-    else:
-        index[:count] = run.positions[start : start + count] + run.first
+    device = run.data.device
+    assert isinstance(device, jax.Device)
+    rows = _gather(run, slice(start, start + count), size)
+    encoded = _encode_program(run.codec, run.width, np.dtype(rows.dtype), device, size)(rows)
+    for array in (*encoded.parts.values(), encoded.escaped):
+        array.copy_to_host_async()
+    sampled = _sampled(run, start, count)
+    chunk = Chunk(codec=run.codec, count=count, encoded=encoded, sampled=sampled)
+    return chunk, rows
+
+
+def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
+    """Some of the rows of a run that are to be saved, and rows of padding, `size` in all."""
     data = run.data
     dtype, device = np.dtype(data.dtype), data.device
     assert isinstance(device, jax.Device)
+    if run.positions is not None:
+        which = run.positions[which]
+    elif isinstance(which, slice):
+        which = np.arange(which.start, which.stop)
+    index = np.full(size, run.first, np.int32)
+    index[: len(which)] += which.astype(np.int32)
     at = jax.device_put(index, device)
-    rows = gather_program(data.shape, dtype, device, size)(data, at)
-    encoded = _encode_program(run.codec, run.width, dtype, device, size)(rows)
-    for array in (*encoded.parts.values(), encoded.escaped):
-        array.copy_to_host_async()
-    return Chunk(codec=run.codec, count=count, encoded=encoded), rows
+    return gather_program(data.shape, dtype, device, size)(data, at)
+
+
+def _sampled(run: Run, start: int, count: int) -> jax.Array | None:
+    """The sampled rows among `count` from `start` on, by a program that gathers anyway."""
+    if run.sampled is None:
+        return None
+    first, last = np.searchsorted(run.sampled, (start, start + count))
+    if first == last:
+        return None
+    sizes = _sizes(run.width, run.data.dtype.itemsize)
+    which = run.sampled[first:last][: sizes[-1]]
+    rows = _gather(run, which, next(size for size in sizes if size >= len(which)))
+    rows.copy_to_host_async()
+    return rows
 
 
 def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
