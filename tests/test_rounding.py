@@ -170,7 +170,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 found, threads = [], []
 class Keep(logging.Handler):
     def emit(self, record):
-        if record.name.startswith("cnr_jax") and "rounded" in record.getMessage():
+        if record.name.startswith("cnr_jax") and "but rounded" in record.getMessage():
             found.append((record.levelname, record.getMessage()))
             threads.append(threading.current_thread() is threading.main_thread())
 logger = logging.getLogger("cnr_jax")

@@ -72,7 +72,9 @@ def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Arr
     device = run.data.device
     assert isinstance(device, jax.Device)
     rows = _gather(run, slice(start, start + count), size)
-    encoded = _encode_program(run.codec, run.width, np.dtype(rows.dtype), device, size)(rows)
+    encoded = _encode_program(run.codec, run.width, np.dtype(rows.dtype), device, size)(
+        rows
+    )
     for array in (*encoded.parts.values(), encoded.escaped):
         array.copy_to_host_async()
     sampled = _sampled(run, start, count)
@@ -86,11 +88,11 @@ def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
     dtype, device = np.dtype(data.dtype), data.device
     assert isinstance(device, jax.Device)
     if run.positions is not None:
-        which = run.positions[which]
-    elif isinstance(which, slice):
-        which = np.arange(which.start, which.stop)
+        rows = run.positions[which]
+    else:
+        rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which
     index = np.full(size, run.first, np.int32)
-    index[: len(which)] += which.astype(np.int32)
+    index[: len(rows)] += rows.astype(np.int32)
     at = jax.device_put(index, device)
     return gather_program(data.shape, dtype, device, size)(data, at)
 
