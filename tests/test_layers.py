@@ -40,8 +40,8 @@ TABLE = {
     "format": ("errors", "numpy"),
     "policy": ("errors", ""),
     "telemetry": ("errors", "jax"),
-    # etils.epath: the type of the paths that Orbax hands over.
-    "repository": (BELOW_REPOSITORY, "numpy jax tensorstore etils"),
+    # etils.epath: the type of the paths that Orbax hands over; to buckets by way of fsspec.
+    "repository": (BELOW_REPOSITORY, "numpy jax tensorstore etils fsspec"),
     "options": (BELOW_REPOSITORY, "numpy jax"),
     "tuning": (f"{BELOW_ROWS} rows options", "numpy jax"),
     "widths": (BELOW_HANDLER, ""),

@@ -173,6 +173,13 @@ from etils import epath
 import cnr_jax as cnr
 
 root = sys.argv[1] + "/a/run"
+if len(sys.argv) == 4:  # in a process that has listed nothing yet
+    with cnr.CheckpointManager(root) as manager:
+        for step in manager.all_steps():
+            got = manager.restore(step).state
+            print(step, np.asarray(got["w"]).tolist())
+    assert not [p for p in cnr.verify(root) if p.consequence]
+    sys.exit()
 state = {"user": jnp.arange(32.0).reshape(8, 4), "w": jnp.ones(3)}
 tables = cnr.find_tables(state, ["user"])
 touched = cnr.init_touched(state, tables)
@@ -232,26 +239,35 @@ with cnr.CheckpointManager(
 ) as manager:
     train(manager, range(5, 8))
     assert manager.all_steps() == [7]
+for step, want in sorted(truth.items()):
+    print(step, want["w"].tolist())
 print("done")
 """
 
 
 def test_runs_live_in_a_bucket(bucket: str, tmp_path: Path) -> None:
-    """Save, go on, roll back, restore from elsewhere, verify, retention; in a process of its own.
+    """Save, go on, roll back, restore from elsewhere, verify, retention; then in a new process.
 
-    gcsfs keeps its threads and sessions for the life of a process.
+    In processes of their own: gcsfs keeps its threads and sessions for the life of one.
     """
     path = tmp_path / "run.py"
     path.write_text(IN_A_BUCKET)
     (tmp_path / "here").mkdir()
     found = [str(Path(cnr.__file__).parent.parent), *filter(None, sys.path)]
-    ended = subprocess.run(
-        [sys.executable, path, bucket, tmp_path / "elsewhere"],
-        cwd=tmp_path / "here",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.stdout.endswith("done\n"), ended.stdout + ended.stderr
+
+    def run(*more: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, path, bucket, tmp_path / "elsewhere", *more],
+            cwd=tmp_path / "here",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    written = run().splitlines()
+    assert written.pop() == "done"
+    assert set(run("look").splitlines()) <= set(written) and run("look")
     assert not list((tmp_path / "here").iterdir())

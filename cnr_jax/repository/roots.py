@@ -6,7 +6,9 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Collection
+from typing import Any
 
+import fsspec
 from etils import epath
 
 from cnr_jax import errors
@@ -51,7 +53,23 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
             f"  got {scheme[1]!r}, expected a local path, file:// or gs://\n"
             "  hint: mount the store as a folder, or save to a local disk and copy"
         )
+    _forget_listings()
     return epath.Path(text)
+
+
+def _forget_listings() -> None:
+    """Has each listing of a bucket be made anew.
+
+    What TensorStore writes there, and what other processes do, fsspec does not see: by what it
+    has kept, files of a step would be missing in its manifest.
+    """
+    try:
+        # The one that epath uses: fsspec makes one of the same arguments once.
+        system: Any = fsspec.filesystem("gcs", finalize_on_close=True)
+    except ImportError:
+        return  # without gcsfs no path of a bucket can be used at all
+    system.dircache.use_listings_cache = False
+    system.invalidate_cache()
 
 
 def _path_of(url: str) -> str:
