@@ -70,7 +70,7 @@ def main() -> None:
     for name in ("--root", "--out"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(100)
+    faulthandler.dump_traceback_later(380)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
     run, process, root = Run(), args.process, args.root
     root.mkdir(exist_ok=True)

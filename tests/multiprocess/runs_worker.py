@@ -20,7 +20,7 @@ def main() -> None:
     for name in ("--root", "--out"):
         parser.add_argument(name)
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(90)
+    faulthandler.dump_traceback_later(380)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
     lines: list[str] = []
 
@@ -29,7 +29,7 @@ def main() -> None:
             args.root,
             tables=run.tables,
             options=cnr.Options(
-                codec="raw", policy=cnr.Consecutive(), timeout_secs=30, **options
+                codec="raw", policy=cnr.Consecutive(), timeout_secs=120, **options
             ),
         )
 

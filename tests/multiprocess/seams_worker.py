@@ -149,13 +149,13 @@ def main() -> None:
     for name in ("--root", "--out"):
         parser.add_argument(name)
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(60)
+    faulthandler.dump_traceback_later(380)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
     run = Run()
     with cnr.CheckpointManager(
         args.root,
         tables=run.tables,
-        options=cnr.Options(codec="raw", policy=cnr.Consecutive(), timeout_secs=30),
+        options=cnr.Options(codec="raw", policy=cnr.Consecutive(), timeout_secs=120),
         orbax_options=ocp.CheckpointManagerOptions(single_host_load_and_broadcast=True),
     ) as manager:
         seams = Seams(manager, run)

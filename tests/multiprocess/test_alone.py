@@ -16,7 +16,7 @@ def test_managers_made_on_one_process_alone_keep_no_other_from_saving(
 ) -> None:
     root = tmp_path / "root"
     with Processes(2, root, tmp_path / "out", worker=WORKER) as processes:
-        processes.allow(120)
+        processes.allow(300)
         first, second = processes.finish()
     assert first[0].startswith("SaveError process_silent process 1 does not"), first
     assert first[1:3] == ["full 0, 1 listed", "delta 1, 2 listed"]

@@ -36,7 +36,7 @@ def test_a_fault_in_one_process_is_raised_in_both_and_the_next_save_works(
     faults = ",".join(f"{step}:{place}:{process}" for step, place, process in where)
     options = ("--faults", faults, "--timeout-secs", 30)
     with Processes(2, tmp_path / "root", tmp_path / "out", "--stop", 23, *options) as p:
-        p.allow(240)
+        p.allow(600)
         lines = p.finish()
     failed = {step + more for step, _, _ in where for more in (0, 1)} - {20}
     for process, found in enumerate(lines):
@@ -70,7 +70,7 @@ def test_all_processes_know_what_became_of_a_save_before_the_next_call(
     faults = "2:rows:1,4:manifest:0,6:gather:1"
     options = ("--faults", faults, "--timeout-secs", 30, "--only-look")
     with Processes(2, tmp_path / "root", tmp_path / "out", "--stop", 8, *options) as p:
-        p.allow(240)
+        p.allow(600)
         first, second = p.finish()
     found = first[1 : first.index("hit 4 manifest")]
     assert found == second[1 : second.index("hit 2 rows, 6 gather")]

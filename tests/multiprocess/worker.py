@@ -416,7 +416,7 @@ def main() -> None:
     parser.add_argument("--timeout-secs", type=float, default=60.0)
     parser.add_argument("--keep", type=int)
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(60)
+    faulthandler.dump_traceback_later(380)
     if args.processes > 1:
         address = f"127.0.0.1:{args.port}"
         jax.distributed.initialize(address, args.processes, args.process)
