@@ -348,7 +348,9 @@ def _read_manifest(fields: Fields) -> Manifest:
         parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,
         processes=fields.objects("processes", _read_digest, _quick_digest),
         dense_files=fields.objects("dense_files", _read_digest, _quick_digest),
-        dense_leaves=_read_alike(fields, "dense_leaves", _read_dense_leaf),
+        dense_leaves=_read_alike(
+            fields, "dense_leaves", _read_dense_leaf, lambda leaf: leaf.kind == "text"
+        ),
         tables=_read_alike(fields, "tables", _read_table),
         totals=_read_totals(fields.child("totals")),
         policy=fields.text("policy"),
@@ -363,23 +365,40 @@ def _read_manifest(fields: Fields) -> Manifest:
     )
 
 
-# What nearly all manifests of a run have alike, by key and text; of few runs at a time.
-_alike: dict[tuple[str, str], tuple[Any, ...]] = {}
+# What nearly all manifests of a run have alike, by key, size and digest of its text; of few runs
+# at a time. Objects take several times the bytes of their text.
+_alike: dict[tuple[str, int, bytes], tuple[Any, ...]] = {}
 _MOST_ALIKE = 64
+_MOST_ALIKE_BYTES = 2 << 20
 
 
-def _read_alike(fields: Fields, key: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-    """A list of objects that was probably read before, out of another manifest."""
-    known = key, _text(fields.any(key))
+def _read_alike(
+    fields: Fields,
+    key: str,
+    read: Callable[[Fields], T],
+    varies: Callable[[T], bool] = lambda item: False,
+) -> tuple[T, ...]:
+    """A list of objects that was probably read before, out of another manifest.
+
+    Args:
+        fields: that hold it.
+        key: of the list.
+        read: one of the objects.
+        varies: whether an object may well be another in each manifest: such are not kept.
+    """
+    text = _text(fields.any(key)).encode()
+    known = key, len(text), hashlib.sha256(text).digest()
     found = _alike.get(known)
     if found is None:
         problems = len(fields.problems)
         found = fields.objects(key, read)
-        if len(fields.problems) > problems:
+        if len(fields.problems) > problems or any(map(varies, found)):
             return found
-        if len(_alike) >= _MOST_ALIKE:
+        held = sum(size for _, size, _ in list(_alike))
+        if len(_alike) >= _MOST_ALIKE or held + len(text) > _MOST_ALIKE_BYTES:
             _alike.clear()
-        _alike[known] = found
+        if len(text) <= _MOST_ALIKE_BYTES:
+            _alike[known] = found
     return found
 
 

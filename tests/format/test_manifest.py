@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import tracemalloc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -195,9 +198,46 @@ def test_bounded_history_keeps_sums_order_and_the_last_save(
     assert not left
 
 
+def test_manifests_that_were_read_leave_little_in_memory() -> None:
+    def held_after(manifests: Iterable[Manifest]) -> int:
+        tracemalloc.start()
+        try:
+            for number, manifest in enumerate(manifests):
+                data = dump(manifest)
+                assert load(data, str(number)) == manifest
+            del manifest, data
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    def leaf(kind: str, name: str, value: str | None) -> DenseLeaf:
+        return DenseLeaf(path=(name,), kind=kind, shape=(), dtype="str", value=value)
+
+    def texts() -> Iterator[Manifest]:
+        for number in range(40):
+            leaves = (leaf("text", "log", f"{number}" + "x" * 300_000),)
+            yield dataclasses.replace(MANIFEST, dense_leaves=leaves)
+
+    def paths() -> Iterator[Manifest]:
+        for number in range(20):
+            leaves = (leaf("scalar", f"{number}" + "x" * 1_000_000, None),)
+            yield dataclasses.replace(MANIFEST, dense_leaves=leaves)
+
+    def longest() -> Iterator[Manifest]:
+        leaves = (leaf("scalar", "x" * 5_000_000, None),)
+        yield dataclasses.replace(MANIFEST, dense_leaves=leaves)
+
+    assert held_after(texts()) < 1_000_000
+    assert held_after(paths()) < 4_000_000
+    assert held_after(longest()) < 4_000_000
+
+
 def test_what_manifests_have_alike_is_read_once_but_for_problems() -> None:
-    other = dataclasses.replace(MANIFEST, step=MANIFEST.step + 1)
-    one, two = load(dump(MANIFEST), "one"), load(dump(other), "two")
+    leaves = tuple(leaf for leaf in MANIFEST.dense_leaves if leaf.kind != "text")
+    manifest = dataclasses.replace(MANIFEST, dense_leaves=leaves)
+    other = dataclasses.replace(manifest, step=MANIFEST.step + 1)
+    one, two = load(dump(manifest), "one"), load(dump(other), "two")
     assert one.tables is two.tables and one.dense_leaves is two.dense_leaves
     assert one.history[0] is two.history[0]
     for _ in range(2):
