@@ -105,3 +105,14 @@ def test_a_run_with_faults_and_crashes_equals_its_model() -> None:
 @pytest.mark.parametrize("machine", [Machine, AnyPlacement])
 def test_long_runs_equal_their_model(machine: type[RunMachine]) -> None:
     run_state_machine_as_test(machine, settings=settings(300, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@ignoring_what_orbax_leaves
+def test_a_thousand_short_runs_in_used_roots_equal_their_model() -> None:
+    Machine.counts.clear()
+    phases = [hypothesis.Phase.generate]
+    run_state_machine_as_test(Machine, settings=settings(1000, 12, phases=phases))
+    assert {"used root refused", "foreign folder"} <= set(Machine.counts)
+    print(dict(Machine.counts))
