@@ -214,14 +214,19 @@ def check_ours(step_directory: AnyPath, item: str) -> None:
     """Tells a step of another kind from ours.
 
     Raises:
-        IntegrityError: if it is there but holds nothing that this library could restore, or
+        IntegrityError: if it is not there, holds nothing that this library could restore, or
             what Orbax reads first is no file.
     """
     held = step_directory / item
     with accessing(held):
         refuse_pipe(step_directory / names.ORBAX_METADATA)
-        if not exists(step_directory) or exists(held / names.MANIFEST):
+        if exists(held / names.MANIFEST):
             return
+        if not exists(step_directory):
+            where = os.fspath(step_directory)
+            raise errors.IntegrityError(
+                f"{where} is not there", kind="file_missing", path=where
+            )
         if not exists(held) or not any(
             names.is_own(path.name) for path in held.iterdir()
         ):

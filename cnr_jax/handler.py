@@ -34,6 +34,7 @@ from cnr_jax.read_back import ReadBack, Restored, read_back
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.planner import Origin, Plan, Planner, Request
 from cnr_jax.repository.retention import ChainPreservation, Preserving
+from cnr_jax.repository.roots import other_checkpoints
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.resuming import Resuming, run_restored
 from cnr_jax.rows.buffers import Buffers
@@ -211,8 +212,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             UsedRootError: if the root holds checkpoints of another run.
         """
         ledger = self.open(root, item)
-        if ledger.checkpoints():  # else no train step is waited for
+        # Else no train step is waited for.
+        if ledger.checkpoints() or self._other_checkpoints(root):
             self._planner.check_origin(ledger, self._origin(root, args.touched))
+
+    def _other_checkpoints(self, root: Any) -> tuple[str, ...]:
+        """Checkpoints that are not listed; once it is known whose root it is, none matters."""
+        if self._planner.run is not None:
+            return ()
+        return other_checkpoints(root, self.served.is_step)
 
     def _origin(self, root: Any, touched: Touched | None) -> Origin:
         known = None
@@ -224,6 +232,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             touched=known,
             restored=run_restored(root, known[0]) if known else None,
             new_run=self.options.new_run,
+            others=self._other_checkpoints(root),
         )
 
     def _say_too_wide(self, checked: Checked) -> None:

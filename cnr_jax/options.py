@@ -98,7 +98,8 @@ class Options:
             are copied to the host, `"auto"` by platform.
         on_save: called with the report of each save once it is durable, in one thread of its
             own, in the order of the saves. What it raises is logged; it must not call the
-            manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`.
+            manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`,
+            nor wait for a thread that does.
             Under a plain Orbax manager the next save calls it.
         timeout_secs: how long a save waits before it fails: for other processes that have not
             done their part, for its directories, and for room in the staging memory. The

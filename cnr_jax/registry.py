@@ -27,7 +27,8 @@ def handler_registry(
 
     Without `registry.preservation_policy(...)` in the manager's options only full
     checkpoints are written: plain retention would delete the parents of deltas. What only
-    `CheckpointManager` does: sync what Orbax renames, remove steps at once rather than file by
+    `CheckpointManager` does: refuse a save that is not due in a root that another run has used,
+    which here only returns False; sync what Orbax renames, remove steps at once rather than file by
     file, and look before Orbax deletes a folder that has come to the root since it started.
     """
     registry = HandlerRegistry()

@@ -618,3 +618,52 @@ def test_plain_orbax_manager_refuses_damage_too(saved: Any) -> None:
         run.same(
             manager.restore(2, args=cnr.args.Restore(run.state)).state, run.truth[2]
         )
+
+
+@pytest.mark.parametrize("gone", [[3], [1, 2, 3]], ids=["newest", "all"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_steps_that_others_have_removed_are_passed_over(
+    tiny_run: Any, tmp_path: Path, gone: list[int], saved: bool
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    manager = opened(root, run, policy=cnr.Full())
+    run.run(manager, [1, 2, 3])
+    if not saved:
+        manager.close()
+        manager = opened(root, run, policy=cnr.Full())
+    for step in gone:
+        shutil.rmtree(root / str(step))
+    with pytest.raises(errors.IntegrityError, match="3 is not there"):
+        restore(manager, run, 3)
+    if len(gone) == 1:
+        assert restore(manager, run).state["step"] == 2
+        assert manager.all_steps() == [1, 2] and manager.latest_step() == 2
+    else:
+        with pytest.raises(errors.NoStepError):
+            restore(manager, run)
+        assert manager.all_steps() == [] and manager.latest_step() is None
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["3/default/manifest.json", "9", "3/_CHECKPOINT_METADATA", "cnr_jax.writer.json"],
+)
+def test_a_link_that_leads_to_itself_is_one_that_leads_nowhere(
+    tiny_run: Any, tmp_path: Path, place: str
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with opened(root, run, policy=cnr.Full()) as manager:
+        run.run(manager, [1, 2, 3])
+    link = root / place
+    link.unlink(missing_ok=True)
+    link.symlink_to(link.name)
+    with opened(root, run, policy=cnr.Full()) as manager:
+        step = int(restore(manager, run).state["step"])
+        assert step == (2 if place.endswith("manifest.json") else 3)
+        cnr.verify(root)
+        if place == "cnr_jax.writer.json":
+            link.unlink()
+        run.restore(manager, step)
+        run.run(manager, [10])
+        run.check(manager, 10)

@@ -45,7 +45,7 @@ def opened(tmp_path: Path) -> Any:
         manager.close()
 
 
-_ORBAX = {"max_to_keep", "save_interval_steps", "read_only"}
+_ORBAX = {"max_to_keep", "save_interval_steps", "read_only", "step_prefix"}
 
 
 @pytest.fixture
@@ -429,6 +429,73 @@ def test_a_new_run_takes_steps_of_plain_orbax_out_of_its_way(
         assert plain.latest_step() == 1
         found = plain.restore(1, args=ocp.args.StandardRestore({"w": jnp.zeros(3)}))
     assert (found["w"] == 1).all()
+
+
+def into_link(root: Path, step: int, *, relative: bool) -> Path:
+    """Puts a step's folder elsewhere, and a link in its place."""
+    store = root.parent / "store" / str(step)
+    store.parent.mkdir(exist_ok=True)
+    (root / str(step)).rename(store)
+    leads = Path("..", "store", str(step)) if relative else store
+    (root / str(step)).symlink_to(leads)
+    return store
+
+
+def test_a_new_run_does_not_move_a_link_that_would_lead_nowhere(
+    tiny_run: Any, opened: Any, used: Any, tmp_path: Path
+) -> None:
+    root, run = tmp_path / "root", tiny_run(salt=1)
+    into_link(root, 97000, relative=True)
+    before = tree(root)
+    with pytest.raises(cnr.errors.OptionError, match="is a relative link"):
+        run.save(opened(run, new_run=True), 1)
+    after = tree(root)
+    assert after.pop("cnr_jax.writer.json") != before.pop("cnr_jax.writer.json")
+    assert after == before and not earlier(root)
+    used.check(opened(run), None)
+
+
+def test_a_new_run_moves_links_and_brings_them_back(
+    tiny_run: Any, opened: Any, used: Any, tmp_path: Path
+) -> None:
+    root, run = tmp_path / "root", tiny_run(salt=1)
+    store = into_link(root, 97000, relative=False)
+    manager = opened(run, new_run=True)
+    run.train(1)
+    store.rename(store.with_name("away"))  # for a while it leads nowhere
+    with inprocess.failing(
+        root, Fault("open", action="EIO", times=0, match="manifest")
+    ):
+        with pytest.raises(OSError):
+            run.save(manager, 1)
+            manager.wait_until_finished()
+    assert os.path.islink(root / "97000") and not earlier(root)
+    store.with_name("away").rename(store)
+    manager.reload()
+    used.check(manager, None)
+    run.run(manager, [1])
+    (folder,) = earlier(root)
+    with cnr.CheckpointManager(folder, tables=run.tables) as reader:
+        assert reader.all_steps() == [97000, 98000, 99000, 100000]
+
+
+@pytest.mark.parametrize("first", ["ck", None])
+def test_steps_that_are_named_in_another_way_are_there(
+    tiny_run: Any, opened: Any, tmp_path: Path, first: str | None
+) -> None:
+    old, run = tiny_run(), tiny_run(salt=1)
+    second = None if first else "ck"
+    manager = opened(old, step_prefix=first)
+    old.run(manager, [1, 2])
+    manager.close()
+    with pytest.raises(cnr.errors.UsedRootError, match="got 2 steps, 1 to 2"):
+        run.save(opened(run, step_prefix=second), 1)
+    run.run(opened(run, step_prefix=second, new_run=True), [1, 2])
+    (folder,) = earlier(tmp_path / "root")
+    with opened(old, folder, step_prefix=first) as reader:
+        assert reader.all_steps() == [1, 2]
+        old.restore(reader, None)
+        old.same(old.state, old.truth[2])
 
 
 # ---- a cell that is run twice ---------------------------------------------------------------

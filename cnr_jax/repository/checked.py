@@ -116,8 +116,10 @@ def refuse_pipe(path: AnyPath) -> None:
     where = os.fspath(path)
     try:
         mode = os.stat(where).st_mode if is_local(path) else stat.S_IFREG
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return
+        raise
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise errors.IntegrityError(
             f"{where} is not a file", kind="file_damaged", path=where

@@ -95,11 +95,34 @@ def is_directory(path: AnyPath) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def is_named(path: AnyPath) -> bool:
+    """Whether there is something of this name, be it a link that leads nowhere.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    if not is_local(path):
+        return path.exists()
+    try:
+        os.lstat(os.fspath(path))
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return False
+    return True
+
+
+# No such name, or one that can lead nowhere: nothing that storage may show the next time.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
 def _mode(path: AnyPath) -> int | None:
     """What is at a local path; None: nothing."""
     try:
         return os.stat(os.fspath(path)).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return None
 
 
@@ -127,7 +150,7 @@ def read_small(path: AnyPath, limit_bytes: int) -> bytes:
             # A pipe is opened at once this way, whether or not somebody writes to it.
             descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.ENXIO:
+            if error.errno not in (errno.ENXIO, errno.ELOOP):
                 raise
             raise errors.FormatError(f"{where} is not a file", path=where) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

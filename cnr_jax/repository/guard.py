@@ -14,7 +14,12 @@ from cnr_jax.format.names import ABANDONED_MARK, final_name
 from cnr_jax.repository import leftovers
 from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
 from cnr_jax.repository.durable import missing_directories, sync_made
-from cnr_jax.repository.files import AnyPath, exists, is_local, sync_directory
+from cnr_jax.repository.files import (
+    AnyPath,
+    is_local,
+    is_named,
+    sync_directory,
+)
 from cnr_jax.repository.ledger import Entry, Ledger, aside_name
 from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.step import read_committed
@@ -132,6 +137,8 @@ class Guard:
         if not entries:
             return
         moved = [(entry.directory, aside_name(entry)) for entry in entries]
+        for entry in entries if earlier else ():
+            self._check_movable(entry.directory)
         if earlier:
             left = [p.name for p in self._root.iterdir() if ABANDONED_MARK in p.name]
             own = [*(entry.directory for entry in entries), *sorted(left)]
@@ -149,6 +156,23 @@ class Guard:
         if earlier:
             sync_directory(self._root / earlier)
         sync_directory(self._root)
+
+    def _check_movable(self, directory: str) -> None:
+        """Makes sure that a step is not a link that leads elsewhere from another folder.
+
+        Raises:
+            OptionError: if it is.
+        """
+        path = self._root / directory
+        if is_local(path) and os.path.islink(path):
+            leads = os.readlink(path)
+            if not os.path.isabs(leads):
+                raise errors.OptionError(
+                    f"step {directory} cannot be moved aside for a new run: {os.fspath(path)}"
+                    f" is a relative link\n  got {leads!r}, expected a folder, or a link with"
+                    " an absolute path\n  hint: save into another root, or put the folder"
+                    " itself in the place of the link"
+                )
 
     def committed(self) -> None:
         """The save is durable: what was moved out of its way stays there."""
@@ -240,7 +264,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
         pass
     back: list[str] = []
     for name, now in reversed(aside.moved):
-        if exists(root / now) and not exists(root / name):
+        if is_named(root / now) and not is_named(root / name):
             (root / now).rename(root / name)
             back.append(name)
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:

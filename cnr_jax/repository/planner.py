@@ -107,12 +107,15 @@ class Origin:
         restored: run of the step of this root that a restore in this process gave these
             touched rows with; None if none did.
         new_run: it begins a new run, though the root holds checkpoints.
+        others: step directories that the ledger does not know, for their names are formed in
+            another way.
     """
 
     root: str = ""
     touched: tuple[str, int] | None = None
     restored: str | None = None
     new_run: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +222,9 @@ class Planner:
         """
         if self.run is not None or origin.new_run:
             return
-        if self._joinable(ledger, origin) is None and ledger.checkpoints():
-            raise _used_root(ledger, origin.root)
+        there = [*origin.others, *ledger.checkpoints()]
+        if there and self._joinable(ledger, origin) is None:
+            raise _used_root(ledger, origin.root, there)
 
     def _run(
         self, ledger: Ledger, request: Request, uuid: str
@@ -232,7 +236,8 @@ class Planner:
         self.check_origin(ledger, request.origin)
         if self.run is None:
             if request.origin.new_run:
-                return uuid, [ledger.movable(name) for name in ledger.checkpoints()]
+                there = [*request.origin.others, *ledger.checkpoints()]
+                return uuid, [ledger.movable(name) for name in there]
             known = self._joinable(ledger, request.origin)
             return (uuid if known is None else known), []
         if request.origin.new_run and self._joined:
@@ -485,9 +490,9 @@ def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
     return found
 
 
-def _used_root(ledger: Ledger, root: str) -> errors.UsedRootError:
+def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
     """The error for a save into a root of which nothing was restored."""
-    found, ours = ledger.checkpoints(), ledger.committed()
+    ours = ledger.committed()
     steps = sorted(names.step_number(directory) for directory in found)
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
     lines = [

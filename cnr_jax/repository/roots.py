@@ -146,9 +146,30 @@ def step_directories(
             found = [
                 e.name
                 for e in entries
-                if e.name in known or (may_be_step(e.name) and e.is_dir())
+                if e.name in known or (may_be_step(e.name) and _is_folder(root, e))
             ]
     return sorted(name for name in found if name in known or wanted(name))
+
+
+def _is_folder(root: AnyPath, entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory; only of a link another call is needed to tell."""
+    return is_directory(root / entry.name) if entry.is_symlink() else entry.is_dir()
+
+
+def other_checkpoints(
+    root: AnyPath, is_step: Callable[[str], bool] | None
+) -> tuple[str, ...]:
+    """Step directories that a manager does not list, since it would name them otherwise.
+
+    Such as `ck_12` for one without a prefix. Looks into each folder that may be one.
+
+    Raises:
+        OSError: if the root cannot be seen or listed.
+    """
+    if is_step is None or not exists(root):
+        return ()
+    found = [name for name in step_directories(root) if not is_step(name)]
+    return tuple(name for name in found if is_checkpoint(root / name))
 
 
 def find_item(root: AnyPath) -> str | None:
