@@ -7,6 +7,7 @@ computation takes part, so nothing waits for the train step.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from cnr_jax.orbax_compat import digest_of_local, is_host_local
 from cnr_jax.paths import flatten_paths
 from cnr_jax.repository.planner import Plan
 
+_log = logging.getLogger(__name__)
 # Beside the digests of leaves, of which they cannot be the paths.
 _ERROR = "/error"
 _TRACKING = "/tracking"
@@ -70,7 +72,10 @@ def agree(
     except Exception as error:
         # Whatever it is, such as a folder that cannot be renamed: the others wait for a word.
         known = error if isinstance(error, errors.CnrError) else save_error(error, step)
-        explain(known)
+        try:
+            explain(known)
+        except Exception:
+            _log.exception("what only this process knows of an error is not known")
         channel.broadcast(json.dumps(_document(known)))
         if known is error:
             raise

@@ -14,6 +14,7 @@ from cnr_jax.agreement import agree
 from cnr_jax.channel import Channel
 from cnr_jax.last_save import LastSave
 from cnr_jax.repository import suspects
+from cnr_jax.repository.ledger import entry_of
 from cnr_jax.repository.planner import Plan, Planner, Request
 from cnr_jax.served import Served
 from cnr_jax.widening import Widening
@@ -96,11 +97,22 @@ class Planning:
     def _explain(self, error: errors.CnrError) -> None:
         """Says in the error of an audit which steps may lack rows."""
         ledger, place = self._served.ledger, self._served.place
-        if isinstance(error, errors.AuditError) and ledger and place:
-            branch = self._planner.branches.get(error.lineage)
-            clocks = branch.parents if branch else {}
-            suspects.explain(error, place.root, ledger, clocks)
-            self._served.noted = True
+        if not isinstance(error, errors.AuditError) or not ledger or not place:
+            return
+        self._served.noted = True
+        branch = self._planner.branches.get(error.lineage)
+        clocks = dict(branch.parents) if branch else {}
+        committed = ledger.committed()
+        # Under a plain manager of Orbax the last save is settled by the next plan only.
+        last, flight = ledger.pending, self._last_save.flight
+        manifest = ledger.look(place.root, place.item) if last and flight else None
+        if last and flight and manifest:
+            entry = entry_of(last.directory, manifest)
+            committed = [*committed, entry]
+            committed = [e for e in committed if e.directory not in ledger.doomed]
+            if flight.plan.lineage == error.lineage:
+                clocks[entry.uuid] = flight.plan.clock
+        suspects.explain(error, place.root, committed, clocks)
 
     def _decide(self, request: Request, doubt: str) -> Plan:
         committed = self._last_save.settle()

@@ -18,7 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.repository import suspects
 from cnr_jax.rows import rotation
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 # "item" is read whole by every save, "user" in 62 of them: half of what is left of the limit
 # holds 65 rows.
@@ -365,6 +368,56 @@ def lacking(windows: Run) -> Run:
     return run
 
 
+class PlainRun(Run):
+    """Saved by Orbax's own manager: what became of a save is found out by the next."""
+
+    def open(self, **options: Any) -> None:
+        settings = {"codec": "raw", "policy": cnr.Consecutive(), "audit_bytes": LIMIT}
+        registry = cnr.handler_registry(self.tables, cnr.Options(**settings | options))
+        keep = registry.handler.preservation_policy(None)
+        self.manager = ocp.CheckpointManager(
+            self.root,
+            handler_registry=registry,
+            options=ocp.CheckpointManagerOptions(preservation_policy=keep),
+        )
+
+    def save(self) -> Any:
+        self.step += 1
+        args = cnr.args.Save(self.state, self.touched)
+        assert self.manager.save(self.step, args=args)
+        self.manager.wait_until_finished()
+
+
+def test_newest_step_is_named_under_a_manager_of_orbax(
+    tmp_path: Path, _from_the_first_row: None
+) -> None:
+    run = PlainRun(tmp_path / "root", audit_bytes=9000)
+    run.go_on(3)
+    run.move([_read_by(0)[7]])
+    run.train(count=0)
+    with pytest.raises(errors.AuditError) as caught:
+        while True:
+            run.save()
+    assert run.manager.latest_step() == run.step - 1
+    error = caught.value
+    assert (error.since, error.steps) == (1, tuple(range(2, run.step)))
+    noted = json.loads((run.root / NOTE).read_text())["steps"]
+    assert [int(each["directory"]) for each in noted] == list(error.steps)
+    run.manager.close()
+
+
+def test_rows_were_right_in_the_newest_step_under_a_manager_of_orbax(
+    tmp_path: Path,
+) -> None:
+    run = PlainRun(tmp_path / "root")
+    run.go_on(4)
+    run.move(item=[1])
+    with pytest.raises(errors.AuditError) as caught:
+        run.save()
+    assert (caught.value.since, caught.value.steps) == (3, ())
+    run.manager.close()
+
+
 def warnings_of(caplog: Any) -> list[str]:
     found = [record.getMessage() for record in caplog.records]
     return [text for text in found if "may lack rows" in text]
@@ -414,6 +467,63 @@ def test_note_goes_with_the_steps(
     assert not warnings_of(caplog)
 
 
+def test_note_goes_with_steps_that_a_new_run_moves(
+    lacking: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = lacking
+    noted = suspects.read(run.root)
+    newest = run.step - 1
+    run.manager.close()
+    run.open(policy=cnr.Full(), new_run=True)
+    run.touched = cnr.init_touched(run.state, run.tables)
+    run.step = 0
+    fault = Fault("open", action="EIO", times=0, match="manifest")
+    with inprocess.failing(run.root, fault), pytest.raises(OSError):
+        run.save()
+    assert run.manager.latest_step() == newest
+    assert not list(run.root.glob("earlier-run-*"))
+    assert suspects.read(run.root) == noted
+    run.go_on(3)
+    assert not suspects.read(run.root)
+    (earlier,) = run.root.glob("earlier-run-*")
+    caplog.clear()
+    with cnr.CheckpointManager(earlier, tables=run.tables) as manager:
+        manager.restore(None, args=cnr.args.Restore(run.state))
+    (told,) = warnings_of(caplog)
+    assert f"Step {newest}, which is restored, is one of them" in told
+
+
+def test_note_of_a_step_that_storage_withholds_is_kept(
+    lacking: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = lacking
+    noted = suspects.read(run.root)
+    run.manager.close()
+    fault = Fault("open_read", action="EACCES", times=0, match="/5/default/manifest")
+    with inprocess.failing(run.root, fault):
+        run.open(policy=cnr.Full())
+        run.restore(3)
+        run.step = 100
+        run.go_on(2)
+    assert suspects.read(run.root) == noted
+    caplog.clear()
+    run.reopen(step=5)
+    assert "Step 5, which is restored, is one of them" in warnings_of(caplog)[0]
+
+
+def test_note_that_storage_does_not_give_out_is_not_replaced(lacking: Run) -> None:
+    run = lacking
+    note = json.loads((run.root / NOTE).read_text())
+    note["steps"].append({"directory": "77", "uuid": "a" * 32, "since": None})
+    before = json.dumps(note)
+    (run.root / NOTE).write_text(before)
+    fault = Fault("open_read", action="EIO", match=NOTE)
+    with inprocess.failing(run.root, fault):
+        with pytest.raises(errors.AuditError, match=r"could not be noted.*Errno 5"):
+            run.save()
+    assert (run.root / NOTE).read_text() == before
+
+
 def test_rows_that_changed_since_the_last_save_make_no_step_suspect(
     start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,6 +540,9 @@ def test_rows_that_changed_since_the_last_save_make_no_step_suspect(
     assert not warnings_of(caplog)
 
 
+GOOD = {"directory": "19", "uuid": "0" * 32, "since": 1}
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -444,9 +557,25 @@ def test_rows_that_changed_since_the_last_save_make_no_step_suspect(
         b'{"steps": [{"directory": 1, "uuid": "", "since": null}]}',
         b'{"steps": [{"directory": "1", "uuid": "", "since": 1e400}]}',
         b" " * (1 << 21),
+        *(
+            json.dumps({"steps": [GOOD | changed]}).encode()
+            for changed in (
+                {"directory": "9" * 5000},
+                {"directory": "9" * 256},
+                {"directory": "../9"},
+                {"directory": ""},
+                {"directory": "x"},
+                {"directory": "\u00b2"},
+                {"directory": "\ud8009"},
+                {"uuid": "0"},
+                {"uuid": "G" * 32},
+                {"since": True},
+                {"since": -1},
+            )
+        ),
         None,
     ],
-    ids=range(12),
+    ids=range(23),
 )
 def test_note_that_cannot_be_understood_is_in_nobody_s_way(
     lacking: Run, data: bytes | None, caplog: pytest.LogCaptureFixture
@@ -478,8 +607,6 @@ def test_note_of_another_step_of_the_same_name_means_nothing(
 def test_audit_that_cannot_be_noted_says_so(
     windows: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cnr_jax.repository import suspects
-
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -490,3 +617,18 @@ def test_audit_that_cannot_be_noted_says_so(
     with pytest.raises(errors.AuditError, match=r"could not be noted.*No space left"):
         while True:
             run.save()
+
+
+def test_audit_stops_a_save_whatever_keeps_it_from_being_explained(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(suspects, "explain", broken)
+    run = start()
+    run.go_on(2)
+    run.move(item=[1])
+    with pytest.raises(errors.AuditError, match="table 'item': 1 row"):
+        run.save()
+    assert "no room" in caplog.text

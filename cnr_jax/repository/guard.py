@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK, final_name
-from cnr_jax.repository import leftovers
+from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, final_name
+from cnr_jax.repository import leftovers, suspects
 from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import (
@@ -132,7 +132,8 @@ class Guard:
             directory: of the save.
             entries: in the order in which they are moved.
             earlier: folder of the root that they are moved into, and with them what earlier
-                rollbacks have moved aside; empty: they stay in the root under other names.
+                rollbacks have moved aside, and which of them may lack rows; empty: they
+                stay in the root under other names.
         """
         if not entries:
             return
@@ -150,6 +151,7 @@ class Guard:
         if earlier:
             (self._root / earlier).mkdir()
             sync_directory(self._root)
+            suspects.copy(self._root, self._root / earlier)
         for name, now in moved:
             (self._root / name).rename(self._root / now)
             _log.warning("step %s is now %s", name, os.fspath(self._root / now))
@@ -270,13 +272,22 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
         # Stays if somebody has put something there, or if it was never made.
         with contextlib.suppress(OSError):
-            os.rmdir(root / folder)
+            _remove_if_empty(root / folder)
     if back:
         sync_directory(root)
         _log.warning(
             "steps %s are back: the save that they were moved aside for was not committed",
             ", ".join(back),
         )
+
+
+def _remove_if_empty(folder: AnyPath) -> None:
+    """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
+    held = [path.name for path in folder.iterdir()]
+    if all(name.startswith(SUSPECTS) for name in held):
+        for name in held:
+            os.unlink(folder / name)
+    os.rmdir(folder)
 
 
 def recover(root: AnyPath) -> None:

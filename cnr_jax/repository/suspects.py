@@ -11,19 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.checked import reading
 from cnr_jax.repository.durable import replace_durably
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, read_small
 from cnr_jax.repository.ledger import Entry, Ledger
+from cnr_jax.repository.roots import may_be_step
 
 _log = logging.getLogger(__name__)
 # Far more than a root has steps to name; a file that is larger is none of ours.
 _MOST_BYTES = 1 << 20
+# No file system has longer names.
+_NAME_BYTES = 255
 _SHOWN = 10
 
 
@@ -49,21 +51,21 @@ class Suspect(NamedTuple):
 def explain(
     error: errors.AuditError,
     root: AnyPath,
-    ledger: Ledger,
-    clocks: dict[str, int],
+    committed: Sequence[Entry],
+    clocks: Mapping[str, int],
 ) -> None:
     """Says in the error of an audit which steps may lack rows, and notes them in the root.
 
     Args:
         error: tells since when rows are missed.
         root: of the run.
-        ledger: of the root.
+        committed: checkpoints of the root, newest last.
         clocks: of the checkpoints that the run may rest on, by uuid.
     """
-    found = [entry for entry in ledger.committed() if _may_lack(entry, error)]
+    found = [entry for entry in committed if _may_lack(entry, error)]
     right = [
         entry
-        for entry in ledger.committed()
+        for entry in committed
         if clocks.get(entry.uuid, error.clock + 1) <= error.clock
     ]
     error.since = right[-1].step if right else None
@@ -99,14 +101,30 @@ def note(root: AnyPath, suspects: Iterable[Suspect]) -> None:
     _write(root, known.values())
 
 
+def copy(root: AnyPath, other: AnyPath) -> None:
+    """Notes in another root, which is new, what is noted in this one.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    noted = _read(root)
+    if noted:
+        _write(other, noted)
+
+
 def forget_gone(root: AnyPath, ledger: Ledger) -> bool:
-    """Drops what is noted of steps that are not there any more.
+    """Drops what is noted of steps that are surely not there any more.
 
     Returns:
         Whether anything is noted still, as far as is known.
     """
     noted = read(root)
-    left = [each for each in noted if _is_there(each, ledger)]
+    # One that storage does not give out may be the step that is meant.
+    left = [
+        each
+        for each in noted
+        if _is_there(each, ledger) or each.directory in ledger.unreadable
+    ]
     if len(left) < len(noted):
         try:
             _write(root, left)
@@ -158,22 +176,16 @@ def _read(root: AnyPath) -> tuple[Suspect, ...]:
     """
     path = root / names.SUSPECTS
     try:
-        with reading(path), path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        data = read_small(path, _MOST_BYTES)
         return tuple(_suspect_of(each) for each in json.loads(data)["steps"])
-    except errors.IntegrityError as error:
-        if error.kind == "file_missing":
-            return ()
-        why: Exception = error
+    except FileNotFoundError:
+        pass
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        why = error
-    _log.warning(
-        "which steps may lack rows is not known: %s cannot be understood: %s",
-        os.fspath(path),
-        why,
-    )
+        _log.warning(
+            "which steps may lack rows is not known: %s cannot be understood: %s",
+            os.fspath(path),
+            error,
+        )
     return ()
 
 
@@ -184,8 +196,15 @@ def _suspect_of(document: object) -> Suspect:
     since = document["since"]
     if not isinstance(directory, str) or not isinstance(uuid, str):
         raise TypeError("expected the name of a step and its uuid")
-    if since is not None and (isinstance(since, bool) or not isinstance(since, int)):
-        raise TypeError(f"expected a step, got {since!r:.60}")
+    # Its number is asked for, and a number of thousands of digits is none for Python.
+    if len(directory) > _NAME_BYTES or not (
+        names.is_component(directory) and may_be_step(directory)
+    ):
+        raise ValueError(f"expected the name of a step, got {directory[:60]!r}")
+    if not names.is_hex(uuid, 32):
+        raise ValueError(f"expected 32 hexadecimal digits, got {uuid[:60]!r}")
+    if since is not None and (type(since) is not int or since < 0):
+        raise ValueError(f"expected a step, got {repr(since)[:60]}")
     return Suspect(directory, uuid, since)
 
 
