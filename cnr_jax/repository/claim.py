@@ -107,7 +107,11 @@ def read_writer(root: AnyPath) -> Writer | None:
 
 
 def _read_aside(fields: Fields) -> Aside:
-    """What was moved aside: names right below the root, of the forms of SPEC.md, section 9.4."""
+    """What was moved aside, as pairs of the two forms of SPEC.md, section 9.6.
+
+    Either a step directory has got a name with `.abandoned-`, or what is moved, such a name too,
+    lies under the same name in the folder of earlier runs that is called after the save.
+    """
     moved: list[tuple[str, str]] = []
     uuid = fields.hexadecimal("uuid", 32)
     given = fields.any("moved")
@@ -121,7 +125,8 @@ def _read_aside(fields: Fields) -> Aside:
             case _:
                 fields.problems.append(
                     f"{fields.where}.moved: expected pairs of a step directory and its"
-                    f" name with {names.ABANDONED_MARK!r}, got {repr(pair)[:80]}"
+                    f" name with {names.ABANDONED_MARK!r}, or of a name and the same"
+                    f" below {names.earlier_run(uuid)}, got {repr(pair)[:80]}"
                 )
     return Aside(
         uuid=uuid,
