@@ -32,7 +32,9 @@ class Channel:
 
     Channels of a name are matched by their first use, in which process 0 meets those of the
     others that wait for it; messages by their order in the channel. A channel that is made and
-    never used, say to look at a root on one process alone, is matched with none.
+    never used, say to look at a root on one process alone, is matched with none. Nothing may be
+    told by `broadcast` while a `settle` is under way on the same channel: process 0 deletes its
+    answers once all have come to settle, whether or not they have been read.
 
     Args:
         timeout_secs: how long process 0 waits for the others; these wait twice as long for it.

@@ -32,7 +32,8 @@ class SaveReport:
         full_fp32_bytes: tables, slots and dense leaves as they are in memory, tables in
             float32: what a plain full save would write.
         blocking_secs: how long training waited, on this process.
-        fingerprint_secs: of these, for hashing all rows, where this was done.
+        fingerprint_secs: of these, for hashing rows: all with fingerprints or audited, a
+            part in a recorded run.
         total_secs: from the call of `save` until the manifest was written.
         reason: why it was full or a delta; and after more restores than expected, so.
         restores: how often a run was restored along the branch of this save.
