@@ -385,7 +385,12 @@ class CheckpointManager(ListingManager):
         return step, restorer.asked_for(step)
 
     def reload(self) -> None:
-        """Reads the root again, and lets the next save take it over from another manager."""
+        """Reads the root again, and lets the next save take it over from another manager.
+
+        Raises:
+            CallError: inside `on_save`.
+        """
+        refuse_in_on_save(self, "reload")
         with self._lock:
             super().reload()
             self._settle()

@@ -298,6 +298,7 @@ WAITING: dict[str, Callable[[Any, Any], Any]] = {
     "wait_until_finished": lambda manager, run: manager.wait_until_finished(),
     "delete": lambda manager, run: manager.delete(1),
     "verify": lambda manager, run: manager.verify(),
+    "reload": lambda manager, run: manager.reload(),
     "close": lambda manager, run: manager.close(),
 }
 

@@ -166,6 +166,7 @@ class Planner:
         self.run: str | None = None
         # Whether that was restored, so that no other can begin here.
         self._joined = False
+        self._is_new_run_refused = False
         self.branches: dict[str, Branch] = {}
         # Of each lineage that was saved or restored here, for as long as this planner lives.
         self._runs: dict[str, str] = {}
@@ -240,12 +241,12 @@ class Planner:
                 return uuid, [ledger.movable(name) for name in there]
             known = self._joinable(ledger, request.origin)
             return (uuid if known is None else known), []
-        if request.origin.new_run and self._joined:
+        if request.origin.new_run and self._joined and not self._is_new_run_refused:
             _log.warning(
                 "new_run=True is ignored: a step of %s was restored, and its run goes on",
                 request.origin.root,
             )
-            self._joined = False  # once
+            self._is_new_run_refused = True
         whose = self._whose(ledger, request.origin)
         if whose is not None or request.origin.touched is None:
             return (self.run if whose is None else whose), []

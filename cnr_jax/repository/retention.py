@@ -58,6 +58,8 @@ class ChainPreservation:
         consulted: Callable[[], None] = lambda: None,
     ) -> None:
         self._inner, self._ledger, self._consulted = inner, ledger, consulted
+        # Folders that were blamed together: each save would name them again.
+        self._told: set[frozenset[str]] = set()
 
     def should_preserve(
         self, checkpoints: Sequence[StepInfo], *, context: Any = None
@@ -78,7 +80,7 @@ class ChainPreservation:
         steps = _with_parents(ledger, wanted | lost)
         unsafe = _unsafe(ledger, all_steps)
         if not unsafe <= steps:
-            _say_what_is_spared(ledger, sorted(unsafe - steps))
+            self._say_what_is_spared(ledger, sorted(unsafe - steps))
             steps = _with_parents(ledger, steps | unsafe)
         result = [step in steps for step in all_steps]
         dropped = [ledger.by_step(step) for step in all_steps if step not in steps]
@@ -88,33 +90,35 @@ class ChainPreservation:
                 ledger.doom(entry.directory)
         return result
 
+    def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
+        """Says that the disk fills, why, and what to do."""
+        blamed = [name for name in ledger.unreadable if step_number(name) >= spared[0]]
+        if frozenset(blamed) in self._told:
+            return
+        self._told.add(frozenset(blamed))
+        blamed.sort(key=step_number, reverse=True)
+        shown = ", ".join(blamed[:5]) + (", ..." if len(blamed) > 5 else "")
+        hint = (
+            "move it out of the root, or give it a name that does not end in a digit"
+            if ledger.foreign.issuperset(blamed)
+            else "cnr_jax.verify says what is wrong there; move it out of the root or mend it"
+        )
+        _log.warning(
+            "retention deletes none of %d steps, %d to %d, that are not to be kept: newer folders"
+            " have no manifest that can be read, and may rest on them: %s; %s",
+            len(spared),
+            spared[0],
+            spared[-1],
+            shown,
+            hint,
+        )
+
 
 def _with_parents(ledger: Ledger, steps: set[int]) -> set[int]:
     """Steps, and all that they rest on."""
     found = (ledger.by_step(step) for step in steps)
     closure = ledger.closure(entry.directory for entry in found if entry)
     return {e.step for d, e in ledger.entries.items() if d in closure} | steps
-
-
-def _say_what_is_spared(ledger: Ledger, spared: Sequence[int]) -> None:
-    """Says that the disk fills, why, and what to do."""
-    blamed = [name for name in ledger.unreadable if step_number(name) >= spared[0]]
-    blamed.sort(key=step_number, reverse=True)
-    shown = ", ".join(blamed[:5]) + (", ..." if len(blamed) > 5 else "")
-    hint = (
-        "move it out of the root, or give it a name that does not end in a digit"
-        if ledger.foreign.issuperset(blamed)
-        else "cnr_jax.verify says what is wrong there; move it out of the root or mend it"
-    )
-    _log.warning(
-        "retention deletes none of %d steps, %d to %d, that are not to be kept: newer folders"
-        " have no manifest that can be read, and may rest on them: %s; %s",
-        len(spared),
-        spared[0],
-        spared[-1],
-        shown,
-        hint,
-    )
 
 
 def _order(ledger: Ledger, step: int) -> tuple[int, int]:
