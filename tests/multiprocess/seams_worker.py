@@ -17,6 +17,7 @@ from worker import Faults, Run, refused
 
 import cnr_jax as cnr
 import cnr_jax.handler
+from cnr_jax.repository import suspects
 from cnr_jax.repository.claim import Claim
 from cnr_jax.repository.removal import Remover
 from cnr_jax.repository.write import RowsWriter
@@ -121,6 +122,21 @@ class Seams:
             assert self.manager.all_steps() == [*before, step]
         self.manager.delete(step)
 
+    def an_audit_cannot_be_explained(self, step: int) -> None:
+        """Process 1 finds the row, process 0 fails before it can say so."""
+        self.save(step)
+        explain = suspects.explain
+
+        def failing(*args: Any) -> None:
+            raise MemoryError("no room")
+
+        suspects.explain = failing
+        wrong = {**self.run.state, "params": self.run.changed_unrecorded("user", 500)}
+        args = cnr.args.Save(wrong, self.run.touched)
+        found = refused(lambda: self.manager.save(step + 1, args=args))
+        self.lines.append(f"audit: {found}")
+        suspects.explain = explain
+
     def one_finds_damage(self) -> None:
         """Process 1 alone, such as in rows that no other reads."""
         newest, read = self.manager.latest_step(), cnr_jax.handler.read_back
@@ -166,6 +182,7 @@ def main() -> None:
         seams.a_rollback_is_refused(3)  # and saves step 8, and deletes step 7
         seams.one_finds_damage()  # in step 8
         seams.a_deletion_fails(9)  # of step 5, and deletes step 9
+        seams.an_audit_cannot_be_explained(10)  # of step 11, and saves step 10
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(seams.lines))
 
 
