@@ -32,7 +32,7 @@ from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.encoding import host_programs
 from cnr_jax.rows.on_device import device_programs
 from cnr_jax.rows.rounding import comparing_program, sample_positions
-from cnr_jax.rows.tiling import LocalShards, OwnTile
+from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf
 from cnr_jax.rows.touched import Touched
 from cnr_jax.table import Leaf, Tables
 
@@ -109,7 +109,7 @@ Choose = Callable[[OwnTile], np.ndarray | None]
 
 def capture(
     tiles: Iterable[OwnTile],
-    arrays: Arrays,
+    shards: ShardsOf,
     choose: Choose,
     options: Options,
     widths: Mapping[str, int],
@@ -118,12 +118,11 @@ def capture(
 
     Args:
         tiles: what this process saves of the state.
-        arrays: the leaves of tables, by table and leaf name.
+        shards: of the leaves of tables.
         choose: which rows; the same object for all tiles of the same rows of a table.
         options: codecs and staging.
         widths: of codes, by table, where options leave them to the number of restores.
     """
-    shards = functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
     codecs, way = _Codecs(options, widths), staging(options)
     plans = [
         _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)

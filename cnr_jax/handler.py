@@ -76,6 +76,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     ) -> None:
         self.options = cnr_jax.options.checked(options)
         self.tables = tables
+        self._entries = capture.table_entries(tables or Tables({}))
         if tables is not None:
             check_tables(tables)
             self.options.check_tables(tables)
@@ -172,7 +173,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self._channel.name = f"saves in {place.root.name}"
-        ledger, tables, checked, found = self._look(place, args)
+        ledger, checked, found = self._look(place, args)
         self._say_too_wide(checked)
         request = Request(
             step=step_number(place.directory),
@@ -180,7 +181,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             lineage=found.stamps.lineage,
             clock=found.stamps.clock,
             at_limit=found.at_limit,
-            tables=capture.table_entries(tables),
+            tables=self._entries,
             guarded=self.guarded,
             urgent=urgent,
             origin=self._origin(place.root, args.touched),
@@ -252,7 +253,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 ", ".join(f"{name} of {width:,}" for name, width in found.items()),
             )
 
-    def _look(self, place: Place, args: Save) -> tuple[Ledger, Tables, Checked, Found]:
+    def _look(self, place: Place, args: Save) -> tuple[Ledger, Checked, Found]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
             ledger = self.open(place.root, place.item)
@@ -260,7 +261,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tracking = self._tracker.mode(args.touched)
             checked = check(args.state, args.touched, tables, tracking)
             found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
-            return ledger, tables, checked, found
+            return ledger, checked, found
         except errors.CnrError as error:
             self.planning.agree(error, {}, "", "", None)
             raise
@@ -291,7 +292,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directories.wait(STOP_SECS, lambda: None)
             self.last_save.end_writing()
             raise
-        flight = in_flight(prepared, self._writable_tables())
+        flight = in_flight(prepared, self._entries)
         self.last_save.begin(flight)
         with outside_mesh():
             launch = Launch(

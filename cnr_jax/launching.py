@@ -13,6 +13,7 @@ from cnr_jax import capture
 from cnr_jax.background import Background
 from cnr_jax.channel import Channel
 from cnr_jax.finalizing import Facts
+from cnr_jax.format.manifest import TableEntry
 from cnr_jax.options import Options
 from cnr_jax.orbax_compat import DenseStore, Directories
 from cnr_jax.repository.files import AnyPath
@@ -22,7 +23,6 @@ from cnr_jax.rows.chunk import Chunk, host_device
 from cnr_jax.rows.rounding import Comparison, RowErrors
 from cnr_jax.rows.staging import Stage
 from cnr_jax.saving import InFlight, Prepared
-from cnr_jax.table import Tables
 from cnr_jax.telemetry import percent
 from cnr_jax.tracking import Tracker
 from cnr_jax.widening import Widening
@@ -38,8 +38,8 @@ _WAYS = (
 )
 
 
-def in_flight(prepared: Prepared, tables: Tables) -> InFlight:
-    """A save that begins now."""
+def in_flight(prepared: Prepared, tables: tuple[TableEntry, ...]) -> InFlight:
+    """A save of these tables that begins now."""
     plan, found = prepared.plan, prepared.found
     return InFlight(
         place=prepared.place,
@@ -50,7 +50,7 @@ def in_flight(prepared: Prepared, tables: Tables) -> InFlight:
             tracking=found.mode,
             recorded_clock=found.recorded.clock if found.recorded else None,
             fingerprint_clock=plan.clock if found.by_fingerprints else None,
-            tables=capture.table_entries(tables),
+            tables=tables,
             dense_leaves=prepared.checked.dense_leaves,
             started_secs=prepared.started_secs,
         ),
@@ -113,13 +113,11 @@ class Launch:
     ) -> None:
         plan, checked = prepared.plan, prepared.checked
         choose = tracker.chooser(
-            prepared.found,
-            prepared.args.touched,
-            plan.parent.clock if plan.parent else None,
+            prepared.found, plan.parent.clock if plan.parent else None
         )
         captured = capture.capture(
             prepared.found.tiles,
-            checked.arrays,
+            prepared.found.shards,
             choose,
             with_codec(self._options, plan.codec),
             self._widening.widths(plan),

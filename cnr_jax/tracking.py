@@ -24,7 +24,7 @@ from cnr_jax.options import Options
 from cnr_jax.rows.gather import touched_positions
 from cnr_jax.rows.hashing import Arrays
 from cnr_jax.rows.rotation import Glimpse, Rotation, stamps_at
-from cnr_jax.rows.tiling import LocalShards, OwnTile, own_tiles
+from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf, own_tiles, shards_of
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Touched,
@@ -55,6 +55,8 @@ class Found:
     Attributes:
         mode: how rows that changed are found.
         tiles: what this process saves.
+        shards: of the leaves of tables.
+        written: the shards of the stamps that `record` wrote, by table.
         stamps: those that choose rows; the lineage is empty if they are the first.
         recorded: of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
@@ -67,6 +69,8 @@ class Found:
 
     mode: Tracking
     tiles: tuple[OwnTile, ...]
+    shards: ShardsOf
+    written: Callable[[str], LocalShards]
     stamps: Moment
     recorded: Moment | None
     by_fingerprints: bool
@@ -129,18 +133,25 @@ class Tracker:
         if recorded is None and touched is not None:
             self._say_unused()
         tiles = _tiles(tables, arrays, touched if recorded else None)
+        shards = shards_of(arrays)
+
+        @functools.cache
+        def written(table: str) -> LocalShards:
+            assert touched is not None
+            return LocalShards(touched.stamps[table])
+
         look, glimpse, doubt, secs = None, None, "", 0.0
         if mode != "recorded" or self._audits(recorded):
             jax.block_until_ready(arrays)  # the train step is not to be counted
             started = time.perf_counter()
             if mode == "recorded":
-                glimpse = self._glimpse(tiles, arrays, recorded)
+                glimpse = self._glimpse(tiles, shards, recorded)
             else:
                 look = self._watching(mode).look(tiles, arrays, staging(self._options))
             if recorded is not None:
                 doubt = self._doubt(look, glimpse, recorded)
                 if not doubt:
-                    self._audit(look, glimpse, state, touched, tables)
+                    self._audit(look, glimpse, state, written, tables)
             secs = time.perf_counter() - started
         by_fingerprints = self._by_fingerprints(mode)
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
@@ -149,6 +160,8 @@ class Tracker:
         return Found(
             mode=mode,
             tiles=tiles,
+            shards=shards,
+            written=written,
             stamps=chosen_by,
             recorded=recorded,
             by_fingerprints=by_fingerprints,
@@ -190,7 +203,7 @@ class Tracker:
         return self._options.audit_bytes > 0 and recorded.clock < CLOCK_LIMIT
 
     def _glimpse(
-        self, tiles: tuple[OwnTile, ...], arrays: Arrays, recorded: Moment | None
+        self, tiles: tuple[OwnTile, ...], shards: ShardsOf, recorded: Moment | None
     ) -> Glimpse:
         if self._rotation is None:
             self._rotation = Rotation(self._options.audit_bytes)
@@ -199,7 +212,7 @@ class Tracker:
         # Rows of another lineage, or of a time ahead, say nothing about these.
         known = last is not None and last.lineage == recorded.lineage
         anew = last is None or not known or last.clock > recorded.clock
-        return self._rotation.look(tiles, arrays, staging(self._options), anew=anew)
+        return self._rotation.look(tiles, shards, staging(self._options), anew=anew)
 
     def _doubt(
         self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
@@ -226,12 +239,11 @@ class Tracker:
         look: Look | None,
         glimpse: Glimpse | None,
         state: Any,
-        touched: Touched | None,
+        shards: Callable[[str], LocalShards],
         tables: Tables,
     ) -> None:
         """Checks that rows which differ from what they were have been recorded."""
-        assert touched is not None and self._last is not None
-        shards = functools.cache(lambda table: LocalShards(touched.stamps[table]))
+        assert self._last is not None
 
         def at(group: Group, positions: np.ndarray) -> np.ndarray:
             way = staging(self._options)
@@ -267,29 +279,22 @@ class Tracker:
         if found.recorded is not None:
             self._last = found.recorded
 
-    def chooser(
-        self, found: Found, touched: Touched | None, parent_clock: int | None
-    ) -> Choose:
+    def chooser(self, found: Found, parent_clock: int | None) -> Choose:
         """What chooses the rows of a save on a parent.
 
         Args:
             found: for this save, and kept.
-            touched: that it was found with.
             parent_clock: of the stamps at the parent; None chooses all rows.
         """
         known: dict[Rows, np.ndarray | None] = {}
-        stamps: dict[str, LocalShards] = {}
+        way = staging(self._options)
 
         def positions(rows: Rows, clock: int) -> np.ndarray:
             if found.by_fingerprints:
                 # At equal clocks nothing would be chosen, whatever has changed.
                 assert self._watch is not None and found.stamps.clock > clock
                 return self._watch.positions(rows, clock)
-            assert touched is not None
-            if rows.table not in stamps:
-                stamps[rows.table] = LocalShards(touched.stamps[rows.table])
-            way = staging(self._options)
-            return touched_positions(stamps[rows.table], rows.rows, clock, way)
+            return touched_positions(found.written(rows.table), rows.rows, clock, way)
 
         def choose(tile: OwnTile) -> np.ndarray | None:
             if parent_clock is None:
@@ -339,7 +344,7 @@ class Tracker:
         tiles = _tiles(tables, arrays, touched)
         if mode == "recorded":
             if self._audits(self._last):
-                glimpse = self._glimpse(tiles, arrays, self._last)
+                glimpse = self._glimpse(tiles, shards_of(arrays), self._last)
                 assert self._rotation is not None
                 self._rotation.keep(glimpse, self._last.clock)
             return

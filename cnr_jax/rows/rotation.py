@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,9 +28,8 @@ import numpy as np
 from cnr_jax.meshes import outside_mesh
 from cnr_jax.rows.chunk import Program, Way, aligned_empty, host_device
 from cnr_jax.rows.fingerprint import hash_on_host, row_words
-from cnr_jax.rows.hashing import Arrays
 from cnr_jax.rows.on_device import gather_program
-from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
+from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf, bytes_in
 from cnr_jax.rows.watch import Differing, Group, boxes_in, group_tiles
 
 # Blocks of a window, and bytes below which a block is not cut: a page of memory.
@@ -139,15 +139,10 @@ class _Layout:
     def __init__(self, tiles: tuple[OwnTile, ...]) -> None:
         self.tiles, self.groups = tiles, group_tiles(tiles)
         self.boxes = {group: boxes_in(own) for group, own in self.groups.items()}
-        self.kinds = _by_kind(self.groups)
-        self.row_bytes = {
-            group: bytes_in(own) // (group.rows[1] - group.rows[0])
-            for group, own in self.groups.items()
-        }
 
 
 class _Read(NamedTuple):
-    """Blocks of a group as they are now: uint32[blocks, rows], uint8[blocks, rows, leaves]."""
+    """Blocks of some groups: uint32[groups, blocks, rows], uint8[..., leaves]."""
 
     blocks: np.ndarray
     hashes: np.ndarray
@@ -155,22 +150,36 @@ class _Read(NamedTuple):
 
 
 class _Ring:
-    """What is kept of the rows of a group.
+    """What is kept of the rows of groups of one kind that are cut alike.
+
+    What a table costs is Python's time for it: tables of one shape are compared together.
 
     Args:
+        kind: of the groups.
         window: how they are read.
-        tiles: of the group.
+        groups: with their tiles.
         start: of the first round.
     """
 
-    def __init__(self, window: Window, tiles: Sequence[OwnTile], start: int) -> None:
-        self.window = window
-        self._names = tuple(tile.leaf.name for tile in tiles)
+    def __init__(
+        self,
+        kind: _Kind,
+        window: Window,
+        groups: Mapping[Group, Sequence[OwnTile]],
+        start: int,
+    ) -> None:
+        self.kind, self.window, self.groups = kind, window, tuple(groups)
+        self._names = [tuple(t.leaf.name for t in own) for own in groups.values()]
         self._number, self._start = 0, start % window.count
-        shape = (window.count, window.block)
+        self._row_bytes: dict[jax.Device, int] = {}
+        for group, own in groups.items():
+            size = bytes_in(own) // (group.rows[1] - group.rows[0])
+            before = self._row_bytes.get(group.device, 0)
+            self._row_bytes[group.device] = before + size
+        shape = (len(groups), window.count, window.block)
         # Memory that is not written to yet is none.
         self._hashes = np.empty(shape, np.uint32)
-        self._tags = np.empty((*shape, len(tiles)), np.uint8)
+        self._tags = np.empty((*shape, len(kind)), np.uint8)
         # At which the hashes of each block were taken; -1: not yet.
         self._clocks = np.full(window.count, -1, np.int64)
 
@@ -186,12 +195,31 @@ class _Ring:
         blocks = [b for n in numbers for b in self.window.visited(n, self._start)]
         return np.array(list(dict.fromkeys(blocks)), np.int64)
 
-    def differing(self, read: _Read) -> Differing:
+    def bytes_in(self, read: _Read) -> dict[jax.Device, int]:
+        """Bytes that were read, by device."""
+        rows = len(read.blocks) * self.window.block
+        return {device: rows * size for device, size in self._row_bytes.items()}
+
+    def differing(self, read: _Read) -> dict[Group, Differing]:
+        """What differs from what is kept, of all groups."""
+        known = self._clocks[read.blocks] >= 0
+        compared = min(self.window.rows, int(known.sum()) * self.window.block)
+        differ = self._hashes[:, read.blocks] != read.hashes
+        differ &= known[:, None]
+        # Of most groups nothing differs: these have one answer.
+        found = dict.fromkeys(
+            self.groups, self._differing(read, 0, differ[0][:0], compared)
+        )
+        for number in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
+            group = self.groups[number]
+            found[group] = self._differing(read, number, differ[number], compared)
+        return found
+
+    def _differing(
+        self, read: _Read, number: int, differ: np.ndarray, compared: int
+    ) -> Differing:
         window, clocks = self.window, self._clocks[read.blocks]
-        known = clocks >= 0
-        differ = (self._hashes[read.blocks] != read.hashes) & known[:, None]
-        # Finding none takes less than what follows, and is what comes of most small groups.
-        at, offsets = np.nonzero(differ) if differ.any() else (_NONE, _NONE)
+        at, offsets = np.nonzero(differ)
         blocks = read.blocks[at]
         starts = np.minimum(blocks * window.block, window.rows - window.block)
         # Where the last block overlaps another, a row may come twice.
@@ -199,21 +227,33 @@ class _Ring:
         at, offsets, blocks = at[first], offsets[first], blocks[first]
 
         def leaves(which: np.ndarray) -> np.ndarray:
-            then = self._tags[blocks[which], offsets[which]]
-            return then != read.tags[at[which], offsets[which]]
+            then = self._tags[number, blocks[which], offsets[which]]
+            return then != read.tags[number, at[which], offsets[which]]
 
         return Differing(
             rows=rows,
             since=clocks[at],
-            names=self._names,
+            names=self._names[number],
             leaves=leaves,
-            compared=min(window.rows, int(known.sum()) * window.block),
+            compared=compared,
         )
 
     def keep(self, read: _Read, clock: int) -> None:
-        self._hashes[read.blocks], self._tags[read.blocks] = read.hashes, read.tags
+        self._hashes[:, read.blocks] = read.hashes
+        self._tags[:, read.blocks] = read.tags
         self._clocks[read.blocks] = clock
         self._number += 1
+
+
+def _rings(layout: _Layout, limit_bytes: int, start: int) -> tuple[_Ring, ...]:
+    """Rings of nothing yet, for all groups at once: how much is read of one rests on the others."""
+    windows = windows_of(layout.groups, limit_bytes)
+    alike: dict[tuple[_Kind, Window], dict[Group, tuple[OwnTile, ...]]] = {}
+    for group, own in layout.groups.items():
+        alike.setdefault((_kind_of(own), windows[group]), {})[group] = own
+    return tuple(
+        _Ring(kind, window, groups, start) for (kind, window), groups in alike.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +266,8 @@ class Glimpse:
         read_rows: that were hashed.
         read_bytes: of them, by device.
         layout: of what was read.
-        rings: what is kept of each group, once this is.
-        read: of each group.
+        rings: what is kept of all groups, once this is.
+        read: of each ring.
     """
 
     differing: Mapping[Group, Differing]
@@ -235,8 +275,8 @@ class Glimpse:
     read_rows: int
     read_bytes: Mapping[jax.Device, int]
     layout: _Layout
-    rings: dict[Group, _Ring]
-    read: Mapping[Group, _Read]
+    rings: tuple[_Ring, ...]
+    read: tuple[_Read, ...]
 
 
 class Rotation:
@@ -251,14 +291,15 @@ class Rotation:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from cnr_jax.rows.tiling import own_tiles
+        >>> from cnr_jax.rows.tiling import own_tiles, shards_of
         >>> from cnr_jax.tables import find_tables
         >>> state = {"user": jnp.zeros((4, 2))}
         >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
         >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
         >>> rotation, way = Rotation(1 << 20), lambda device, size: "host"
-        >>> rotation.keep(rotation.look(tiles, {"user": {"table": state["user"]}}, way), 7)
-        >>> rows = {"user": {"table": state["user"].at[2].add(1)}}
+        >>> rows = shards_of({"user": {"table": state["user"]}})
+        >>> rotation.keep(rotation.look(tiles, rows, way), 7)
+        >>> rows = shards_of({"user": {"table": state["user"].at[2].add(1)}})
         >>> [(d.rows, d.since) for d in rotation.look(tiles, rows, way).differing.values()]
         [(array([2]), array([7]))]
     """
@@ -267,7 +308,7 @@ class Rotation:
         self._limit_bytes = limit_bytes
         self._seed, self._start = _draw()
         self._layout: _Layout | None = None
-        self._rings: dict[Group, _Ring] = {}
+        self._rings: tuple[_Ring, ...] = ()
         # Fresh memory can take longer than the rows.
         self._buffers: dict[tuple[_Kind, int], list[np.ndarray]] = {}
 
@@ -275,11 +316,16 @@ class Rotation:
     def nbytes(self) -> int:
         """Bytes kept on the host: 4 a row, one a row and leaf, 8 a block, and what is read."""
         buffers = [each for found in self._buffers.values() for each in found]
-        return sum(each.nbytes for each in [*self._rings.values(), *buffers])
+        return sum(each.nbytes for each in [*self._rings, *buffers])
 
     @outside_mesh()
     def look(
-        self, tiles: Iterable[OwnTile], arrays: Arrays, way: Way, *, anew: bool = False
+        self,
+        tiles: Iterable[OwnTile],
+        shards: ShardsOf,
+        way: Way,
+        *,
+        anew: bool = False,
     ) -> Glimpse:
         """Hashes a part of the rows and compares it with what was kept.
 
@@ -287,7 +333,7 @@ class Rotation:
 
         Args:
             tiles: what this process saves of the state.
-            arrays: the leaves, by table and leaf name.
+            shards: of the leaves.
             way: how rows come into host memory, where they are hashed: out of a view or copy
                 of their shard (`"host"`), or gathered on their device.
             anew: whether what was kept is out of date.
@@ -300,23 +346,18 @@ class Rotation:
             anew |= layout.boxes != before
         rings = self._rings
         if anew or not rings:
-            # All of them: how much is read of one group depends on the others.
-            anew, rings = True, {}
-            windows = windows_of(layout.groups, self._limit_bytes)
-            for group, own in layout.groups.items():
-                rings[group] = _Ring(windows[group], own, self._start)
-        due = {group: ring.due() for group, ring in rings.items()}
-        read = self._read(layout, rings, due, arrays, way)
-        read_rows, read_bytes = 0, dict[jax.Device, int]()
-        for group, ring in rings.items():
-            rows = len(due[group]) * ring.window.block
-            read_rows += rows
-            before_it = read_bytes.get(group.device, 0)
-            read_bytes[group.device] = before_it + rows * layout.row_bytes[group]
+            anew = True
+            rings = _rings(layout, self._limit_bytes, self._start)
+        read = self._read(layout, rings, shards, way)
+        differing: dict[Group, Differing] = {}
+        read_bytes: Counter[jax.Device] = Counter()
+        for ring, found in zip(rings, read, strict=True):
+            differing.update(ring.differing(found))
+            read_bytes.update(ring.bytes_in(found))
         return Glimpse(
-            differing={g: ring.differing(read[g]) for g, ring in rings.items()},
+            differing=differing,
             anew=anew,
-            read_rows=read_rows,
+            read_rows=sum(found.hashes.size for found in read),
             read_bytes=read_bytes,
             layout=layout,
             rings=rings,
@@ -331,57 +372,68 @@ class Rotation:
             clock: of the touched rows that go with it.
         """
         self._layout, self._rings = glimpse.layout, glimpse.rings
-        for group, read in glimpse.read.items():
-            self._rings[group].keep(read, clock)
+        for ring, read in zip(glimpse.rings, glimpse.read, strict=True):
+            ring.keep(read, clock)
 
     def _read(
         self,
         layout: _Layout,
-        rings: Mapping[Group, _Ring],
-        due: Mapping[Group, np.ndarray],
-        arrays: Arrays,
+        rings: Sequence[_Ring],
+        shards: ShardsOf,
         way: Way,
-    ) -> dict[Group, _Read]:
-        shards: dict[tuple[str, str], LocalShards] = {}
-        sources: dict[Group, list[_Source]] = {}
+    ) -> tuple[_Read, ...]:
+        due = [ring.due() for ring in rings]
+        sources: list[list[list[_Source]]] = []
         # All devices gather before the first one is waited for.
-        for group, tiles in layout.groups.items():
-            sources[group] = []
-            for tile in tiles:
-                key = tile.table.name, tile.leaf.name
-                if key not in shards:
-                    shards[key] = LocalShards(arrays[key[0]][key[1]])
-                source = _source(
-                    shards[key], tile, rings[group].window, due[group], way
-                )
-                sources[group].append(source)
-        found: dict[Group, _Read] = {}
-        for kind, members in layout.kinds.items():
-            windows = [rings[group].window for group in members]
-            size = _program_rows(kind, sum(w.read_rows for w in windows))
+        for ring, blocks in zip(rings, due, strict=True):
+            starts = np.minimum(
+                blocks * ring.window.block, ring.window.rows - ring.window.block
+            ).tolist()
+            sources.append(
+                [
+                    [
+                        _source(shards, tile, ring.window, starts, way)
+                        for tile in layout.groups[group]
+                    ]
+                    for group in ring.groups
+                ]
+            )
+        found: list[_Read | None] = [None] * len(rings)
+        kinds: dict[_Kind, list[int]] = {}
+        for number, ring in enumerate(rings):
+            kinds.setdefault(ring.kind, []).append(number)
+        for kind, members in kinds.items():
+            most = sum(
+                len(rings[n].groups) * rings[n].window.read_rows for n in members
+            )
             parts = [
-                _Part(sources[group], window.first(int(block)), number, window.block)
-                for group, window in zip(members, windows, strict=True)
-                for number, block in enumerate(due[group])
+                (each, rings[n].window.block) for n in members for each in sources[n]
             ]
-            hashes, tags = self._hash(kind, size, parts)
+            hashes, tags = self._hash(kind, _program_rows(kind, most), parts)
             done = 0
-            for group, window in zip(members, windows, strict=True):
-                shape = (len(due[group]), window.block)
-                rows = slice(done, done + shape[0] * shape[1])
+            for n in members:
+                ring = rings[n]
+                shape = (len(ring.groups), len(due[n]), ring.window.block)
+                rows = slice(done, done + math.prod(shape))
                 done = rows.stop
-                found[group] = _Read(
-                    due[group],
+                found[n] = _Read(
+                    due[n],
                     hashes[rows].reshape(shape),
                     tags[rows].reshape(*shape, len(kind)),
                 )
-        return found
+        return tuple(read for read in found if read is not None)
 
     def _hash(
-        self, kind: _Kind, size: int, parts: Sequence[_Part]
+        self, kind: _Kind, size: int, parts: Sequence[tuple[Sequence[_Source], int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and tags of all rows of some parts, in order."""
-        rows = sum(part.rows for part in parts)
+        """Hashes and tags of all rows of some parts, in order.
+
+        Args:
+            kind: of their rows.
+            size: of the program.
+            parts: what each leaf of a group is read from, and the rows of its blocks.
+        """
+        rows = sum(len(sources[0].starts) * block for sources, block in parts)
         hashes = np.empty(rows, np.uint32)
         tags = np.empty((rows, len(kind)), np.uint8)
         seed = jax.device_put(self._seed, host_device())
@@ -391,19 +443,24 @@ class Rotation:
             buffers = _zeros(kind, size)
             self._buffers[kind, size] = buffers
         filled = done = 0
-        for part in parts:
-            taken = 0
-            while taken < part.rows:
-                count = min(part.rows - taken, size - filled)
-                for source, buffer in zip(part.sources, buffers, strict=True):
-                    source.copy(part, taken, buffer[filled : filled + count])
-                taken, filled = taken + count, filled + count
-                if filled == size or done + filled == rows:
-                    made, marks = hash_on_host(buffers, seed, tagged=True)
-                    assert marks is not None
-                    hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
-                    tags[done : done + filled] = np.asarray(marks)[:filled]
-                    done, filled = done + filled, 0
+        for sources, block in parts:
+            # They live for this call only: see `_copy_rows` in rows/gather.py.
+            views = [np.asarray(source.data) for source in sources]
+            for number in range(len(sources[0].starts)):
+                taken = 0
+                while taken < block:
+                    count = min(block - taken, size - filled)
+                    for view, source, out in zip(views, sources, buffers, strict=True):
+                        start = source.starts[number] + taken
+                        rows_read = row_words(view[start : start + count])
+                        out[filled : filled + count] = rows_read
+                    taken, filled = taken + count, filled + count
+                    if filled == size or done + filled == rows:
+                        made, marks = hash_on_host(buffers, seed, tagged=True)
+                        assert marks is not None
+                        hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
+                        tags[done : done + filled] = np.asarray(marks)[:filled]
+                        done, filled = done + filled, 0
         return hashes, tags
 
 
@@ -412,49 +469,24 @@ class _Source(NamedTuple):
 
     Attributes:
         data: its shard, or rows gathered from it in the order of reading.
-        first: row of the shard at which those of the group start; None for rows gathered.
+        starts: of the blocks therein.
     """
 
     data: jax.Array
-    first: int | None
-
-    def copy(self, part: _Part, taken: int, out: np.ndarray) -> None:
-        """Copies rows of a part from its row `taken` on, as words."""
-        if self.first is None:
-            start = part.number * part.rows + taken
-        else:
-            start = self.first + part.start + taken
-        # The view lives for this call only: see `_copy_rows` in rows/gather.py.
-        out[...] = row_words(np.asarray(self.data)[start : start + len(out)])
-
-
-class _Part(NamedTuple):
-    """A block to be read.
-
-    Attributes:
-        sources: of each leaf.
-        start: its first row in the group.
-        number: how many blocks of the group are read before it.
-        rows: of it.
-    """
-
-    sources: Sequence[_Source]
-    start: int
-    number: int
-    rows: int
+    starts: Sequence[int]
 
 
 def _source(
-    shards: LocalShards, tile: OwnTile, window: Window, due: np.ndarray, way: Way
+    shards: ShardsOf, tile: OwnTile, window: Window, starts: Sequence[int], way: Way
 ) -> _Source:
     device = tile.piece.device
-    data, start = shards.on(device)
+    data, start = shards(tile.table.name, tile.leaf.name).on(device)
     first = tile.rows[0] - start
     if way(device, data.nbytes) == "host":
-        return _Source(data, first)
-    starts = np.minimum(due * window.block, window.rows - window.block)
-    rows = (starts[:, None] + np.arange(window.block)).ravel()
-    return _Source(_gathered(data, rows + first, window.read_rows), None)
+        return _Source(data, [first + each for each in starts] if first else starts)
+    rows = (np.array(starts)[:, None] + np.arange(window.block)).ravel()
+    gathered = _gathered(data, rows + first, window.read_rows)
+    return _Source(gathered, range(0, len(rows), window.block))
 
 
 def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:

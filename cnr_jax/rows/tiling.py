@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -164,6 +164,15 @@ def _choose(
     return next((d for d in devices if d.process_index in processes), None)
 
 
+@functools.lru_cache(maxsize=4096)
+def _rows_on(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> Mapping[jax.Device, tuple[int, int]]:
+    """Start and stop of the rows of each device; jax takes longer to tell that of a shard."""
+    boxes = boxes_of(sharding, shape).items()
+    return {device: box[0] for box, devices in boxes for device in devices}
+
+
 class LocalShards:
     """The shards of an array on this process, looked up once: jax makes them anew each time.
 
@@ -175,10 +184,11 @@ class LocalShards:
     """
 
     def __init__(self, array: jax.Array) -> None:
-        self._shards: dict[jax.Device, tuple[jax.Array, int, int]] = {}
-        for shard in array.addressable_shards:
-            start, stop, _ = shard.index[0].indices(array.shape[0])
-            self._shards[shard.device] = (shard.data, start, stop)
+        rows = _rows_on(array.sharding, array.shape)
+        self._shards: dict[jax.Device, tuple[jax.Array, int, int]] = {
+            shard.device: (shard.data, *rows[shard.device])
+            for shard in array.addressable_shards
+        }
 
     def holding(self, rows: tuple[int, int]) -> tuple[jax.Array, int]:
         """A shard that holds `rows`, and its first row.
@@ -201,3 +211,18 @@ class LocalShards:
             raise errors.TableError(f"the array has no shard on {device}")
         data, start, _ = self._shards[device]
         return data, start
+
+
+# The shards of a leaf, by the names of its table and itself.
+ShardsOf = Callable[[str, str], LocalShards]
+
+
+def shards_of(arrays: Mapping[str, Mapping[str, jax.Array]]) -> ShardsOf:
+    """Looks the shards of leaves up, those of each once.
+
+    Example:
+        >>> shards = shards_of({"user": {"table": jax.numpy.zeros((4, 2))}})
+        >>> shards("user", "table") is shards("user", "table")
+        True
+    """
+    return functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import cnr_jax as cnr
 from cnr_jax.rows import rotation
 from cnr_jax.rows.rotation import Rotation, Window
-from cnr_jax.rows.tiling import own_tiles
+from cnr_jax.rows.tiling import own_tiles, shards_of
 
 SIZES = st.integers(1, 5000)
 
@@ -61,11 +61,11 @@ def test_looks_read_a_part_of_each_table_within_a_limit(
     _, arrays, tiles = _tables(rows, dims)
     watch = Rotation(limit)
     for clock in range(3):
-        look = watch.look(tiles, arrays, lambda device, size: "host")
+        look = watch.look(tiles, shards_of(arrays), lambda device, size: "host")
         assert look.anew == (clock == 0)
         least = sum(min(2, r) * 4 * d for r, d in shapes)
         assert max(look.read_bytes.values()) <= limit + least
-        assert all(len(read.blocks) for read in look.read.values())
+        assert all(len(read.blocks) for read in look.read)
         assert not any(len(found.rows) for found in look.differing.values())
         watch.keep(look, clock)
 
@@ -85,7 +85,7 @@ def test_rows_are_found_as_often_as_is_said(where: Any) -> None:
         moving = jnp.asarray(rng.choice(rows, k, replace=False))
         for clock in range(n + 1):
             moved = {"table0": {"table": same.at[moving].add(clock)}}
-            look = watch.look(tiles, moved, lambda device, size: where)
+            look = watch.look(tiles, shards_of(moved), lambda device, size: where)
             found |= any(len(each.rows) for each in look.differing.values())
             watch.keep(look, clock)
         missed += not found
@@ -97,14 +97,13 @@ def test_rows_are_found_as_often_as_is_said(where: Any) -> None:
 def test_last_block_that_overlaps_counts_its_rows_once() -> None:
     _, arrays, tiles = _tables([10], [1])
     watch = Rotation(10**6)
-    group = next(iter(rotation.group_tiles(tiles)))
-    ring = rotation._Ring(Window(10, 4, 3), tiles, 0)
-    watch._rings = {group: ring}
+    groups = rotation.group_tiles(tiles)
+    watch._rings = (rotation._Ring(((1, "uint32"),), Window(10, 4, 3), groups, 0),)
     same = arrays["table0"]["table"]
     way: Any = lambda device, size: "host"  # noqa: E731
-    watch.keep(watch.look(tiles, {"table0": {"table": same}}, way), 0)
+    watch.keep(watch.look(tiles, shards_of(arrays), way), 0)
     moved = {"table0": {"table": same.at[7].set(1.0)}}
-    (found,) = watch.look(tiles, moved, way).differing.values()
+    (found,) = watch.look(tiles, shards_of(moved), way).differing.values()
     assert (found.rows.tolist(), found.since.tolist()) == ([7], [0])
     assert found.leaves(np.array([0])).tolist() == [[True]]
 
@@ -116,10 +115,52 @@ def test_buffers_are_read_in_pieces_where_a_look_is_large(
     _, arrays, tiles = _tables([1000, 333], [2, 2])
     watch = Rotation(10**6)
     way: Any = lambda device, size: "host"  # noqa: E731
-    watch.keep(watch.look(tiles, arrays, way), 0)
+    watch.keep(watch.look(tiles, shards_of(arrays), way), 0)
     for name, row in itertools.product(arrays, [0, 63, 64, 332]):
         moved = {k: dict(v) for k, v in arrays.items()}
         moved[name]["table"] = moved[name]["table"].at[row].set(1.0)
-        look = watch.look(tiles, moved, way)
+        look = watch.look(tiles, shards_of(moved), way)
         found = {g.table: d.rows.tolist() for g, d in look.differing.items()}
         assert found == {key: [row] if key == name else [] for key in arrays}
+
+
+def test_tables_of_one_shape_are_compared_together_and_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is done for each shape is not done for each table, and no answer is another's."""
+    rows = [300] * 20 + [7] * 20 + [300, 5]
+    _, arrays, tiles = _tables(rows, [2] * 40 + [3, 2])
+    watch, compared = Rotation(20_000), []
+    way: Any = lambda device, size: "host"  # noqa: E731
+    differing = rotation._Ring.differing
+
+    def counted(ring: Any, *args: Any) -> Any:
+        compared.append(ring)
+        return differing(ring, *args)
+
+    monkeypatch.setattr(rotation._Ring, "differing", counted)
+    first = watch.look(tiles, shards_of(arrays), way)
+    assert len(compared) == 4
+    watch.keep(first, 0)
+    second = watch.look(tiles, shards_of(arrays), way)
+    assert sorted(g.table for g in second.differing) == sorted(arrays)
+    kept = {
+        g.table: r.blocks
+        for ring, r in zip(first.rings, first.read, strict=True)
+        for g in ring.groups
+    }
+    windows = {g.table: ring.window for ring in first.rings for g in ring.groups}
+    for number, name in enumerate(arrays):
+        window, block = windows[name], int(kept[name][number % len(kept[name])])
+        row = window.first(block) + number % window.block
+        leaf = arrays[name]["table"]
+        moved = arrays | {name: {"table": leaf.at[row].set(number + 1.0)}}
+        look = watch.look(tiles, shards_of(moved), way)
+        found = {g.table: d for g, d in look.differing.items() if len(d.rows)}
+        assert list(found) == [name]
+        assert (found[name].rows.tolist(), found[name].since.tolist()) == ([row], [0])
+        assert found[name].names == ("table",)
+        assert found[name].leaves(np.array([0])).tolist() == [[True]]
+    assert {d.compared for d in second.differing.values()} == {
+        min(w.rows, len(kept[name]) * w.block) for name, w in windows.items()
+    }
