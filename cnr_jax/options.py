@@ -80,7 +80,8 @@ class Options:
             a round of them never; what holds of rows that move once is in `cnr_jax.audit`. So
             40,000 of 4 M rows of dim 64 escape one save with probability 10^-35, 100 rows with
             0.8, but 100 saves with 10^-10. In the memory of the host are kept up to 4 bytes a
-            row, one a row and leaf, and what is read.
+            row, one a row and leaf, and what is read. As no save leaves a table out, each costs
+            time beside its rows: about 15 microseconds on one device, 15 ms for a thousand.
         drop_unchanged: leave out rows that were recorded but have not changed; needs
             `tracking="audited"`.
         preservation_policy: an Orbax preservation policy, such as

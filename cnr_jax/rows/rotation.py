@@ -445,15 +445,14 @@ class Rotation:
         filled = done = 0
         for sources, block in parts:
             # They live for this call only: see `_copy_rows` in rows/gather.py.
-            views = [np.asarray(source.data) for source in sources]
+            views = [row_words(np.asarray(source.data)) for source in sources]
             for number in range(len(sources[0].starts)):
                 taken = 0
                 while taken < block:
                     count = min(block - taken, size - filled)
                     for view, source, out in zip(views, sources, buffers, strict=True):
                         start = source.starts[number] + taken
-                        rows_read = row_words(view[start : start + count])
-                        out[filled : filled + count] = rows_read
+                        out[filled : filled + count] = view[start : start + count]
                     taken, filled = taken + count, filled + count
                     if filled == size or done + filled == rows:
                         made, marks = hash_on_host(buffers, seed, tagged=True)
