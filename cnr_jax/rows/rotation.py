@@ -304,9 +304,11 @@ class Rotation:
         [(array([2]), array([7]))]
     """
 
+    @outside_mesh()
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._seed, self._start = _draw()
+        seed, self._start = _draw()
+        self._seed = jax.device_put(seed, host_device())
         self._layout: _Layout | None = None
         self._rings: tuple[_Ring, ...] = ()
         # Fresh memory can take longer than the rows.
@@ -436,7 +438,6 @@ class Rotation:
         rows = sum(len(sources[0].starts) * block for sources, block in parts)
         hashes = np.empty(rows, np.uint32)
         tags = np.empty((rows, len(kind)), np.uint8)
-        seed = jax.device_put(self._seed, host_device())
         buffers = self._buffers.get((kind, size))
         if buffers is None:
             # Written to, so that what follows the last row is not whatever memory held.
@@ -455,7 +456,7 @@ class Rotation:
                         out[filled : filled + count] = view[start : start + count]
                     taken, filled = taken + count, filled + count
                     if filled == size or done + filled == rows:
-                        made, marks = hash_on_host(buffers, seed, tagged=True)
+                        made, marks = hash_on_host(buffers, self._seed, tagged=True)
                         assert marks is not None
                         hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
                         tags[done : done + filled] = np.asarray(marks)[:filled]
