@@ -74,6 +74,8 @@ def check_recorded(
     stamps: StampsOf,
     lineage: str,
     state: Any,
+    *,
+    recorded: bool = True,
 ) -> None:
     """Checks that all rows that differ were recorded since they were others.
 
@@ -84,6 +86,8 @@ def check_recorded(
         stamps: tells those of all rows.
         lineage: of the stamps.
         state: in which the likely cause is looked for.
+        recorded: whether `record` was called since the save before, as far as the touched rows
+            tell that go with the state.
 
     Raises:
         AuditError: naming tables, rows, leaves, the likely cause and the remedy.
@@ -107,7 +111,7 @@ def check_recorded(
         if name in guilty
     }
     raise AuditError(
-        _message(tables, tables_found, state),
+        _message(tables, tables_found, state, recorded=recorded),
         lineage=lineage,
         clock=min(each.since for each in tables_found.values()),
     )
@@ -154,8 +158,15 @@ def _unrecorded(
     return here
 
 
-def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str:
+def _message(
+    tables: Tables, found: Mapping[str, Unrecorded], state: Any, *, recorded: bool
+) -> str:
     lines: list[str] = []
+    stale = ""
+    if not recorded:
+        stale = (
+            ", or the touched rows given to Save are not those that `record` returned"
+        )
     for name, rows in found.items():
         lines += [
             f"table {name!r}: {_rows(len(rows.rows))} changed without being recorded;"
@@ -163,7 +174,7 @@ def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str
             f"  got changes in {_leaves_text(rows)}; first rows: {_rows_text(tables[name], rows)}",
             f"  expected changes only in the {_rows(len(rows.recorded))} recorded since;"
             f" {_compared_text(tables[name], rows)} compared",
-            f"  likely cause: {_cause(tables[name], rows, state)}",
+            f"  likely cause: {_cause(tables[name], rows, state)}{stale}",
         ]
     if jax.process_count() > 1:
         lines.append(f"  as process {jax.process_index()} sees its part of the rows")
@@ -171,7 +182,8 @@ def _message(tables: Tables, found: Mapping[str, Unrecorded], state: Any) -> str
 
 
 _HINT = """\
-  hint: a manager made with Options(tracking="fingerprint") saves exactly whatever the optimizer;
+  hint: a manager made with Options(tracking="fingerprint") saves exactly whatever the optimizer,
+    also in this root if its first save passes the touched rows along: Save(state, touched);
     or give tables a row-sparse one (one of cnr_jax.optim, or sgd or adagrad of optax), and call
     `record` in the step that applies an update, with all ids whose rows it changes;
     after putting back an older state by hand, call reset_touched"""

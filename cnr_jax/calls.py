@@ -19,10 +19,12 @@ class Called(Protocol):
     Attributes:
         _lock: held during calls; reentrant, for those that calls make of their own.
         _is_in_call: whether whoever holds the lock is in a call that must not be nested.
+        _is_closed: whether nothing can be done with it any more, but closing it again.
     """
 
     _lock: threading.RLock
     _is_in_call: bool
+    _is_closed: bool
 
     def _is_in_on_save(self) -> bool: ...
 
@@ -58,6 +60,13 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
                     "  hint: in a signal handler only note the signal, and save in the train"
                     " loop",
                     kind="nested",
+                )
+            if self._is_closed and name != "close":
+                raise errors.CallError(
+                    f"{name}() was called, but this manager is closed; nothing was changed\n"
+                    "  hint: call it before close(), or inside of `with`; or make another"
+                    " manager of this root",
+                    kind="closed",
                 )
             self._is_in_call = True
             try:

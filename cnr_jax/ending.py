@@ -44,6 +44,7 @@ class EndingManager(ocp.CheckpointManager):
     _item: str | None
     _lock: threading.RLock
     _is_in_call = False
+    _is_closed = False
     _failure: errors.SaveError | None = None
     # Whether Orbax's list of steps must be read again.
     _is_stale = False

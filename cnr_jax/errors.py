@@ -193,7 +193,11 @@ class UsedRootError(CnrError, RuntimeError):
 
 
 class CallError(CnrError, RuntimeError):
-    """A call of a manager that would wait for itself: call it elsewhere, or later."""
+    """A call of a manager that would wait for itself, or that comes after its end.
+
+    By `kind`: `"inside_on_save"` or `"nested"`: call it elsewhere, or later. `"closed"`: call it
+    before `close()`.
+    """
 
     kind = "call"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import re
+import sys
+import threading
 import traceback
 from collections.abc import Iterator
 
@@ -33,10 +36,17 @@ def save_error(
     here = jax.process_index()
     where = f" on process {here}" if jax.process_count() > 1 else ""
     what = "a save" if step is None else f"the save of step {step}"
+    rest = "what was committed before is untouched, and the next save contains its rows"
+    if _has_ended():
+        rest = (
+            "the program ended before this save was durable; what was committed before is"
+            " untouched\n  hint: use `with`, or call close() or wait_until_finished() before"
+            " the program ends"
+        )
     found = SaveError(
         f"{what} failed{where}\n  {in_one_line(error)}\n"
         + (f"  it was to be in {directory}\n" if directory else "")
-        + "  what was committed before is untouched, and the next save contains its rows",
+        + f"  {rest}",
         kind="timeout" if isinstance(error, TimeoutError) else None,
         step=step,
         process=here,
@@ -44,6 +54,16 @@ def save_error(
     )
     found.__cause__ = error
     return found
+
+
+def _has_ended() -> bool:
+    """Whether the program has come to its end, so that no other save follows."""
+    return (
+        sys.is_finalizing()
+        or not threading.main_thread().is_alive()
+        # Pools of threads are ended before the main thread is said to be: no public name.
+        or bool(getattr(concurrent.futures.thread, "_shutdown", False))
+    )
 
 
 def after_commit(error: BaseException, step: int | None) -> SaveError:

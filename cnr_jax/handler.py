@@ -76,10 +76,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     ) -> None:
         self.options = cnr_jax.options.checked(options)
         self.tables = tables
-        self._entries = capture.table_entries(tables or Tables({}))
         if tables is not None:
             check_tables(tables)
             self.options.check_tables(tables)
+        self._entries = capture.table_entries(tables or Tables({}))
         self.served = Served()
         self.guarded = False
         self._planner = Planner(self.options.policy)

@@ -69,6 +69,14 @@ def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None
             f"args is {type(args).__name__}, expected checkpoint arguments\n"
             f"  hint: {example}"
         )
+    other = Restore if needed is Save else Save
+    composite = isinstance(args, ocp.args.Composite)
+    for each in args.values() if composite else (args,):
+        if isinstance(each, other):
+            raise errors.OptionError(
+                f"args is {other.__name__}, expected {needed.__name__}\n"
+                f"  hint: {example}"
+            )
 
 
 def state_to_save(

@@ -14,6 +14,7 @@ from cnr_jax.calls import alone
 from cnr_jax.channel import Channel
 from cnr_jax.ending import EndingManager
 from cnr_jax.fallback import check_ours, no_such_step
+from cnr_jax.items import check_step
 from cnr_jax.orbax_compat import DEFAULT_ITEM, checkpoint_infos, refuse_pipes
 from cnr_jax.repository.files import exists, is_local
 from cnr_jax.repository.ledger import Entry
@@ -145,9 +146,12 @@ class ListingManager(EndingManager):
             FileNotFoundError: if there is no such step.
             DependentsExistError: naming steps that depend on it, or that may because they
                 cannot be read.
+            OptionError: if it is no step.
             WriterError: if another manager saves to this root; nothing was deleted.
+            CallError: as `save`.
             OSError: if the step cannot be removed; it is there as before.
         """
+        check_step(step)
         # The others may be about to look whether the last save is there.
         alike(self._channel, self.wait_until_finished)
         self._settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -42,11 +43,19 @@ from cnr_jax.orbax_compat import (
 from cnr_jax.preemption import Sigterm
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.durable import missing_directories, sync_made
+from cnr_jax.repository.files import exists
 from cnr_jax.repository.guard import recover
 from cnr_jax.repository.ledger import Ledger
 from cnr_jax.repository.leftovers import find_leftovers, report
 from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.roots import check_is_there, find_item, open_root
+from cnr_jax.repository.roots import (
+    check_is_no_file,
+    check_is_root,
+    check_is_there,
+    find_item,
+    open_root,
+    step_directories,
+)
 from cnr_jax.retaining import check_orbax_options, inner_policy
 from cnr_jax.saving import check_concrete
 from cnr_jax.table import Tables
@@ -121,6 +130,8 @@ class CheckpointManager(ListingManager):
         writes = tables is not None and not (orbax_options and orbax_options.read_only)
         if not writes:
             check_is_there(self._root)
+        check_is_no_file(self._root)
+        check_is_root(self._root)
         made = missing_directories(self._root)
         if writes:
             self._recover()
@@ -250,7 +261,8 @@ class CheckpointManager(ListingManager):
                 steps that may lack such rows.
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
-            CallError: inside `on_save`, or in a signal handler in the middle of a call.
+            CallError: inside `on_save`, in a signal handler in the middle of a call, or after
+                `close`.
         """
         check_step(step)
         if self._options.read_only:
@@ -342,7 +354,10 @@ class CheckpointManager(ListingManager):
         plain = isinstance(args, ocp.args.StandardRestore)
         args = restore_args(args, self._item)
         reads = reads_state(args, self._item)
-        elsewhere = None if directory is None else ExactPath(open_root(directory))
+        elsewhere = None
+        if directory is not None:
+            elsewhere = ExactPath(open_root(directory))
+            alike(self._channel, lambda: self._check_holds(elsewhere, step))
 
         def attempt(step: int) -> Any:
             with self._handler.resuming.attempt(reads=reads):
@@ -362,6 +377,24 @@ class CheckpointManager(ListingManager):
         if not self._options.read_only:
             self._warm_up(self._handler.auto_bits())
         return state.state if plain and isinstance(state, Restored) else restored
+
+    def _check_holds(self, root: epath.Path, step: int | None) -> None:
+        """Checks that another root is one, and that a step which is asked for is in it."""
+        check_is_there(root)
+        check_is_root(root)
+        if step is None:
+            return
+        try:
+            found = exists(self._get_read_step_directory(step, root))
+        except ValueError:
+            found = False
+        if not found:
+            held = step_directories(root, self._handler.served.is_step)
+            known = sorted(map(names.step_number, held))
+            raise errors.NoStepError(
+                f"step {step} does not exist in {os.fspath(root)}\n"
+                f"  steps: {', '.join(map(str, known)) or 'none'}"
+            )
 
     def _restore_by(
         self, attempt: Callable[[int], Any], step: int | None, elsewhere: Any
@@ -403,6 +436,8 @@ class CheckpointManager(ListingManager):
     def close(self) -> None:
         """Waits for the save that is being written, and for `on_save`; frees what is held.
 
+        A program that ends without it, or `with`, may lose its last save. Again it does nothing.
+
         Raises:
             SaveError: if the save failed.
             CallError: inside `on_save`, which would wait for itself.
@@ -416,6 +451,7 @@ class CheckpointManager(ListingManager):
 
     @alone
     def _close(self) -> None:
+        self._is_closed = True
         if self._sigterm is not None:
             self._sigterm.close()
         super().close()

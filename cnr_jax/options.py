@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from cnr_jax.telemetry import SaveReport
 WIDEST = 1 << 16
 # Where nothing is given.
 _CODEC, _BITS = "adaptive", 4
+_TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_policy()
+        self._check_kinds()
         self._check_tracking()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
@@ -191,6 +194,38 @@ class Options:
             f"policy is {policy!r}, expected an object that decides\n"
             f"  hint: policy=cnr_jax.{kind.__name__}()"
         )
+
+    def _check_kinds(self) -> None:
+        """Checks that objects and numbers are of the kinds that are used later."""
+        keeps: Any = self.preservation_policy
+        asks = callable(getattr(keeps, "should_preserve", None))
+        if keeps is not None and (isinstance(keeps, type) or not asks):
+            raise errors.OptionError(
+                f"preservation_policy is {keeps!r}, expected an object of Orbax with"
+                " should_preserve\n"
+                "  hint: ocp.checkpoint_managers.LatestN(3) keeps the newest three"
+            )
+        if self.on_save is not None and not callable(self.on_save):
+            raise errors.OptionError(
+                f"on_save is {self.on_save!r}, expected a function of a SaveReport\n"
+                "  hint: on_save=print"
+            )
+        given: Any = self.tables
+        if not isinstance(given, Mapping):
+            raise errors.OptionError(
+                f"tables is {type(given).__name__}, expected a mapping of names to"
+                f" TableOptions\n{_TABLES_HINT}"
+            )
+        for name, each in cast("Mapping[Any, Any]", given).items():
+            if not isinstance(each, TableOptions):
+                raise errors.OptionError(
+                    f"options of table {name!r} are {each!r}, expected TableOptions\n"
+                    f"{_TABLES_HINT}"
+                )
+        for name in ("timeout_secs", "max_staging_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise errors.OptionError(f"{name} is {value!r}, expected a number")
 
     def _check_auto(self) -> None:
         """Checks that "auto", and what is expected for it, have something to choose."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 from jax.core import Tracer
@@ -113,6 +114,14 @@ def check(
             "the state is Touched: it and the touched rows are swapped\n"
             "  hint: cnr_jax.args.Save(state, touched)"
         )
+    if isinstance(state, tuple | list) and touched is None:
+        both = cast("Sequence[Any]", state)
+        if len(both) == 2 and isinstance(both[1], Touched):
+            raise errors.StateMismatchError(
+                f"the state is a {type(state).__name__} of a state and touched rows\n"
+                "  hint: pass the two, cnr_jax.args.Save(state, touched); of what restore"
+                " returned, Save(*restored)"
+            )
     _check_alive(state, "state")
     arrays, dense = split(state, tables)
     leaves = capture.dense_leaves(dense)

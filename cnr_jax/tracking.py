@@ -151,7 +151,7 @@ class Tracker:
             if recorded is not None:
                 doubt = self._doubt(look, glimpse, recorded)
                 if not doubt:
-                    self._audit(look, glimpse, state, written, tables)
+                    self._audit(look, glimpse, state, written, recorded.clock, tables)
             secs = time.perf_counter() - started
         by_fingerprints = self._by_fingerprints(mode)
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
@@ -240,6 +240,7 @@ class Tracker:
         glimpse: Glimpse | None,
         state: Any,
         shards: Callable[[str], LocalShards],
+        clock: int,
         tables: Tables,
     ) -> None:
         """Checks that rows which differ from what they were have been recorded."""
@@ -259,7 +260,15 @@ class Tracker:
             assert look is not None and self._watch is not None
             differing = self._watch.differing(look, self._last.clock)
         lineage = self._last.lineage
-        audit.check_recorded(tables, differing, at, stamps, lineage, state)
+        audit.check_recorded(
+            tables,
+            differing,
+            at,
+            stamps,
+            lineage,
+            state,
+            recorded=clock > self._last.clock,
+        )
 
     def keep(self, found: Found, stamps: Moment) -> None:
         """Takes what was found as known from now on: its save was decided.

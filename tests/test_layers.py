@@ -92,7 +92,7 @@ TABLE = {
         "jax orbax etils",
     ),
     "listing": (
-        f"errors repository {ORBAX} calls channel ending fallback verdicts",
+        f"errors repository {ORBAX} calls channel ending fallback items verdicts",
         "etils",
     ),
     "preemption": ("errors", ""),

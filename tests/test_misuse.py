@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -358,3 +361,261 @@ def test_reader_of_a_missing_root_says_so_and_does_not_make_it(
     with pytest.raises(errors.NoStepError, match=f"no folder {root}"):
         cnr.CheckpointManager(root, tables=tables, orbax_options=read_only)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def step_folder(tmp_path: Path, state: Any, tables: cnr.Tables) -> Path:
+    save(tmp_path / "exp1", state, tables)
+    return tmp_path / "exp1" / "0"
+
+
+@pytest.mark.parametrize("below", ["", "default"])
+def test_folder_of_a_step_is_not_taken_for_a_root(
+    below: str, step_folder: Path, tmp_path: Path, state: Any, tables: cnr.Tables
+) -> None:
+    root, before = step_folder / below, sorted(step_folder.parent.rglob("*"))
+    read_only = ocp.CheckpointManagerOptions(read_only=True)
+    save(tmp_path / "other", state, tables)
+    with cnr.CheckpointManager(tmp_path / "other", tables=tables) as other:
+        calls: list[Callable[[], Any]] = [
+            lambda: cnr.CheckpointManager(root, tables=tables),
+            lambda: cnr.CheckpointManager(root),
+            lambda: cnr.CheckpointManager(root, orbax_options=read_only),
+            lambda: cnr.verify(root),
+            lambda: other.restore(None, directory=root),
+            lambda: other.restore(0, directory=root),
+        ]
+        for call in calls:
+            with pytest.raises(
+                OPTION, match=f"is a step of the root {tmp_path}/exp1\n"
+            ):
+                call()
+    assert sorted(step_folder.parent.rglob("*")) == before
+
+
+def test_root_that_is_empty_or_a_file_is_refused(
+    tmp_path: Path, tables: cnr.Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OPTION, match="is no root: it is empty"):
+        cnr.CheckpointManager("", tables=tables)
+    for root in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(
+            OPTION, match=f"{root} is no root: {tmp_path}/file is a file"
+        ):
+            cnr.CheckpointManager(root, tables=tables)
+    with pytest.raises(OPTION, match="no such home folder"):
+        cnr.CheckpointManager("~nobody-of-this-name/run", tables=tables)
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_tilde_is_the_home_folder(
+    tmp_path: Path, state: Any, tables: cnr.Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    save(Path("~/run"), state, tables)
+    assert (tmp_path / "home" / "run" / "0").is_dir()
+    assert cnr.verify("~/run") == ()
+
+
+def test_steps_and_roots_that_are_missing_elsewhere_are_told_apart(
+    manager: cnr.CheckpointManager, tmp_path: Path, state: Any, tables: cnr.Tables
+) -> None:
+    save(tmp_path / "other", state, tables)
+    for step in (None, 1):
+        with pytest.raises(errors.NoStepError, match=f"no folder {tmp_path}/missing"):
+            manager.restore(step, directory=tmp_path / "missing")
+    with pytest.raises(
+        errors.NoStepError, match=r"step 1 does not exist.*\n  steps: 0"
+    ):
+        manager.restore(1, directory=tmp_path / "other")
+    restored = manager.restore(0, directory=tmp_path / "other")
+    assert np.array_equal(restored.state["user"], state["user"])
+
+
+# ---- two managers, and the end of one ------------------------------------------------------
+
+
+def test_closed_manager_refuses_what_it_cannot_do(
+    manager: cnr.CheckpointManager, state: Any, touched: cnr.Touched
+) -> None:
+    manager.save(0, args=cnr.args.Save(state, touched))
+    manager.close()
+    root = Path(manager.directory)
+    before = sorted(root.rglob("*"))
+    calls: list[Callable[[], Any]] = [
+        lambda: manager.save(1, args=cnr.args.Save(state, touched)),
+        lambda: manager.restore(0, args=cnr.args.Restore(state)),
+        lambda: manager.delete(0),
+        manager.verify,
+    ]
+    for call in calls:
+        with pytest.raises(errors.CallError, match="this manager is closed") as found:
+            call()
+        assert found.value.kind == "closed"
+    assert sorted(root.rglob("*")) == before
+    assert (manager.latest_step(), manager.all_steps()) == (0, [0])
+    manager.close()
+
+
+def test_other_manager_of_the_same_process_is_said_to_be_one(
+    manager: cnr.CheckpointManager, state: Any, tables: cnr.Tables, touched: cnr.Touched
+) -> None:
+    manager.save(0, args=cnr.args.Save(state, touched))
+    manager.wait_until_finished()
+    with cnr.CheckpointManager(manager.directory, tables=tables) as other:
+        restored = other.restore(None, args=cnr.args.Restore(state))
+        other.save(1, args=cnr.args.Save(*restored))
+    with pytest.raises(
+        errors.WriterError,
+        match="another manager of this same process: close it, or save through it",
+    ):
+        manager.save(2, args=cnr.args.Save(state, touched))
+
+
+PROGRAM = """
+import logging, sys, time
+from concurrent.futures import thread
+import jax.numpy as jnp
+import cnr_jax as cnr
+from cnr_jax.repository.write import RowsWriter
+
+write = RowsWriter.write
+
+def late(*args):
+    while not thread._shutdown:  # the main thread has come to its end
+        time.sleep(0.01)
+    return write(*args)
+
+logging.basicConfig(level=logging.WARNING)
+state = {"user": jnp.ones((8, 4)), "w": jnp.ones(3)}
+tables = cnr.find_tables(state, ["user"])
+manager = cnr.CheckpointManager(sys.argv[1], tables=tables)
+manager.save(0, args=cnr.args.Save(state))
+manager.wait_until_finished()
+RowsWriter.write = late
+manager.save(1, args=cnr.args.Save(state))
+"""
+
+
+def test_program_that_ends_without_close_is_told_what_it_lost(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    )
+    lines = done.stderr.splitlines()
+    (said,) = [line for line in lines if "the save of step 1 failed" in line]
+    assert "the program ended before this save was durable" in said
+    assert "use `with`, or call close() or wait_until_finished()" in said
+    assert "the next save contains" not in said
+    with cnr.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == [0]
+
+
+# ---- touched rows that are not those of the state ------------------------------------------
+
+
+def test_touched_rows_that_record_did_not_return_are_a_likely_cause(
+    tmp_path: Path, state: Any, tables: cnr.Tables, touched: cnr.Touched
+) -> None:
+    options = cnr.Options(codec="raw", tracking="audited")
+    other = {**state, "user": state["user"].at[3].add(1.0)}
+    likely = "or the touched rows given to Save are not those that `record` returned"
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state, touched))
+        with pytest.raises(errors.AuditError, match=likely):
+            manager.save(1, args=cnr.args.Save(other, touched))
+        # The clock has advanced: these are rows of `record`, which was told of others.
+        recorded = cnr.record(touched, {"user": jnp.array([1])})
+        with pytest.raises(errors.AuditError) as found:
+            manager.save(1, args=cnr.args.Save(other, recorded))
+        assert likely not in str(found.value)
+    assert "passes the touched rows along: Save(state, touched)" in str(found.value)
+    # As the hint says.
+    options = cnr.Options(codec="raw", tracking="fingerprint")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        with pytest.raises(
+            errors.UsedRootError, match=r"pass its touched rows: Save\("
+        ):
+            manager.save(1, args=cnr.args.Save(other))
+        for step in (1, 2):
+            rows = recorded if step == 1 else None
+            assert manager.save(step, args=cnr.args.Save(other, rows))
+        restored = manager.restore(2, args=cnr.args.Restore(state))
+    assert np.array_equal(restored.state["user"], other["user"])
+
+
+def test_steps_that_are_moved_aside_are_said_to_be_kept(
+    manager: cnr.CheckpointManager,
+    state: Any,
+    touched: cnr.Touched,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step in range(3):
+        manager.save(step, args=cnr.args.Save(state, touched))
+    restored = manager.restore(1, args=cnr.args.Restore(state))
+    manager.save(2, args=cnr.args.Save(*restored))
+    manager.wait_until_finished()
+    (said,) = warnings_in(caplog, "it is now")
+    root = manager.directory
+    assert "left behind as the run went back" in said
+    assert "Nothing is deleted" in said and "its name again, 2 in the root" in said
+    (aside,) = [p for p in root.iterdir() if p.name.startswith("2.abandoned")]
+    assert str(aside) in said
+
+
+# ---- options and arguments of another kind -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preservation_policy": 2}, r"preservation_policy is 2.*\n.*LatestN\(3\)"),
+        (
+            {"preservation_policy": ocp.checkpoint_managers.LatestN},
+            r"preservation_policy is .*\n.*LatestN\(3\)",
+        ),
+        ({"on_save": "print"}, r"on_save is 'print'.*\n.*on_save=print"),
+        ({"tables": {"item": 8}}, r"table 'item' are 8.*\n.*TableOptions\(bits=8\)"),
+        ({"tables": ["item"]}, r"tables is list.*\n.*TableOptions\(bits=8\)"),
+        ({"timeout_secs": None}, "timeout_secs is None, expected a number"),
+        ({"timeout_secs": "60"}, "timeout_secs is '60', expected a number"),
+        (
+            {"max_staging_bytes": "2 GB"},
+            "max_staging_bytes is '2 GB', expected a number",
+        ),
+    ],
+)
+def test_options_of_another_kind_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(OPTION, match=message):
+        cnr.Options(**options)
+
+
+def test_arguments_of_another_kind_are_refused(
+    manager: cnr.CheckpointManager, state: Any, touched: cnr.Touched
+) -> None:
+    with pytest.raises(
+        STATE, match=r"tuple of a state and.*\n.*Save\(state, touched\)"
+    ):
+        manager.save(0, args=cnr.args.Save((state, touched)))
+    with pytest.raises(
+        OPTION, match=r"is Restore, expected Save\n.*args\.Save\(state\)"
+    ):
+        manager.save(0, args=cnr.args.Restore(state))
+    assert manager.all_steps() == []
+    manager.save(0, args=cnr.args.Save(state, touched))
+    wrong = cnr.args.Save(state)
+    for args in (wrong, ocp.args.Composite(default=wrong)):
+        with pytest.raises(
+            OPTION, match=r"is Save, expected Restore\n.*Restore\(state\)"
+        ):
+            manager.restore(0, args=args)
+    with pytest.raises(OPTION, match="a step is an integer, got '0'"):
+        manager.delete("0")  # type: ignore[arg-type]
+    manager.wait_until_finished()
+    assert manager.all_steps() == [0]

@@ -63,6 +63,11 @@ class Writer:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     @property
+    def is_here(self) -> bool:
+        """Whether it is a manager of this very process."""
+        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+
+    @property
     def is_dead(self) -> bool:
         """Whether its process is known to have ended: only of this host that can be known."""
         if self.host != socket.gethostname():
@@ -74,6 +79,15 @@ class Writer:
         except (OSError, OverflowError, ValueError):
             return False
         return False
+
+
+def other_writer(writer: Writer | None) -> str:
+    """What to do about another manager that saves to a root."""
+    if writer is not None and writer.is_here:
+        return (
+            "it is another manager of this same process: close it, or save through it"
+        )
+    return "let one program at a time save there"
 
 
 def read_writer(root: AnyPath) -> Writer | None:
@@ -184,7 +198,7 @@ class Claim:
                 f"another manager has taken over {os.fspath(self._root)}\n"
                 f"  got {found or 'a claim that cannot be read'}\n"
                 f"  expected {own}: this one\n"
-                "  hint: let one program at a time save there;"
+                f"  hint: {other_writer(found)};"
                 " reload() lets this manager take the root over again"
             )
 

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, final_name
 from cnr_jax.repository import leftovers, suspects
-from cnr_jax.repository.claim import Aside, Claim, Writer, read_writer
+from cnr_jax.repository.claim import (
+    Aside,
+    Claim,
+    Writer,
+    other_writer,
+    read_writer,
+)
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import (
     AnyPath,
@@ -73,7 +79,7 @@ class Guard:
             raise errors.WriterError(
                 f"another manager is writing a save in {os.fspath(self._root)}\n"
                 f"  it is {self._before or 'not known which'}; waited {HAND_OVER_SECS:g} s\n"
-                "  hint: stop the other program, or let it finish; then save again",
+                f"  hint: {other_writer(self._before)}; then save again",
                 kind="writer_busy",
             )
         # While it waited a third one may have come.
@@ -152,9 +158,23 @@ class Guard:
             (self._root / earlier).mkdir()
             sync_directory(self._root)
             suspects.copy(self._root, self._root / earlier)
+        why = f"left behind as the run went back, makes way for the save of step {directory}"
+        way = (
+            "to have it back, give that folder its name again, {} in the root, while no"
+            " program saves there and no other folder has that name"
+        )
+        if earlier:
+            why = f"of an earlier run, makes way for the new run of step {directory}"
+            way = "restore(directory=) and cnr_jax.verify read the folder that it is in"
         for name, now in moved:
             (self._root / name).rename(self._root / now)
-            _log.warning("step %s is now %s", name, os.fspath(self._root / now))
+            _log.warning(
+                "step %s, %s: it is now %s. Nothing is deleted: %s",
+                name,
+                why,
+                os.fspath(self._root / now),
+                way.format(name),
+            )
         if earlier:
             sync_directory(self._root / earlier)
         sync_directory(self._root)

@@ -508,6 +508,10 @@ def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRo
             "  hint: to go on with them, state, touched = manager.restore(None,"
             " args=cnr_jax.args.Restore(state))"
         )
+        lines.append(
+            "  hint: to go on with a state of that run in memory, pass its touched rows:"
+            " Save(state, touched)"
+        )
     else:
         lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
     lines.append(

@@ -44,7 +44,7 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
                 f"{text!r} is no root: it looks like a URL that lost a slash, as in a"
                 " pathlib.Path\n  hint: pass URLs as strings"
             )
-        return _local(text, text)
+        return _local(_at_home(text), text)
     if scheme[1].lower() == "file":
         return _local(_path_of(text), text)
     if not text.startswith("gs://"):
@@ -91,8 +91,8 @@ def _path_of(url: str) -> str:
 
 def _local(text: str, given: str) -> epath.Path:
     """The absolute path of a local root that all who write below it call the same."""
+    why = "" if text else "it is empty, which would be the current folder"
     text = os.path.abspath(text)
-    why = ""
     if "\0" in text:
         why = "no path holds a NUL"
     elif "\\" in text:
@@ -108,6 +108,60 @@ def _local(text: str, given: str) -> epath.Path:
             "  hint: rename the folder, or save to another one"
         )
     return epath.Path(text)
+
+
+def _at_home(text: str) -> str:
+    """A local path, `~` and `~user` in it replaced as a shell does."""
+    found = os.path.expanduser(text)
+    if found.startswith("~"):
+        raise errors.OptionError(
+            f"{text!r} is no root: there is no such home folder\n"
+            f"  hint: './{text}' if the folder is called so"
+        )
+    return found
+
+
+def check_is_root(root: AnyPath) -> None:
+    """Checks that a root is not a step of another one; only local ones are looked into.
+
+    Raises:
+        OptionError: if it is, or an item of such a step.
+        OSError: if that cannot be seen.
+    """
+    if not is_local(root) or not is_directory(root):
+        return
+    # Orbax leaves a file in each step: a root costs two looks, however many steps it has.
+    if exists(root / names.ORBAX_METADATA):
+        step, held = root, _items(root)
+    elif exists(root / names.MANIFEST) and exists(root.parent / names.ORBAX_METADATA):
+        step, held = root.parent, [root]
+    else:
+        return
+    if any(exists(item / names.MANIFEST) for item in held):
+        raise errors.OptionError(
+            f"{os.fspath(root)} is a step of the root {os.fspath(step.parent)}\n"
+            "  got a folder that holds a checkpoint, expected the folder that holds all steps"
+            f"\n  hint: {os.fspath(step.parent)!r}, and restore({step.name})"
+        )
+
+
+def check_is_no_file(root: AnyPath) -> None:
+    """Checks that a root that is to be made can be: nothing but folders are in its path.
+
+    Raises:
+        OptionError: if something else is.
+        OSError: if that cannot be seen.
+    """
+    if not is_local(root):
+        return
+    path = root
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    if not is_directory(path):
+        raise errors.OptionError(
+            f"{os.fspath(root)} is no root: {os.fspath(path)} is a file\n"
+            "  got a file, expected a folder, or a path at which to make one"
+        )
 
 
 def check_is_there(root: AnyPath) -> None:

@@ -18,7 +18,12 @@ from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
 from cnr_jax.repository.inspect import Finding, inspect_item
-from cnr_jax.repository.roots import check_is_there, open_root, step_directories
+from cnr_jax.repository.roots import (
+    check_is_root,
+    check_is_there,
+    open_root,
+    step_directories,
+)
 from cnr_jax.repository.step import read_step
 
 # Of what Orbax notes of a step, far more than it does.
@@ -76,7 +81,8 @@ def verify(
 
     Raises:
         NoStepError: if there is no such root; it is a FileNotFoundError too.
-        OptionError: if there is no such level, or checkpoints cannot be kept in such a root.
+        OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
+            or it is a step of one.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -93,6 +99,7 @@ def verify(
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
     check_is_there(path)
+    check_is_root(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
