@@ -99,7 +99,9 @@ def options_of(params: dict[str, Any]) -> dict[str, Any]:
     return options if params["audits"] else {**options, "audit_bytes": 0}
 
 
-def measure(system: Any, trainer: Any, number: int, checked: bool) -> Figures:
+def measure(
+    system: Any, trainer: Any, number: int, checked: bool, quiet_steps: int = 40
+) -> Figures:
     """One save while nothing is in flight.
 
     Args:
@@ -107,13 +109,14 @@ def measure(system: Any, trainer: Any, number: int, checked: bool) -> Figures:
         trainer: that has taken a step.
         number: of the save.
         checked: whether it is restored and compared.
+        quiet_steps: that tell how long a step takes, half of them before, half after.
     """
     trainer.touch()
-    quiet = [trainer.step() for _ in range(20)]
+    quiet = [trainer.step() for _ in range(quiet_steps // 2)]
     expected = trainer.copy() if checked else None
     call, steps, complete = save_and_go_on(system, trainer, number)
     system.wait()
-    quiet += [trainer.step() for _ in range(20)]
+    quiet += [trainer.step() for _ in range(quiet_steps // 2)]
     usual = statistics.median(quiet)
     found: Figures = (
         {}

@@ -26,6 +26,7 @@ class JaxTrainer:
 
         self.state = workload.table_state(params["rows"], DIM, params.get("devices", 1))
         self.abstract = workload.abstract_of(self.state)
+        self.devices = params.get("devices", 1)
         self.touched = None
         if params["system"].startswith("cnr"):
             self.touched = cnr.init_touched(self.state, workload.tables_of(self.state))
@@ -36,7 +37,9 @@ class JaxTrainer:
 
     def use(self, work: dict[str, int]) -> None:
         """Takes steps of another length, and compiles them."""
-        self._run = workload.make_step(self.touched is not None, **work)
+        self._run = workload.make_step(
+            self.touched is not None, devices=self.devices, **work
+        )
         self.step()
 
     def touch(self) -> None:

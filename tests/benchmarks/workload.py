@@ -39,12 +39,10 @@ def table_state(
     """
     import jax
     import jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh(
-        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+    mesh = _mesh(devices)
     slots = (rows, dim) if wide_slots else (rows,)
     by_rows, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
 
@@ -62,6 +60,15 @@ def table_state(
         }
 
     return jax.block_until_ready(make())
+
+
+def _mesh(devices: int) -> Any:
+    import jax
+    from jax.sharding import AxisType
+
+    return jax.make_mesh(
+        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
 
 
 def abstract_of(state: State) -> State:
@@ -113,7 +120,9 @@ def _toucher(recorded: bool) -> Callable[..., tuple[State, Any]]:
     return run
 
 
-def make_step(recorded: bool, products: int, sines: int) -> Callable[..., Any]:
+def make_step(
+    recorded: bool, products: int, sines: int, devices: int = 1
+) -> Callable[..., Any]:
     """A donated train step `(state, touched, ids) -> (state, touched)`.
 
     It looks up the rows `ids`, runs a dense part on them, updates the rows and slots, and
@@ -124,20 +133,38 @@ def make_step(recorded: bool, products: int, sines: int) -> Callable[..., Any]:
         products: matrix products of 2048 x 256 by 256 x 256, one after the other: XLA runs
             each on all cores.
         sines: passes of a loop over a vector of 4096: XLA runs it on one core.
+        devices: that share the dense part: the products by rows, the loop all on the first,
+            so that a step is as long and leaves as many cores free as on one device.
     """
     import jax
     import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
 
     import cnr_jax as cnr
 
-    def dense_part(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def share_of(x: jax.Array, kernel: jax.Array, sines: Any) -> jax.Array:
         # Values stay of the order of 1: products of ever smaller ones are slow.
-        x = jnp.resize(x, (2048, DENSE_DIM))
         x = jax.lax.fori_loop(0, products, lambda _, m: jnp.tanh(2 * m @ kernel), x)
         line = jax.lax.fori_loop(
             0, sines, lambda _, v: jnp.sin(v) + 1, x.reshape(-1)[:4096]
         )
         return 1e-12 * (x.sum() + line.sum())
+
+    def share_of_device(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        own = jnp.where(jax.lax.axis_index("x") == 0, sines, 0)
+        return jax.lax.psum(share_of(x, kernel, own), "x")
+
+    def dense_part(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        x = jnp.resize(x, (2048, DENSE_DIM))
+        if devices == 1:
+            return share_of(x, kernel, sines)
+        split = jax.shard_map(
+            share_of_device,
+            mesh=_mesh(devices),
+            in_specs=(P("x"), P()),
+            out_specs=P(),
+        )
+        return split(x, kernel)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def run(state: State, touched: Any, ids: jax.Array) -> tuple[State, Any]:
