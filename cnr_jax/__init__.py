@@ -8,9 +8,8 @@ code; cnr_jax/format/SPEC.md describes what is on disk.
 from cnr_jax import args as args
 from cnr_jax import errors as errors
 from cnr_jax import optim as optim
+from cnr_jax.checkpointer.tuning import tune as tune
 from cnr_jax.handler import Restored as Restored
-from cnr_jax.layouts import Identity as Identity
-from cnr_jax.layouts import ModSharded as ModSharded
 from cnr_jax.manager import CheckpointManager as CheckpointManager
 from cnr_jax.options import Options as Options
 from cnr_jax.options import TableOptions as TableOptions
@@ -22,18 +21,19 @@ from cnr_jax.policy import OneShot as OneShot
 from cnr_jax.policy import SaveRecord as SaveRecord
 from cnr_jax.policy import expected_restores as expected_restores
 from cnr_jax.registry import handler_registry as handler_registry
-from cnr_jax.repository.verify import Problem as Problem
-from cnr_jax.repository.verify import verify as verify
-from cnr_jax.rows.ids import Lookup as Lookup
+from cnr_jax.repository.upkeep.verify import Problem as Problem
+from cnr_jax.repository.upkeep.verify import verify as verify
+from cnr_jax.rows.lookups import Lookup as Lookup
 from cnr_jax.rows.touched import Touched as Touched
 from cnr_jax.rows.touched import init_touched as init_touched
 from cnr_jax.rows.touched import record as record
 from cnr_jax.rows.touched import reset_touched as reset_touched
-from cnr_jax.table import Tables as Tables
-from cnr_jax.table import TableSpec as TableSpec
-from cnr_jax.tables import find_tables as find_tables
+from cnr_jax.state.find import find_tables as find_tables
+from cnr_jax.state.layouts import Identity as Identity
+from cnr_jax.state.layouts import ModSharded as ModSharded
+from cnr_jax.state.table import Tables as Tables
+from cnr_jax.state.table import TableSpec as TableSpec
 from cnr_jax.telemetry import SaveReport as SaveReport
-from cnr_jax.tuning import tune as tune
 
 __all__ = [
     "CheckpointManager",

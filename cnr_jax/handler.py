@@ -18,34 +18,41 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import cnr_jax.options
-from cnr_jax import capture, errors
-from cnr_jax.background import STOP_SECS
-from cnr_jax.channel import Barriers, Channel
-from cnr_jax.failures import save_error
-from cnr_jax.finalizing import write_manifest
+from cnr_jax import errors
+from cnr_jax.checkpointer.multihost.agreement import alike
+from cnr_jax.checkpointer.multihost.channel import Barriers, Channel
+from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, Place, place_of
+from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
+from cnr_jax.checkpointer.restoring.resume import Resuming, run_restored
+from cnr_jax.checkpointer.save_errors import save_error
+from cnr_jax.checkpointer.saving import capture
+from cnr_jax.checkpointer.saving.auto_bits import Widening
+from cnr_jax.checkpointer.saving.background import STOP_SECS
+from cnr_jax.checkpointer.saving.launch import Launch, in_flight
+from cnr_jax.checkpointer.saving.lifecycle import LastSave
+from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.save_in_flight import (
+    Checked,
+    Prepared,
+    check,
+    check_concrete,
+    is_alive,
+)
+from cnr_jax.checkpointer.saving.served import Served
+from cnr_jax.checkpointer.tracking.tracker import Found, Moment, Tracker
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
-from cnr_jax.last_save import LastSave
-from cnr_jax.launching import Launch, in_flight
-from cnr_jax.meshes import outside_mesh
-from cnr_jax.orbax_compat import DenseStore, Directories, Place, place_of
-from cnr_jax.planning import Planning
-from cnr_jax.read_back import ReadBack, Restored, read_back
-from cnr_jax.repository.ledger import Ledger
-from cnr_jax.repository.planner import Origin, Plan, Planner, Request
-from cnr_jax.repository.retention import ChainPreservation, Preserving
-from cnr_jax.repository.roots import other_checkpoints
+from cnr_jax.repository.commit import write_manifest
+from cnr_jax.repository.layout import other_checkpoints
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.planner import Origin, Plan, Planner, Request
+from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.resuming import Resuming, run_restored
-from cnr_jax.rows.buffers import Buffers
+from cnr_jax.rows.gather.buffers import Buffers
+from cnr_jax.rows.mesh import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
-from cnr_jax.saving import Checked, Prepared, check, check_concrete, is_alive
-from cnr_jax.served import Served
-from cnr_jax.table import Tables, check_tables
+from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
-from cnr_jax.tracking import Found, Moment, Tracker
-from cnr_jax.verdicts import alike
-from cnr_jax.widening import Widening
 
 _log = logging.getLogger(__name__)
 

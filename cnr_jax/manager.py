@@ -14,14 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.calls import alone, refuse_in_on_save
-from cnr_jax.channel import Channel
-from cnr_jax.continuing import Continuing, Course
-from cnr_jax.failures import as_save_errors
-from cnr_jax.fallback import Restorer
-from cnr_jax.format import names
-from cnr_jax.handler import CnrHandler, Restore, Restored, Save
-from cnr_jax.items import (
+from cnr_jax.checkpointer.items import (
     check_arguments,
     check_restored_step,
     check_step,
@@ -29,10 +22,9 @@ from cnr_jax.items import (
     restore_args,
     state_to_save,
 )
-from cnr_jax.keeping import deleter, with_safety
-from cnr_jax.listing import ListingManager
-from cnr_jax.options import Options, checked
-from cnr_jax.orbax_compat import (
+from cnr_jax.checkpointer.multihost.agreement import alike, decide
+from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.orbax_compat import (
     DEFAULT_ITEM,
     ExactPath,
     Place,
@@ -40,15 +32,23 @@ from cnr_jax.orbax_compat import (
     shorten_logs,
     step_names,
 )
-from cnr_jax.preemption import Sigterm
+from cnr_jax.checkpointer.orbax_compat.keeping import deleter, with_safety
+from cnr_jax.checkpointer.orbax_compat.options import check_orbax_options, inner_policy
+from cnr_jax.checkpointer.restoring.choose_step import Restorer
+from cnr_jax.checkpointer.restoring.listing import ListingManager
+from cnr_jax.checkpointer.save_errors import as_save_errors
+from cnr_jax.checkpointer.saving.calls import alone, refuse_in_on_save
+from cnr_jax.checkpointer.saving.due import Continuing, Course
+from cnr_jax.checkpointer.saving.preemption import Sigterm
+from cnr_jax.checkpointer.saving.save_in_flight import check_concrete
+from cnr_jax.checkpointer.saving.warm_up import Warmth
+from cnr_jax.format import names
+from cnr_jax.handler import CnrHandler, Restore, Restored, Save
+from cnr_jax.options import Options, checked
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import exists
-from cnr_jax.repository.guard import recover
-from cnr_jax.repository.ledger import Ledger
-from cnr_jax.repository.leftovers import find_leftovers, report
-from cnr_jax.repository.planner import Plan
-from cnr_jax.repository.roots import (
+from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,
     check_is_there,
@@ -56,12 +56,12 @@ from cnr_jax.repository.roots import (
     open_root,
     step_directories,
 )
-from cnr_jax.retaining import check_orbax_options, inner_policy
-from cnr_jax.saving import check_concrete
-from cnr_jax.table import Tables
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.upkeep.leftovers import find_leftovers, report
+from cnr_jax.repository.upkeep.writer import recover
+from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
-from cnr_jax.verdicts import alike, decide
-from cnr_jax.warming import Warmth
 
 _log = logging.getLogger(__name__)
 

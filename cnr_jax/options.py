@@ -79,7 +79,8 @@ class Options:
             are the least. Small ones are read whole, of others another part in each save: of N
             rows the w that half the share holds, so that N / w saves make a round. Of k rows
             that keep moving unrecorded n saves miss all with probability (1 - n w / N)^k, and
-            a round of them never; what holds of rows that move once is in `cnr_jax.audit`. So
+            a round of them never; what holds of rows that move once is in
+            `cnr_jax.checkpointer.tracking.audit`. So
             40,000 of 4 M rows of dim 64 escape one save with probability 10^-35, 100 rows with
             0.8, but 100 saves with 10^-10. In the memory of the host are kept up to 4 bytes a
             row, one a row and leaf, and what is read. As no save leaves a table out, each costs

@@ -6,8 +6,8 @@ import orbax.checkpoint as ocp
 
 from cnr_jax.handler import CnrHandler, Restore, Save
 from cnr_jax.options import Options
-from cnr_jax.repository.retention import ChainPreservation, Preserving
-from cnr_jax.table import Tables
+from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
+from cnr_jax.state.table import Tables
 
 
 class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.background import Background
-from cnr_jax.channel import Channel
-from cnr_jax.orbax_compat import Directories
+from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.orbax_compat import Directories
+from cnr_jax.checkpointer.saving.background import Background
 
 PLAN: Any = SimpleNamespace(uuid="0" * 32, step=3)
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax import capture
+from cnr_jax.checkpointer.saving import capture
 
 
 class Accelerator:

@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.layouts import RowLayout
 from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.state.layouts import RowLayout
 
 POLICIES = {
     "full": cnr.Full(),

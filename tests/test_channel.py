@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from cnr_jax import channel, errors
+from cnr_jax import errors
+from cnr_jax.checkpointer.multihost import channel
 
 CLASSES = [
     kind

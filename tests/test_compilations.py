@@ -157,9 +157,10 @@ def test_saves_compile_nothing_after_the_manager_is_made(
 
 
 def _clear_own_caches() -> None:
-    from cnr_jax.rows import encoding, gather, on_device, rotation
+    from cnr_jax.rows.fingerprints import rotation
+    from cnr_jax.rows.gather import device, encode, host
 
-    for module in (encoding, gather, on_device, rotation):
+    for module in (encode, host, device, rotation):
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()

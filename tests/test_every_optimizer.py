@@ -28,7 +28,7 @@ from optax import contrib
 
 import cnr_jax as cnr
 from cnr_jax.errors import AuditError
-from cnr_jax.tables import Table
+from cnr_jax.state.find import Table
 
 # Some of what optax still offers it advises against.
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")

@@ -28,18 +28,19 @@ import pytest
 from orbax.checkpoint._src import asyncio_utils
 
 import cnr_jax as cnr
-from cnr_jax import capture, tracking
+from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.saving import capture
+from cnr_jax.checkpointer.saving.save_in_flight import InFlight
+from cnr_jax.checkpointer.saving.warm_up import Warmth
+from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
-from cnr_jax.orbax_compat import DenseStore
-from cnr_jax.repository import planner
 from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository.lineage import planner
+from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.repository.write import RowsWriter
-from cnr_jax.rows.chunk import Chunk
-from cnr_jax.rows.staging import Stage
-from cnr_jax.saving import InFlight
-from cnr_jax.warming import Warmth
+from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.gather.stage import Stage
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -377,7 +378,7 @@ async def _interrupt_while_waiting(*args: Any, **kwargs: Any) -> Any:
 
 
 INTERRUPTED = {
-    "finding rows": (tracking.Tracker, "find"),
+    "finding rows": (tracker.Tracker, "find"),
     "planning": (planner.Planner, "plan"),
     "gathering": (capture, "capture"),
     "staging": (Stage, "put"),

@@ -20,7 +20,7 @@ import pytest
 
 import cnr_jax as cnr
 import cnr_jax.handler
-import cnr_jax.repository.ledger
+import cnr_jax.repository.lineage.ledger
 from cnr_jax import errors
 
 STEPS = range(4)
@@ -371,13 +371,21 @@ def _interrupted(*args: Any) -> Any:
 
 
 NO_DAMAGE: dict[str, tuple[type[BaseException], str | None, Any]] = {
-    "no memory": (MemoryError, "cnr_jax.restoring.rebuild", _no_memory),
+    "no memory": (
+        MemoryError,
+        "cnr_jax.checkpointer.restoring.match.rebuild",
+        _no_memory,
+    ),
     "not allowed": (
         PermissionError,
         "cnr_jax.repository.array_reader.stored_crc32c",
         _not_allowed,
     ),
-    "interrupted": (KeyboardInterrupt, "cnr_jax.restoring.read_stamps", _interrupted),
+    "interrupted": (
+        KeyboardInterrupt,
+        "cnr_jax.checkpointer.restoring.match.read_stamps",
+        _interrupted,
+    ),
     "another state": (errors.StateMismatchError, None, None),
 }
 
@@ -412,14 +420,14 @@ def test_step_that_storage_does_not_give_out_is_not_passed_over(
 ) -> None:
     """It may be whole, and the newest."""
     run, root = saved
-    read = cnr_jax.repository.ledger.read_step
+    read = cnr_jax.repository.lineage.ledger.read_step
 
     def withheld(root: Path, directory: str, item: str) -> Any:
         return (_not_allowed if directory == "3" else read)(root, directory, item)
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.repository.ledger.read_step", withheld)
-        patch.setattr("cnr_jax.fallback.read_step", withheld)
+        patch.setattr("cnr_jax.repository.lineage.ledger.read_step", withheld)
+        patch.setattr("cnr_jax.checkpointer.restoring.choose_step.read_step", withheld)
         with opened(root) as manager:
             assert manager.latest_step() == 2
             with pytest.raises(PermissionError):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_jax.errors import FormatError, TableError
-from cnr_jax.layouts import Identity, ModSharded, RowLayout, layout_from
+from cnr_jax.state.layouts import Identity, ModSharded, RowLayout, layout_from
 
 LAYOUTS = [
     Identity(),

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.rows.touched import CLOCK_LIMIT
 
 NEW_RUN = "a new run begins"

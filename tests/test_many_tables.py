@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax import capture
+from cnr_jax.checkpointer.saving import capture
 from cnr_jax.rows.tiling import LocalShards
 
 TABLES = 12

@@ -480,7 +480,7 @@ import logging, sys, time
 from concurrent.futures import thread
 import jax.numpy as jnp
 import cnr_jax as cnr
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.rows_writer import RowsWriter
 
 write = RowsWriter.write
 

@@ -25,7 +25,7 @@ from cnr_jax.optim import (
     lazy_adam,
     rowwise_adagrad,
 )
-from cnr_jax.optimizers import moving_parts
+from cnr_jax.state.optimizer_states import moving_parts
 
 OPTIMIZERS = {"adagrad": rowwise_adagrad(0.1), "adam": lazy_adam(0.1)}
 both = pytest.mark.parametrize("name", OPTIMIZERS)

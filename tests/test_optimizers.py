@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from cnr_jax.optimizers import moving_parts
-from cnr_jax.tables import TableSpec, find_tables
+from cnr_jax.state.find import TableSpec, find_tables
+from cnr_jax.state.optimizer_states import moving_parts
 
 ROWS, DIM = 6, 3
 SPARSE = {

@@ -27,8 +27,7 @@ from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.format import names
-from cnr_jax.orbax_compat import (
+from cnr_jax.checkpointer.orbax_compat import (
     DenseStore,
     ExactPath,
     checkpoint_infos,
@@ -36,6 +35,7 @@ from cnr_jax.orbax_compat import (
     place_of,
     step_names,
 )
+from cnr_jax.format import names
 
 
 @dataclasses.dataclass

@@ -141,7 +141,11 @@ def test_a_failure_is_known_without_a_call_and_the_next_one_raises_it(
     assert [report.step for report in reports] == [1, 4]
     run.check(manager, 4)
     manager.close()
-    lines = [r.message for r in caplog.records if r.name == "cnr_jax.last_save"]
+    lines = [
+        r.message
+        for r in caplog.records
+        if r.name == "cnr_jax.checkpointer.saving.lifecycle"
+    ]
     assert len(lines) == 1, "it is told once"
 
 
@@ -155,7 +159,7 @@ def test_a_commit_that_may_not_be_durable_is_a_report_and_a_failure(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.ending.sync_committed", fail)
+        patch.setattr("cnr_jax.checkpointer.saving.ending.sync_committed", fail)
         run.train(1)
         assert run.save(manager, 1)
         known = until(lambda: manager.failure)

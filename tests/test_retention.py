@@ -17,9 +17,9 @@ import pytest
 from etils import epath
 
 import cnr_jax as cnr
-from cnr_jax.orbax_compat import Place
+from cnr_jax.checkpointer.orbax_compat import Place
 from cnr_jax.repository.chain import resolve_chain
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.rows_writer import RowsWriter
 
 SAVES = 12
 keeping = ocp.checkpoint_managers

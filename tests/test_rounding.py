@@ -150,7 +150,7 @@ def test_a_codec_that_does_not_decode_costs_the_figures_and_not_the_save(
     options = cnr.Options(codec=Asymmetric(bits=3, refits=1))
     with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr("cnr_jax.rows.rounding.padded", refuse)
+            patch.setattr("cnr_jax.rows.gather.rounding.padded", refuse)
             manager.save(0, args=cnr.args.Save(state))
             manager.wait_until_finished()
         assert manager.last_report is not None

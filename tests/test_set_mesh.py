@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.repository import restore
+from cnr_jax.repository.replay import leaves
 
 
 @pytest.mark.parametrize("staging", ["host", "device"])
@@ -26,7 +26,7 @@ def test_a_run_within_a_mesh_saves_and_restores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not small:
-        monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+        monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
     mesh = jax.make_mesh(
         (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
     )

@@ -19,9 +19,9 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.format import names
-from cnr_jax.repository import unfinished
 from cnr_jax.repository.chain import resolve_chain
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.upkeep import unfinished
 
 ITEM = "default"
 

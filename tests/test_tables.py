@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import StateMismatchError, TableError
-from cnr_jax.layouts import Identity, ModSharded
-from cnr_jax.paths import flatten_paths
-from cnr_jax.splitting import merge, split
-from cnr_jax.table import Leaf, TableSpec
-from cnr_jax.tables import _uncovered_rows, find_tables
+from cnr_jax.state.find import _uncovered_rows, find_tables
+from cnr_jax.state.layouts import Identity, ModSharded
+from cnr_jax.state.paths import flatten_paths
+from cnr_jax.state.split import merge, split
+from cnr_jax.state.table import Leaf, TableSpec
 
 USERS, ITEMS, DIM = 16, 24, 4
 

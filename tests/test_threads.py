@@ -13,9 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.orbax_compat import DenseStore
 from cnr_jax.errors import CallError, CnrError
-from cnr_jax.orbax_compat import DenseStore
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.rows_writer import RowsWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"

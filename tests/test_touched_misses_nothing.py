@@ -26,10 +26,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax import capture, handler, orbax_compat
-from cnr_jax.repository import write
+from cnr_jax import handler
+from cnr_jax.checkpointer import orbax_compat
+from cnr_jax.checkpointer.saving import capture
+from cnr_jax.repository import rows_writer
 from cnr_jax.repository.array_writer import ArrayWriter
-from cnr_jax.rows import chunk, gather
+from cnr_jax.rows.gather import chunk, host
 
 USERS, ITEMS = 64, 24
 POLICIES = {
@@ -205,20 +207,20 @@ def _one_chunk_then_fault(*args: Any) -> Iterator[chunk.Chunk]:
     _raise()
 
 
-_GATHER = gather.gather_chunks
+_GATHER = host.gather_chunks
 
 # Where a save can fail: what is replaced, by what.
 IN_BACKGROUND: dict[str, tuple[Any, str, Any]] = {
     "first array": (ArrayWriter, "append", _raise),
     "later array": (ArrayWriter, "append", _append_once_then_fault),
     "end of array": (ArrayWriter, "finish", _raise),
-    "encoding": (write, "encode_chunks", _raise),
-    "process manifest": (write, "write_durably", _raise),
+    "encoding": (rows_writer, "encode_chunks", _raise),
+    "process manifest": (rows_writer, "write_durably", _raise),
     "manifest": (handler, "write_manifest", _raise),
 }
 IN_FOREGROUND: dict[str, tuple[Any, str, Any]] = {
     "choosing rows": (capture, "capture", _raise),
-    "gathering": (gather, "gather_chunks", _one_chunk_then_fault),
+    "gathering": (host, "gather_chunks", _one_chunk_then_fault),
     "dense leaves": (orbax_compat.DenseStore, "save", _raise),
 }
 

@@ -16,9 +16,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax import agreement, errors
-from cnr_jax.repository.write import RowsWriter
-from cnr_jax.rows import rotation, watch
+from cnr_jax import errors
+from cnr_jax.checkpointer.saving import agree
+from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.rows.fingerprints import rotation, watch
 
 ROWS, DIM = 48, 4
 SPECS = {"rows": P("r"), "columns": P(None, "r"), "replicated": P()}
@@ -391,7 +392,7 @@ def test_processes_that_find_rows_in_different_ways_are_told() -> None:
     with pytest.raises(
         errors.OptionError, match=r"'fingerprint' on process 1, 'recorded' on process 0"
     ):
-        agreement._check_told(told)
+        agree._check_told(told)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.codec_tuning import Variant, cheapest, mean_error, variants
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs import Asymmetric, Greedy, KMeans, Symmetric
-from cnr_jax.rows.codecs.tuning import Variant, cheapest, mean_error, variants
 
 ROWS, DIM = 6000, 16
 # Tunings of one width and dim share their programs, a second each to compile.
@@ -43,7 +43,7 @@ def tuned(
     state = {"user": array}
     tables = cnr.find_tables(state, {"user": spec} if spec else ["user"])
     caplog.clear()
-    with caplog.at_level(logging.INFO, "cnr_jax.tuning"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.tuning"):
         options = cnr.tune(state, tables, cnr.Options(bits=BITS))
     (record,) = caplog.records
     return options, record.getMessage()

@@ -15,8 +15,9 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.policy import Decision, SaveRecord
-from cnr_jax.repository import guard, ledger
-from cnr_jax.repository.removal import Remover
+from cnr_jax.repository.lineage import ledger
+from cnr_jax.repository.upkeep import writer
+from cnr_jax.repository.upkeep.removal import Remover
 
 
 class Told:
@@ -46,7 +47,7 @@ def opened(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any, Told, Keep]:
     """A run, and a manager that takes its root for one that is dear to list."""
-    monkeypatch.setattr(guard, "is_local", lambda path: False)
+    monkeypatch.setattr(writer, "is_local", lambda path: False)
     run, policy, keep = tiny_run(), Told(), Keep(1)
     options = cnr.Options(codec="raw", policy=policy, preservation_policy=keep)
     manager = cnr.CheckpointManager(tmp_path, tables=run.tables, options=options)
@@ -172,7 +173,7 @@ def test_steps_that_are_not_deleted_after_all_stay_in_the_list(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.ending.sync_committed", fail)
+        patch.setattr("cnr_jax.checkpointer.saving.ending.sync_committed", fail)
         patch.setattr(Remover, "remove", fail)
         run.train(2)
         run.save(manager, 2)

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.orbax_compat import DenseStore
-from cnr_jax.repository.claim import Claim
-from cnr_jax.repository.guard import Guard
+from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.repository.upkeep.claim import Claim
+from cnr_jax.repository.upkeep.writer import Guard
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
@@ -127,7 +127,9 @@ def test_step_whose_dense_part_was_not_finished_is_found_and_passed_over(
             with pytest.raises(errors.SaveError, match=r"manifest\.ocdbt"):
                 manager.wait_until_finished()
             assert manager.all_steps() == [0, 1]
-            patch.setattr("cnr_jax.finalizing.check_dense_index", lambda *_: None)
+            patch.setattr(
+                "cnr_jax.repository.commit.check_dense_index", lambda *_: None
+            )
             run.run(manager, [2])
     (found,) = [p for p in cnr.verify(tmp_path, "structure") if p.consequence]
     assert (found.kind, found.consequence) == ("dense_unfinished", ("2",))

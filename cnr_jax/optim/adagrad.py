@@ -59,7 +59,7 @@ def rowwise_adagrad(
         A train state in which `find_tables` finds the slots: they lie in a branch with
         an optimizer's name, in which the tables' paths are those below `params`.
 
-        >>> from cnr_jax.tables import find_tables
+        >>> from cnr_jax.state.find import find_tables
         >>> params = {"user": {"embedding": jnp.ones((4, 2))}}
         >>> optimizer = rowwise_adagrad(0.5)
         >>> state = {"params": params, "opt_state": optimizer.init(params)}

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Sharding
 
 from cnr_jax import errors
-from cnr_jax.table import Leaf, Table, Tables
+from cnr_jax.state.table import Leaf, Table, Tables
 
 Box = tuple[tuple[int, int], ...]
 

@@ -26,8 +26,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import TouchedError
-from cnr_jax.layouts import Identity
-from cnr_jax.rows.ids import (
+from cnr_jax.rows.lookups import (
     Ids,
     Lookup,
     StampedTable,
@@ -36,8 +35,9 @@ from cnr_jax.rows.ids import (
     lookups,
     stored_rows,
 )
-from cnr_jax.splitting import split
-from cnr_jax.table import Table, Tables, check_tables
+from cnr_jax.state.layouts import Identity
+from cnr_jax.state.split import split
+from cnr_jax.state.table import Table, Tables, check_tables
 
 __all__ = [
     "CLOCK_LIMIT",
@@ -108,7 +108,7 @@ def init_touched(state: Any, tables: Tables) -> Touched:
             from which the sharding of its rows cannot be read.
 
     Example:
-        >>> from cnr_jax.tables import find_tables
+        >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": {"embedding": jnp.zeros((6, 2))}}
         >>> touched = init_touched(state, find_tables(state, ["user"]))
         >>> touched = record(touched, {"user": jnp.array([4, 0])})
@@ -151,7 +151,7 @@ def seeded(
             its range.
 
     Example:
-        >>> from cnr_jax.tables import find_tables
+        >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": {"embedding": jnp.zeros((3, 2))}}
         >>> tables = find_tables(state, ["user"])
         >>> touched = seeded(tables, {"user": None}, {"user": np.array([7, 0, 9])}, 9)
@@ -187,7 +187,7 @@ def reset_touched(touched: Touched) -> Touched:
         TouchedError: if called inside `jax.jit`.
 
     Example:
-        >>> from cnr_jax.tables import find_tables
+        >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": {"embedding": jnp.zeros((3, 2))}}
         >>> touched = init_touched(state, find_tables(state, ["user"]))
         >>> touched = record(touched, {"user": jnp.array([1])})
@@ -234,7 +234,7 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
             the table.
 
     Example:
-        >>> from cnr_jax.tables import find_tables
+        >>> from cnr_jax.state.find import find_tables
         >>> state = {"item": {"embedding": jnp.zeros((5, 2))}}
         >>> touched = init_touched(state, find_tables(state, ["item"]))
         >>> bag = Lookup(jnp.array([[1, 3], [2, 0]]), where=jnp.array([[1, 0], [1, 0]]) > 0)

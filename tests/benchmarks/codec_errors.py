@@ -13,7 +13,6 @@ import numpy as np
 from codec_tables import Tables
 from results import print_mark, print_table
 
-from cnr_jax.rows.chunk import chunk_rows
 from cnr_jax.rows.codecs import (
     Codec,
     Greedy,
@@ -22,6 +21,7 @@ from cnr_jax.rows.codecs import (
     Symmetric,
     make_codec,
 )
+from cnr_jax.rows.gather.chunk import chunk_rows
 
 # What the adaptive codec is held against.
 SEARCH = {"bins": 45, "ratio": 1.0}

@@ -11,8 +11,8 @@ from codec_errors import Report, norms
 from codec_tables import Tables
 from results import print_mark, print_table
 
+from cnr_jax.checkpointer.codec_tuning import cheapest, mean_error, variants
 from cnr_jax.rows.codecs import Greedy, make_codec
-from cnr_jax.rows.codecs.tuning import cheapest, mean_error, variants
 
 BINS = (5, 10, 15, 25, 35, 45, 100, 200)
 RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)

@@ -25,10 +25,10 @@ import numpy as np
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
-from cnr_jax.rows.hashing import bytes_of
+from cnr_jax.rows.fingerprints.tiles import bytes_of
+from cnr_jax.rows.fingerprints.watch import RowWatch
 from cnr_jax.rows.tiling import own_tiles
-from cnr_jax.rows.watch import RowWatch
-from cnr_jax.splitting import split
+from cnr_jax.state.split import split
 
 CHANGED = 0.01
 CASES = [

@@ -19,16 +19,17 @@ import numpy as np
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax import errors, finalizing, handler, layouts
+from cnr_jax import errors, handler
 from cnr_jax.format import manifest, names, rowids, tiles
 from cnr_jax.format.fields import Fields
-from cnr_jax.repository import store
+from cnr_jax.repository import commit, store
 from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.files import digest_of
-from cnr_jax.repository.planner import Planner
+from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.rows import codecs
 from cnr_jax.rows.codecs import bitpack
+from cnr_jax.state import layouts
 
 PACKAGE = Path(cnr.__file__).parent
 SPEC = (PACKAGE / "format" / "SPEC.md").read_text("utf-8")
@@ -404,7 +405,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         now = types.SimpleNamespace(perf_counter=lambda: SECS, time=lambda: TIME)
         start = types.SimpleNamespace(perf_counter=lambda: 0.0)
-        patch.setattr(finalizing, "time", now)
+        patch.setattr(commit, "time", now)
         patch.setattr(handler, "time", start)
         patch.setattr(handler, "Planner", functools.partial(Planner, nonce="5eed" * 6))
         with cnr.CheckpointManager(root, tables=tables, options=options) as manager:

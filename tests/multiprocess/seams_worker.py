@@ -17,10 +17,10 @@ from worker import Faults, Run, refused
 
 import cnr_jax as cnr
 import cnr_jax.handler
-from cnr_jax.repository import suspects
-from cnr_jax.repository.claim import Claim
-from cnr_jax.repository.removal import Remover
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.upkeep.claim import Claim
+from cnr_jax.repository.upkeep.removal import Remover
 
 
 class Seams:

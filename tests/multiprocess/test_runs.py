@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.repository.verify import verify
+from cnr_jax.repository.upkeep.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_two_processes import Processes

@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import async_path, atomicity
 
 import cnr_jax as cnr
-import cnr_jax.capture
+import cnr_jax.checkpointer.orbax_compat
+import cnr_jax.checkpointer.saving.capture
 import cnr_jax.handler
-import cnr_jax.orbax_compat
-from cnr_jax.orbax_compat import ChainDeleter
-from cnr_jax.repository.write import RowsWriter
+from cnr_jax.checkpointer.orbax_compat import ChainDeleter
+from cnr_jax.repository.rows_writer import RowsWriter
 
 ROWS = {"user": 512, "item": 128}
 # Also a table that `bits="auto"` takes for small, whole on every device.
@@ -204,9 +204,9 @@ class Faults:
 
 
 PLACES = {
-    "gather": (cnr_jax.capture, "capture"),
+    "gather": (cnr_jax.checkpointer.saving.capture, "capture"),
     "rows": (RowsWriter, "write"),
-    "dense": (cnr_jax.orbax_compat.DenseStore, "save"),
+    "dense": (cnr_jax.checkpointer.orbax_compat.DenseStore, "save"),
     "manifest": (cnr_jax.handler, "write_manifest"),
     "directories": (async_path, "mkdir"),
     "rename": (atomicity, "on_commit_callback"),
@@ -319,7 +319,7 @@ def save_in_few_bits(root: Path) -> list[str]:
 
 def keys_left() -> int:
     """How many keys of ours the processes have left in their store."""
-    client = cnr_jax.orbax_compat.distributed_client()
+    client = cnr_jax.checkpointer.orbax_compat.distributed_client()
     return len(client.key_value_dir_get("cnr_jax/"))
 
 
@@ -385,7 +385,7 @@ def tuned(run: Run) -> str:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("cnr_jax.tuning")
+    log = logging.getLogger("cnr_jax.checkpointer.tuning")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     options = cnr.tune(run.state, run.tables, cnr.Options(bits=2))

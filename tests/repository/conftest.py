@@ -16,7 +16,7 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Totals,
 )
-from cnr_jax.repository.ledger import Entry, Ledger, entry_of
+from cnr_jax.repository.lineage.ledger import Entry, Ledger, entry_of
 
 
 def table(rows: int = 8) -> TableEntry:

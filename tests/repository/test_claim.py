@@ -13,10 +13,10 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository import durable
-from cnr_jax.repository.claim import Aside, Claim, read_writer
-from cnr_jax.repository.guard import Guard, recover
-from cnr_jax.repository.ledger import Ledger
-from cnr_jax.repository.writing_lock import WritingLock
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.upkeep.claim import Aside, Claim, read_writer
+from cnr_jax.repository.upkeep.lock import WritingLock
+from cnr_jax.repository.upkeep.writer import Guard, recover
 
 MOVED = names.abandoned("2", 1, "b" * 32)
 ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", MOVED),))
@@ -128,8 +128,8 @@ def test_what_was_moved_aside_is_handed_over_with_the_claim(tmp_path: Path) -> N
 
 _HOLD = """
 import sys, time
-from cnr_jax.repository.claim import Claim
-from cnr_jax.repository.writing_lock import WritingLock
+from cnr_jax.repository.upkeep.claim import Claim
+from cnr_jax.repository.upkeep.lock import WritingLock
 from pathlib import Path
 root = Path(sys.argv[1])
 Claim(root).take()
@@ -157,7 +157,7 @@ def other(tmp_path: Path) -> Any:
 def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
     other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_jax.repository.guard.HAND_OVER_SECS", 0.1)
+    monkeypatch.setattr("cnr_jax.repository.upkeep.writer.HAND_OVER_SECS", 0.1)
     guard, ledger = Guard(tmp_path, "state"), Ledger()
     temporary = tmp_path / f"3{names.TEMPORARY_SUFFIX}"
     temporary.mkdir()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
-from cnr_jax.repository.guard import Guard
-from cnr_jax.repository.ledger import Entry, Ledger, describe, entry_of
-from cnr_jax.repository.retention import ChainPreservation, blockers
+from cnr_jax.repository.lineage.ledger import Entry, Ledger, describe, entry_of
+from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
+from cnr_jax.repository.upkeep.writer import Guard
 
 from .conftest import make_manifest
 

@@ -10,8 +10,8 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format.manifest import HistoryEntry, bounded_history
 from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
-from cnr_jax.repository.ledger import Entry
-from cnr_jax.repository.planner import Plan, Planner, Request, records
+from cnr_jax.repository.lineage.ledger import Entry
+from cnr_jax.repository.lineage.planner import Plan, Planner, Request, records
 
 LINEAGE = "a" * 32
 OTHER = "b" * 32

@@ -16,11 +16,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.saving.save_in_flight import pending_entry
 from cnr_jax.policy import Consecutive, Full, OneShot
-from cnr_jax.repository.ledger import Entry, Ledger, entry_of
-from cnr_jax.repository.planner import Origin, Planner, Request
-from cnr_jax.repository.retention import ChainPreservation
-from cnr_jax.saving import pending_entry
+from cnr_jax.repository.lineage.ledger import Entry, Ledger, entry_of
+from cnr_jax.repository.lineage.planner import Origin, Planner, Request
+from cnr_jax.repository.lineage.retention import ChainPreservation
 
 from .conftest import make_manifest, table
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cnr_jax.format import names
-from cnr_jax.repository.removal import Remover, children_first
-from cnr_jax.repository.roots import step_directories
+from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.upkeep.removal import Remover, children_first
 
 
 def make_step(root: Path, name: str) -> Path:

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.layouts import layout_from
-from cnr_jax.repository import fetch, merge, parts, restore
 from cnr_jax.repository.chain import resolve_chain
+from cnr_jax.repository.replay import fetch, leaves, merge, parts
 from cnr_jax.repository.step import StepReader
 from cnr_jax.rows.codecs import codec_from
+from cnr_jax.state.layouts import layout_from
 
 SHAPES = {"user": (64, 6), "item": (48, 8), "cube": (32, 4, 2)}
 MOST_ROWS = 64
@@ -145,30 +145,30 @@ def put(reader: StepReader, process: int, tile: Any, segment: Any, out: Any) -> 
     out[(positions + start, *columns)] = rows.reshape(-1, *shape)
 
 
-def target_of(entry: TableEntry, padded_rows: int | None = None) -> restore.Target:
+def target_of(entry: TableEntry, padded_rows: int | None = None) -> leaves.Target:
     layout = layout_from(entry.layout.name, entry.layout.configuration)
     padded_rows = padded_rows or entry.padded_rows
-    return restore.Target(rows=entry.rows, layout=layout, padded_rows=padded_rows)
+    return leaves.Target(rows=entry.rows, layout=layout, padded_rows=padded_rows)
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "SMALL_BYTES", 1 << 30)
+    monkeypatch.setattr(leaves, "SMALL_BYTES", 1 << 30)
 
 
 def by_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
+    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
 
 
 def device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
-    monkeypatch.setattr(restore, "HOST_BYTES", 1)
+    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+    monkeypatch.setattr(leaves, "HOST_BYTES", 1)
 
 
 def slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, in slabs that do not divide the parts."""
-    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
-    monkeypatch.setattr(restore, "_is_host", lambda device: False)
-    monkeypatch.setattr(restore, "SLAB_BYTES", 150)
+    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+    monkeypatch.setattr(leaves, "_is_host", lambda device: False)
+    monkeypatch.setattr(leaves, "SLAB_BYTES", 150)
 
 
 def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_every_way_gives_the_bits_of_a_plain_replay(
             where = one if spec == "one" else sharding(spec, len(leaf.shape))
             dtype = jnp.dtype(leaf.dtype)
             abstract = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where)
-            got = restore.restore_leaf(chain, entry.name, leaf.name, target, abstract)
+            got = leaves.restore_leaf(chain, entry.name, leaf.name, target, abstract)
             expected = replayed(chain, entry.name, leaf.name)
             assert got.sharding == where and got.dtype == dtype
             assert np.asarray(got).tobytes() == expected.tobytes(), leaf
@@ -229,7 +229,7 @@ def test_rows_that_nothing_holds_are_positive_zeros(
     abstract = jax.ShapeDtypeStruct(
         expected.shape, expected.dtype, sharding=sharding("both", 2)
     )
-    got = restore.restore_leaf(chain, "user", "table", target, abstract)
+    got = leaves.restore_leaf(chain, "user", "table", target, abstract)
     assert np.asarray(got).tobytes() == expected.tobytes()
 
 
@@ -248,7 +248,7 @@ def test_another_dtype_is_converted_as_numpy_does(
     abstract = jax.ShapeDtypeStruct(
         expected.shape, expected.dtype, sharding=sharding("rows", 2)
     )
-    got = restore.restore_leaf(chain, "user", "table", target, abstract)
+    got = leaves.restore_leaf(chain, "user", "table", target, abstract)
     assert np.array_equal(np.asarray(got), expected, equal_nan=True)
 
 
@@ -267,7 +267,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     for way in (on_host, by_program):
         way(monkeypatch)
-        got = restore.restore_leaf(chain, "user", "table", target, abstract)
+        got = leaves.restore_leaf(chain, "user", "table", target, abstract)
         shards = [np.array(shard.data) for shard in got.addressable_shards]
         assert all(shard.tobytes() == expected.tobytes() for shard in shards)
         after = add(got)
@@ -296,9 +296,9 @@ def test_a_slab_of_padding_only_is_decoded_beside_slabs_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a table is padded more than it was, and large, on devices with memory."""
-    monkeypatch.setattr(restore, "SMALL_BYTES", 0)
-    monkeypatch.setattr(restore, "SLAB_BYTES", 640)
-    monkeypatch.setattr(restore, "_is_host", lambda device: False)
+    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+    monkeypatch.setattr(leaves, "SLAB_BYTES", 640)
+    monkeypatch.setattr(leaves, "_is_host", lambda device: False)
     rows = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
     state = {"a": jax.device_put(rows, jax.devices()[0])}
     tables = cnr.find_tables(state, ["a"])

@@ -16,8 +16,8 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.format.manifest import ParentRef, dump, load
-from cnr_jax.repository import inspect, verify
 from cnr_jax.repository.checked import check_file
+from cnr_jax.repository.upkeep import verify, verify_item
 
 ALL = ("0", "1", "2", "3")
 Damage = Callable[[Path], None]
@@ -307,7 +307,7 @@ def test_removal_meanwhile_is_no_problem(
             shutil.rmtree(root / step, ignore_errors=True)
         check_file(directory, expected)
 
-    monkeypatch.setattr(inspect, "check_file", late)
+    monkeypatch.setattr(verify_item, "check_file", late)
     assert found(root) == []
 
 
@@ -354,7 +354,7 @@ def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
             shutil.copytree(other / "3", root / "3")
         check_file(directory, expected)
 
-    monkeypatch.setattr(inspect, "check_file", late)
+    monkeypatch.setattr(verify_item, "check_file", late)
     assert found(root) == []
     assert replaced
 

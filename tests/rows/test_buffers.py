@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.rows import chunk as chunks_of_rows
-from cnr_jax.rows import gather
-from cnr_jax.rows.buffers import Buffers
-from cnr_jax.rows.chunk import Run, host_device
 from cnr_jax.rows.codecs import Asymmetric, BFloat16, Codec, Raw
-from cnr_jax.rows.encoding import encode_chunks
+from cnr_jax.rows.gather import chunk as chunks_of_rows
+from cnr_jax.rows.gather import host
+from cnr_jax.rows.gather.buffers import Buffers
+from cnr_jax.rows.gather.chunk import Run, host_device
+from cnr_jax.rows.gather.encode import encode_chunks
 
 ROWS, WIDTH = 64, 6
 SHAPE, FLOAT = (ROWS, WIDTH), np.dtype(np.float32)
@@ -101,7 +101,7 @@ def run_of(values: np.ndarray, codec: Codec) -> Run:
 
 def halves(codec: Codec, values: np.ndarray, buffers: Buffers) -> Iterator[np.ndarray]:
     """What the rows of one save are on their way to a file."""
-    chunks = gather.gather_chunks([run_of(values, codec)], buffers)
+    chunks = host.gather_chunks([run_of(values, codec)], buffers)
     for _, encoded in encode_chunks(chunks, host_device()):
         yield from encoded.parts.values()
 

@@ -19,14 +19,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import TableError
-from cnr_jax.rows.fingerprint import (
+from cnr_jax.rows.fingerprints.hash import (
     changed_rows,
     hash_on_host,
     hash_rows,
     hash_with_tags,
     row_words,
 )
-from cnr_jax.rows.nh import _fold_halves
+from cnr_jax.rows.fingerprints.nh import _fold_halves
 
 U = np.uint32
 SEED = np.array([0x01234567, 0x89ABCDEF], U)

@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cnr_jax.rows import chunk as chunks_of_rows
-from cnr_jax.rows import gather, on_device
-from cnr_jax.rows.buffers import Buffers
-from cnr_jax.rows.chunk import Chunk, Run, Where, host_device
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
-from cnr_jax.rows.encoding import EncodedChunk, encode_chunks
-from cnr_jax.rows.gather import touched_positions
+from cnr_jax.rows.gather import chunk as chunks_of_rows
+from cnr_jax.rows.gather import device, host
+from cnr_jax.rows.gather.buffers import Buffers
+from cnr_jax.rows.gather.chunk import Chunk, Run, Where, host_device
+from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
+from cnr_jax.rows.gather.host import touched_positions
 from cnr_jax.rows.tiling import LocalShards
 
 WAYS: tuple[Where, ...] = ("host", "device")
@@ -29,7 +29,7 @@ SMALL, LARGE = 8, 32
 
 def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
     runs = [dataclasses.replace(r, where=where) for r in runs]
-    return gather.gather_chunks(runs, Buffers(0))
+    return host.gather_chunks(runs, Buffers(0))
 
 
 def encode(chunk: Chunk) -> EncodedChunk:
@@ -42,7 +42,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 and 32 rows, so that few rows have many."""
     monkeypatch.setattr(chunks_of_rows, "SMALL_ROWS", SMALL)
     monkeypatch.setattr(chunks_of_rows, "CHUNK_BYTES", LARGE * 6 * 4)
-    monkeypatch.setattr(on_device, "LARGE_BYTES", 2 * LARGE * 6 * 4)
+    monkeypatch.setattr(device, "LARGE_BYTES", 2 * LARGE * 6 * 4)
 
 
 def values_of(
@@ -256,7 +256,7 @@ def test_no_runs_and_runs_without_rows_give_no_chunks(where: Where) -> None:
 def test_chunks_are_gathered_as_they_are_asked_for() -> None:
     """However many there are: a save that does not fit into memory streams."""
     filled: list[int] = []
-    fill = gather._fill
+    fill = host._fill
 
     def noted(*args: Any) -> Chunk:
         filled.append(1)
@@ -264,9 +264,9 @@ def test_chunks_are_gathered_as_they_are_asked_for() -> None:
 
     chunks = gather_chunks([run_of(values_of(40 * LARGE, 6), None, Raw())], "host")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "_fill", noted)
+        patch.setattr(host, "_fill", noted)
         next(chunks)
-        assert 1 <= len(filled) <= 2 * gather._THREADS + 2
+        assert 1 <= len(filled) <= 2 * host._THREADS + 2
         assert len(list(chunks)) == 39
     assert len(filled) == 40
 
@@ -288,7 +288,7 @@ def test_runs_of_both_ways_come_in_order() -> None:
         for i, where in enumerate(("device", "device", "host"))
     ]
     found = [
-        encode(chunk).parts["rows"] for chunk in gather.gather_chunks(runs, Buffers(0))
+        encode(chunk).parts["rows"] for chunk in host.gather_chunks(runs, Buffers(0))
     ]
     expected = np.concatenate([expected_rows(run) for run in runs])
     assert np.concatenate(found).tobytes() == expected.tobytes()

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cnr_jax.rows import hash_chunks as module
-from cnr_jax.rows.fingerprint import differ_on_host, hash_on_host
-from cnr_jax.rows.hash_chunks import hash_chunks
-from cnr_jax.rows.hashing import Hashed, settled
+from cnr_jax.rows.fingerprints import chunks as module
+from cnr_jax.rows.fingerprints.chunks import hash_chunks
+from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host
+from cnr_jax.rows.fingerprints.tiles import Hashed, settled
 
 SEED = np.array([3, 4], np.uint32)
 # Rows of 18 bytes, with a slot: chunks of 512 rows are asked for what differs, 16 rows at once
@@ -115,9 +115,9 @@ def test_hashes_that_compare_are_those_that_are_returned() -> None:
 
 
 def _programs() -> list[Any]:
-    from cnr_jax.rows import fingerprint
+    from cnr_jax.rows.fingerprints import hash as hashes
 
-    return [fingerprint._hash_views, fingerprint._differ_views]
+    return [hashes._hash_views, hashes._differ_views]
 
 
 PROGRAMS = _programs()

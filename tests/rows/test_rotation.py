@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_jax as cnr
-from cnr_jax.rows import rotation
-from cnr_jax.rows.rotation import Rotation, Window
+from cnr_jax.rows.fingerprints import rotation
+from cnr_jax.rows.fingerprints.rotation import Rotation, Window
 from cnr_jax.rows.tiling import own_tiles, shards_of
 
 SIZES = st.integers(1, 5000)

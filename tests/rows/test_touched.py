@@ -20,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import StateMismatchError, TouchedError
-from cnr_jax.layouts import Identity, ModSharded
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Lookup,
@@ -34,7 +33,8 @@ from cnr_jax.rows.touched import (
     seeded,
     stamp_sharding,
 )
-from cnr_jax.tables import Tables, TableSpec, find_tables
+from cnr_jax.state.find import Tables, TableSpec, find_tables
+from cnr_jax.state.layouts import Identity, ModSharded
 
 step = jax.jit(record, donate_argnums=0)
 

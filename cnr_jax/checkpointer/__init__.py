@@ -1,0 +1,1 @@
+"""One save and one restore, on all processes of a run."""

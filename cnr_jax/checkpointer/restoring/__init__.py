@@ -1,0 +1,1 @@
+"""One restore: a step chosen, read, matched against the state asked for, and resumed from."""

@@ -1,0 +1,1 @@
+"""One save: checked, decided, captured, written in the background, committed or failed."""

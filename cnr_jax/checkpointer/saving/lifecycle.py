@@ -1,0 +1,212 @@
+"""What becomes of a save after it is launched."""
+
+from __future__ import annotations
+
+import logging
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.save_errors import without_frames
+from cnr_jax.checkpointer.saving.save_in_flight import (
+    InFlight,
+    pending_entry,
+    report_of,
+)
+from cnr_jax.checkpointer.saving.served import Served
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.options import Options
+from cnr_jax.repository.lineage.planner import Plan, Planner
+from cnr_jax.state.table import Tables
+from cnr_jax.telemetry import Listener, SaveReport
+
+_log = logging.getLogger(__name__)
+
+
+class LastSave:
+    """The save that was begun last, until `settle` finds out what became of it.
+
+    It comes out in one of two ways. Committed: it may be a parent, and is reported. Or not:
+    the root is as it was before, and its error is kept until someone takes it.
+
+    What is written in the background is told from there, by `look` and `fail`: they change
+    neither the ledger nor the planner, which belong to the thread that saves.
+
+    Args:
+        served: where it goes.
+        planner: is told of committed saves.
+        tables: of the handler; None: nothing is saved.
+        options: of the run.
+
+    Attributes:
+        flight: the save; None if there is none, or it is settled.
+        report: of the last save that was committed.
+        last_failure: why the save that ended last failed, without frames; None if it did not.
+        listener: is told of committed saves.
+        doubt: why the last save may not survive a power cut, though it is committed.
+        managed: whether a manager calls `synced` and `end_writing` when a save has ended.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        planner: Planner,
+        tables: Tables | None,
+        options: Options,
+    ) -> None:
+        self._served, self._planner = served, planner
+        self._tables = tables
+        self.listener = Listener(options.on_save)
+        self.flight: InFlight | None = None
+        self.report: SaveReport | None = None
+        self.last_failure: errors.CnrError | None = None
+        self.doubt = ""
+        self.managed = False
+        # Of the last save that was seen to be committed, before anything was deleted.
+        self._seen = ""
+        self._plan: Plan | None = None
+        self._failure: errors.SaveError | None = None
+
+    def begin(self, flight: InFlight) -> None:
+        """A save is about to be written."""
+        assert self._served.ledger is not None
+        self._served.ledger.begin(pending_entry(flight.plan))
+        self._plan, self.flight = flight.plan, flight
+
+    def synced(self, error: OSError | None) -> None:
+        """Notes that a committed save is durable, or why not: then no other may rest on it."""
+        if self.flight is not None:
+            self._seen = self.flight.plan.uuid
+        if error is None:
+            self.doubt = ""
+            self._served.committed()
+        else:
+            # So nothing is deleted in its favour.
+            if self._served.ledger is not None:
+                self._served.ledger.doomed.clear()
+            self.doubt = f"the save before may not be durable: {error}"
+
+    def look(self) -> bool:
+        """Reports the save in flight if it is seen to be committed; returns whether it is.
+
+        In doubt it is not, and `settle` looks again.
+        """
+        flight, ledger = self.flight, self._served.ledger
+        if flight is None or ledger is None:
+            return False
+        place = flight.place
+        try:
+            flight.manifest = flight.manifest or ledger.look(place.root, place.item)
+        except Exception:
+            # Such as memory that ran out: it is no error of the save.
+            _log.debug("cannot look for step %d", flight.plan.step, exc_info=True)
+        if flight.manifest is None:
+            return False
+        self._report(flight, flight.manifest)
+        return True
+
+    def fail(self, error: errors.CnrError) -> None:
+        """Says in the log why the save in flight, or what comes after its commit, failed."""
+        self.last_failure = without_frames(error)
+        if self.flight is None or not self.flight.is_failure_told:
+            _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
+        if self.flight is not None:
+            self.flight.is_failure_told = True
+
+    def end_writing(self) -> None:
+        """Lets other managers write: the save is committed, or it has failed."""
+        if self._served.is_guarded:
+            if self.flight is not None:
+                self.flight.stop()
+            self._served.end_writing()
+
+    def withdraw(self) -> None:
+        """Undoes what was prepared for a save that Orbax then refused."""
+        self.end_writing()
+        if self.flight is None:
+            self._served.undo()
+
+    def settle(self, committed: str | None = None) -> str | None:
+        """Finds out whether the last save is committed and notes it if so.
+
+        Only to be called when no save is being written.
+
+        Args:
+            committed: uuid that process 0 found to be committed; on process 0 itself, None.
+
+        Returns:
+            Its uuid if it is committed.
+        """
+        flight, self.flight = self.flight, None
+        ledger = self._served.ledger
+        if ledger is None or flight is None:
+            return None
+        self._failure = None
+        dropped, seen = flight.place.directory in ledger.doomed, None
+        if self._served.is_guarded and self.managed:
+            seen = self._seen == flight.plan.uuid
+            dropped = dropped and seen
+        place = flight.place
+        entry = ledger.settle(place.root, place.item, seen, flight.manifest)
+        if entry is None and dropped:
+            self._served.committed()
+            _log.info("retention did not keep step %d, the newest", flight.plan.step)
+            return None
+        if entry is None or (committed is not None and entry.uuid != committed):
+            self._note_failure(flight)
+            return None
+        self._served.committed()
+        self._planner.saved(flight.plan, entry)
+        assert entry.manifest is not None
+        self._report(flight, entry.manifest)
+        return entry.uuid
+
+    def settle_as(self, committed: str | None) -> None:
+        """Notes what process 0 found, though this process' view of the root may be older."""
+        place, ledger = self._served.place, self._served.ledger
+        assert ledger is not None and place is not None
+        last = self.flight.plan if self.flight else self._plan
+        self.settle(committed)
+        if committed is not None and last is not None and last.uuid == committed:
+            if last.directory not in ledger.entries:
+                ledger.read(place.root, last.directory, place.item)
+
+    def _note_failure(self, flight: InFlight) -> None:
+        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        flight.stop()
+        self._failure = flight.failure()
+        if not flight.is_failure_told:
+            self.fail(self._failure)
+        self._served.discard(flight.place.directory)
+        self._served.undo()
+
+    def _report(self, flight: InFlight, manifest: Manifest) -> None:
+        if flight.is_reported:
+            return
+        flight.is_reported, self.last_failure = True, None
+        assert self._tables is not None
+        try:
+            report = report_of(flight, manifest, self._tables)
+        except Exception:
+            # The step is saved, and this may be the middle of the next save, for which other
+            # processes wait.
+            _log.exception("there is no report of step %d", flight.plan.step)
+            return
+        self.report = report
+        _log.info("%s", report)
+        if self.managed:
+            self.listener.tell(report)
+        else:
+            self.listener.tell_here(report)
+
+    def has_failed(self) -> bool:
+        """Whether all processes have heard that the save in flight has failed."""
+        return self.flight is not None and self.flight.has_failed()
+
+    def failure(self) -> errors.SaveError:
+        """The error of the save in flight, which has failed."""
+        assert self.flight is not None
+        return self.flight.failure()
+
+    def take_failure(self) -> errors.SaveError | None:
+        """The error of the last save, if it failed; once."""
+        failure, self._failure = self._failure, None
+        return failure

@@ -1,0 +1,1 @@
+"""Which rows changed since the parent: recorded or found by fingerprints, and audited."""

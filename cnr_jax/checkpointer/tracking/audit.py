@@ -1,0 +1,242 @@
+"""The audit: did any row change that was not recorded, and if so, which, where and why.
+
+A delta holds recorded rows. If others changed, it would restore a state that never existed;
+so the save is refused, and the error tells what a user needs to find the reason.
+
+An audited run compares all rows at each save, a recorded one a rotating part of them: see
+rows/rotation.py. Of the N rows that a table has on a device, each save compares w with what they
+were at the save before, and w with what they were a round of N / w saves ago. A table whose rows
+fit into its share is compared whole: there w is N, and what follows is certain at once.
+
+Rows that keep moving, k of them anywhere, are all missed by n saves with probability
+C(N - n w, k) / C(N, k), about (1 - n w / N)^k, and by N / w saves never. It does not matter when
+they were recorded, but for those recorded again right before the save that compares them.
+
+Rows that move once are missed with the same probability by the n saves after that, if none of
+them is recorded before its turn, and if their hashes are older than the move: those of all rows
+are one round after the run began or was restored, of a share m w / N of the rows m saves after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cnr_jax.errors import AuditError
+from cnr_jax.rows.fingerprints.watch import Differing, Group, Rows, by_rows
+from cnr_jax.state.optimizer_states import moving_parts
+from cnr_jax.state.table import Table, Tables
+
+_SHOWN_ROWS = 5
+# Past this share of the rows compared the look-ups of some batches are not what was missed.
+_MOST = 0.5
+
+# int32 of some rows, given by their positions in a group: the stamps that `record` wrote.
+StampsAt = Callable[[Group, np.ndarray], np.ndarray]
+# The same of all rows.
+StampsOf = Callable[[Rows], np.ndarray]
+
+
+@dataclasses.dataclass(slots=True)
+class Unrecorded:
+    """Rows of one table that changed without being recorded, as this process sees them.
+
+    Attributes:
+        rows: sorted stored rows.
+        leaves: how many of them differ in each leaf, by leaf name.
+        before: which of `rows` were recorded at an earlier time.
+        since: clock at which the one that was read first was another.
+        compared: rows of the table that were compared.
+        recorded: rows of the table that were recorded after `since`.
+    """
+
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    leaves: Counter[str] = dataclasses.field(default_factory=Counter)
+    before: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
+    since: int = 0
+    compared: int = 0
+    recorded: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
+
+
+def check_recorded(
+    tables: Tables,
+    differing: Mapping[Group, Differing],
+    at: StampsAt,
+    stamps: StampsOf,
+    lineage: str,
+    state: Any,
+    *,
+    recorded: bool = True,
+) -> None:
+    """Checks that all rows that differ were recorded since they were others.
+
+    Args:
+        tables: of the state.
+        differing: rows that differ, of each group that was looked at.
+        at: tells the stamps of these.
+        stamps: tells those of all rows.
+        lineage: of the stamps.
+        state: in which the likely cause is looked for.
+        recorded: whether `record` was called since the save before, as far as the touched rows
+            tell that go with the state.
+
+    Raises:
+        AuditError: naming tables, rows, leaves, the likely cause and the remedy.
+    """
+    missed: dict[Group, np.ndarray] = {}
+    for group, found in differing.items():
+        if len(found.rows):
+            which = np.flatnonzero(at(group, found.rows) <= found.since)
+            if len(which):
+                missed[group] = which
+    if not missed:
+        return
+    guilty = {group.table for group in missed}
+    tables_found = {
+        name: _unrecorded(
+            {group: d for group, d in differing.items() if group.table == name},
+            missed,
+            stamps,
+        )
+        for name in tables
+        if name in guilty
+    }
+    raise AuditError(
+        _message(tables, tables_found, state, recorded=recorded),
+        lineage=lineage,
+        clock=min(each.since for each in tables_found.values()),
+    )
+
+
+def _unrecorded(
+    differing: Mapping[Group, Differing],
+    missed: Mapping[Group, np.ndarray],
+    stamps: StampsOf,
+) -> Unrecorded:
+    """What is to be said of one table.
+
+    Args:
+        differing: of its groups.
+        missed: by group, which of these rows were not recorded, by their index.
+        stamps: of all rows.
+    """
+    here = Unrecorded()
+    here.since = min(
+        int(differing[group].since[which].min())
+        for group, which in missed.items()
+        if group in differing
+    )
+    for rows, groups in by_rows(differing).items():
+        written, start = stamps(rows), rows.rows[0]
+        # Columns and leaves of a row may be in several groups, and cut in several ways.
+        leaves: Counter[str] = Counter()
+        for group in groups:
+            if group in missed:
+                found, which = differing[group], missed[group]
+                positions = found.rows[which]
+                before = positions[written[positions] > 0]
+                here.rows = np.union1d(here.rows, positions + start)
+                here.before = np.union1d(here.before, before + start)
+                counts = found.leaves(which).sum(0)
+                leaves |= Counter(
+                    {n: int(c) for n, c in zip(found.names, counts, strict=True) if c}
+                )
+        here.leaves += leaves
+        here.compared += max(differing[group].compared for group in groups)
+        here.recorded = np.union1d(
+            here.recorded, np.flatnonzero(written > here.since) + start
+        )
+    return here
+
+
+def _message(
+    tables: Tables, found: Mapping[str, Unrecorded], state: Any, *, recorded: bool
+) -> str:
+    lines: list[str] = []
+    stale = ""
+    if not recorded:
+        stale = (
+            ", or the touched rows given to Save are not those that `record` returned"
+        )
+    for name, rows in found.items():
+        lines += [
+            f"table {name!r}: {_rows(len(rows.rows))} changed without being recorded;"
+            " a delta would miss them",
+            f"  got changes in {_leaves_text(rows)}; first rows: {_rows_text(tables[name], rows)}",
+            f"  expected changes only in the {_rows(len(rows.recorded))} recorded since;"
+            f" {_compared_text(tables[name], rows)} compared",
+            f"  likely cause: {_cause(tables[name], rows, state)}{stale}",
+        ]
+    if jax.process_count() > 1:
+        lines.append(f"  as process {jax.process_index()} sees its part of the rows")
+    return "\n".join([*lines, _HINT])
+
+
+_HINT = """\
+  hint: a manager made with Options(tracking="fingerprint") saves exactly whatever the optimizer,
+    also in this root if its first save passes the touched rows along: Save(state, touched);
+    or give tables a row-sparse one (one of cnr_jax.optim, or sgd or adagrad of optax), and call
+    `record` in the step that applies an update, with all ids whose rows it changes;
+    after putting back an older state by hand, call reset_touched"""
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row" + "s" * (count != 1)
+
+
+def _compared_text(table: Table, rows: Unrecorded) -> str:
+    if rows.compared >= table.padded_rows:
+        return "all were"
+    return f"{rows.compared:,} of {_rows(table.padded_rows)} were"
+
+
+def _leaves_text(rows: Unrecorded) -> str:
+    named = [
+        f"{'the table' if leaf == 'table' else f'slot {leaf}'} (about {_rows(count)})"
+        for leaf, count in rows.leaves.items()
+    ]
+    return ", ".join(named) or "the table or a slot"
+
+
+def _rows_text(table: Table, rows: Unrecorded) -> str:
+    """The first rows, as the ids by which a model knows them."""
+    stored = rows.rows[:_SHOWN_ROWS]
+    logical = np.asarray(table.layout.to_logical(stored))
+    shown = [str(row) if row < table.rows else f"{row} (padding)" for row in logical]
+    return ", ".join(shown) + ", ..." * (len(rows.rows) > _SHOWN_ROWS)
+
+
+def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
+    parts = moving_parts(state, table)
+    if parts:
+        return (
+            "the optimizer moves rows that no batch looked up, as"
+            f" {', '.join(parts)} shows"
+        )
+    if not len(rows.recorded) and not len(rows.before):
+        return "`record` was told of no row of this table: a feature is missing"
+    if len(rows.rows) > _MOST * rows.compared:
+        return (
+            "something moves most rows: weight decay, noise, an average of the parameters,"
+            " or a gradient that is not of looked-up rows alone"
+        )
+    if rows.leaves and "table" not in rows.leaves:
+        return "the optimizer changes slots of rows that no batch looked up"
+    if len(rows.before) == len(rows.rows):
+        return (
+            "rows move after the step that looked them up: momentum, gradient"
+            " accumulation, or an update that is applied later"
+        )
+    return (
+        "rows are changed by ids that `record` is not told of: a feature left out, a table"
+        " shared under another name, or ids recorded before they are mapped to rows"
+    )

@@ -1,0 +1,381 @@
+"""How a run finds the rows that changed: recorded, by fingerprints, or both.
+
+Two sources of stamps stand behind one question, which rows are to be saved on top of a
+parent. Recorded stamps travel with the state and are tied to parents by their lineage;
+fingerprint stamps are kept here, and hold for whatever state is saved next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.checkpointer.saving.capture import Choose, staging
+from cnr_jax.checkpointer.tracking import audit
+from cnr_jax.format.manifest import Tracking
+from cnr_jax.options import Options
+from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
+from cnr_jax.rows.fingerprints.tiles import Arrays
+from cnr_jax.rows.fingerprints.watch import Group, Look, Rows, RowWatch
+from cnr_jax.rows.gather.host import touched_positions
+from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf, own_tiles, shards_of
+from cnr_jax.rows.touched import (
+    CLOCK_LIMIT,
+    Touched,
+    clock_of,
+    lineage_hex,
+    stamp_sharding,
+)
+from cnr_jax.state.table import Tables
+
+_log = logging.getLogger(__name__)
+
+
+class Moment(NamedTuple):
+    """A lineage of stamps, and its clock at one time."""
+
+    lineage: str
+    clock: int
+
+
+_NEVER = Moment("", -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was found out about the rows of a state that is to be saved.
+
+    Attributes:
+        mode: how rows that changed are found.
+        tiles: what this process saves.
+        shards: of the leaves of tables.
+        written: the shards of the stamps that `record` wrote, by table.
+        stamps: those that choose rows; the lineage is empty if they are the first.
+        recorded: of `touched`; None in fingerprint mode.
+        by_fingerprints: whether stamps made from fingerprints choose rows.
+        look: at all rows; None where none was needed.
+        glimpse: at some rows; None where none was needed.
+        doubt: why an audit that was due could not be made, so that a delta might miss rows;
+            empty otherwise.
+        secs: that the look, or glimpse, took.
+    """
+
+    mode: Tracking
+    tiles: tuple[OwnTile, ...]
+    shards: ShardsOf
+    written: Callable[[str], LocalShards]
+    stamps: Moment
+    recorded: Moment | None
+    by_fingerprints: bool
+    look: Look | None
+    glimpse: Glimpse | None
+    doubt: str
+    secs: float
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the clock has stopped, and tells rows apart no more."""
+        return not self.by_fingerprints and self.stamps.clock >= CLOCK_LIMIT
+
+
+class Tracker:
+    """Finds changed rows for one handler.
+
+    Args:
+        options: of the run.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._mode: Tracking | None = None
+        self._watch: RowWatch | None = None
+        # Of the stamps that fingerprints made.
+        self._prints = _NEVER
+        # The rows of a recorded run that are remembered, and its touched rows at the last save.
+        self._rotation: Rotation | None = None
+        self._last: Moment | None = None
+        self._has_said_unused = False
+
+    def mode(self, touched: Touched | None) -> Tracking:
+        """How changed rows are found: as asked for, as before, or as `touched` suggests."""
+        asked = self._options.tracking or self._mode
+        return asked or ("fingerprint" if touched is None else "recorded")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hashes and their stamps take, on devices and the host of this process."""
+        return sum(each.nbytes for each in (self._watch, self._rotation) if each)
+
+    def find(
+        self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
+    ) -> Found:
+        """Looks for changed rows; nothing is changed here until `keep`.
+
+        Args:
+            state: that is to be saved.
+            touched: that goes with it; needed unless the mode is fingerprint.
+            tables: of the state.
+            arrays: their leaves.
+
+        Raises:
+            AuditError: if a row changed that was not recorded.
+            TableError: if no process holds both rows and their stamps.
+        """
+        mode = self.mode(touched)
+        recorded = None if mode == "fingerprint" else _moment(touched)
+        if recorded is None and touched is not None:
+            self._say_unused()
+        tiles = _tiles(tables, arrays, touched if recorded else None)
+        shards = shards_of(arrays)
+
+        @functools.cache
+        def written(table: str) -> LocalShards:
+            assert touched is not None
+            return LocalShards(touched.stamps[table])
+
+        look, glimpse, doubt, secs = None, None, "", 0.0
+        if mode != "recorded" or self._audits(recorded):
+            jax.block_until_ready(arrays)  # the train step is not to be counted
+            started = time.perf_counter()
+            if mode == "recorded":
+                glimpse = self._glimpse(tiles, shards, recorded)
+            else:
+                look = self._watching(mode).look(tiles, arrays, staging(self._options))
+            if recorded is not None:
+                doubt = self._doubt(look, glimpse, recorded)
+                if not doubt:
+                    self._audit(look, glimpse, state, written, recorded.clock, tables)
+            secs = time.perf_counter() - started
+        by_fingerprints = self._by_fingerprints(mode)
+        chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
+        if recorded is not None and not by_fingerprints:
+            chosen_by = recorded
+        return Found(
+            mode=mode,
+            tiles=tiles,
+            shards=shards,
+            written=written,
+            stamps=chosen_by,
+            recorded=recorded,
+            by_fingerprints=by_fingerprints,
+            look=look,
+            glimpse=glimpse,
+            doubt="" if by_fingerprints else doubt,
+            secs=secs,
+        )
+
+    def _say_unused(self) -> None:
+        """Says once that touched rows are not used, unless that was asked for."""
+        if self._options.tracking is None and not self._has_said_unused:
+            self._has_said_unused = True
+            _log.warning(
+                "the touched rows of Save(state, touched) are not used: this run finds rows"
+                " that changed by fingerprints, because its first save had no touched rows."
+                " To use them from now on, restore with a manager of"
+                " Options(tracking='recorded'); else leave them out of Save and record out"
+                " of the train step"
+            )
+
+    def _by_fingerprints(self, mode: Tracking) -> bool:
+        """Whether fingerprints choose the rows; else those that were recorded.
+
+        In an audited run these are the rows that both found: others stop it.
+        """
+        return mode == "fingerprint" or self._options.drop_unchanged
+
+    def _watching(self, mode: Tracking) -> RowWatch:
+        if self._watch is None:
+            self._watch = RowWatch(
+                stamped=self._by_fingerprints(mode), tagged=mode != "fingerprint"
+            )
+        return self._watch
+
+    def _audits(self, recorded: Moment | None) -> bool:
+        """Whether a recorded run looks at some of its rows; at its limit all saves are full."""
+        assert recorded is not None
+        return self._options.audit_bytes > 0 and recorded.clock < CLOCK_LIMIT
+
+    def _glimpse(
+        self, tiles: tuple[OwnTile, ...], shards: ShardsOf, recorded: Moment | None
+    ) -> Glimpse:
+        if self._rotation is None:
+            self._rotation = Rotation(self._options.audit_bytes)
+        last = self._last
+        assert recorded is not None
+        # Rows of another lineage, or of a time ahead, say nothing about these.
+        known = last is not None and last.lineage == recorded.lineage
+        anew = last is None or not known or last.clock > recorded.clock
+        return self._rotation.look(tiles, shards, staging(self._options), anew=anew)
+
+    def _doubt(
+        self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
+    ) -> str:
+        """Why rows cannot be compared with what they were; empty if they can.
+
+        Such a save must be full: what was recorded since the save before is not known to be
+        all that changed. The next one is audited again.
+        """
+        last = self._last
+        if last is None or last.lineage != recorded.lineage:
+            return "the save before was of other touched rows, so no audit was possible"
+        if last.clock > recorded.clock:
+            return "the touched rows went back, so no audit was possible"
+        if last.clock >= CLOCK_LIMIT:
+            return "the clock of the touched rows has stopped, so no audit was possible"
+        anew = glimpse.anew if glimpse is not None else False
+        if anew or (look is not None and look.changed.keys() != look.seen.keys()):
+            return "tables were sharded in another way before, so no audit was possible"
+        return ""
+
+    def _audit(
+        self,
+        look: Look | None,
+        glimpse: Glimpse | None,
+        state: Any,
+        shards: Callable[[str], LocalShards],
+        clock: int,
+        tables: Tables,
+    ) -> None:
+        """Checks that rows which differ from what they were have been recorded."""
+        assert self._last is not None
+
+        def at(group: Group, positions: np.ndarray) -> np.ndarray:
+            way = staging(self._options)
+            return stamps_at(shards(group.table), group.rows, positions, way)
+
+        def stamps(rows: Rows) -> np.ndarray:
+            data, first = shards(rows.table).holding(rows.rows)
+            return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
+
+        if glimpse is not None:
+            differing = glimpse.differing
+        else:
+            assert look is not None and self._watch is not None
+            differing = self._watch.differing(look, self._last.clock)
+        lineage = self._last.lineage
+        audit.check_recorded(
+            tables,
+            differing,
+            at,
+            stamps,
+            lineage,
+            state,
+            recorded=clock > self._last.clock,
+        )
+
+    def keep(self, found: Found, stamps: Moment) -> None:
+        """Takes what was found as known from now on: its save was decided.
+
+        Args:
+            found: by `find`, with nothing kept since.
+            stamps: `found.stamps`, as all processes agreed on it.
+        """
+        self._mode = found.mode
+        if self._by_fingerprints(found.mode):
+            self._prints = stamps
+        if found.look is not None and self._watch is not None:
+            self._watch.keep(found.look, stamps.clock)
+        if found.glimpse is not None and self._rotation is not None:
+            assert found.recorded is not None
+            self._rotation.keep(found.glimpse, found.recorded.clock)
+        if found.recorded is not None:
+            self._last = found.recorded
+
+    def chooser(self, found: Found, parent_clock: int | None) -> Choose:
+        """What chooses the rows of a save on a parent.
+
+        Args:
+            found: for this save, and kept.
+            parent_clock: of the stamps at the parent; None chooses all rows.
+        """
+        known: dict[Rows, np.ndarray | None] = {}
+        way = staging(self._options)
+
+        def positions(rows: Rows, clock: int) -> np.ndarray:
+            if found.by_fingerprints:
+                # At equal clocks nothing would be chosen, whatever has changed.
+                assert self._watch is not None and found.stamps.clock > clock
+                return self._watch.positions(rows, clock)
+            return touched_positions(found.written(rows.table), rows.rows, clock, way)
+
+        def choose(tile: OwnTile) -> np.ndarray | None:
+            if parent_clock is None:
+                return None
+            rows = Rows(tile.table.name, tile.rows)
+            if rows not in known:
+                chosen = positions(rows, parent_clock)
+                everything = len(chosen) == tile.rows[1] - tile.rows[0]
+                known[rows] = None if everything else chosen
+            return known[rows]
+
+        return choose
+
+    def forget(self, touched: Touched | None = None) -> None:
+        """Forgets all rows, because the state was replaced by what no chain here holds.
+
+        Args:
+            touched: of the state; fingerprints go on in its lineage.
+        """
+        self._watch, self._rotation, self._last = None, None, None
+        # Past the clocks of all that `touched` may be compared with, so that a save that
+        # knows no rows chooses all.
+        self._prints = _NEVER if touched is None else _moment(touched)
+
+    def adopt(self, mode: Tracking) -> None:
+        """Goes on in the mode of a run that was restored, unless this one has its own."""
+        self._mode = self._mode or mode
+
+    def restored(
+        self,
+        tables: Tables,
+        arrays: Arrays,
+        touched: Touched,
+        stamps: Callable[[Rows], np.ndarray],
+    ) -> None:
+        """Goes on from a restored state, which is exactly what its chain holds.
+
+        Args:
+            tables: all tables, restored whole.
+            arrays: their leaves.
+            touched: the fresh touched rows of the state; fingerprints go on in its lineage.
+            stamps: of restored rows, int32.
+        """
+        self.forget(touched)
+        self._last = _moment(touched)
+        mode = self.mode(touched)
+        tiles = _tiles(tables, arrays, touched)
+        if mode == "recorded":
+            if self._audits(self._last):
+                glimpse = self._glimpse(tiles, shards_of(arrays), self._last)
+                assert self._rotation is not None
+                self._rotation.keep(glimpse, self._last.clock)
+            return
+        watch = self._watching(mode)
+        look = watch.look(tiles, arrays, staging(self._options))
+        watch.start(look, stamps)
+        self._prints = self._last
+
+
+def _moment(touched: Touched | None) -> Moment:
+    assert touched is not None
+    return Moment(lineage_hex(touched), clock_of(touched))
+
+
+def _tiles(
+    tables: Tables, arrays: Arrays, touched: Touched | None
+) -> tuple[OwnTile, ...]:
+    """What this process saves; rows lie as the stamps of `touched`, or as they would."""
+    shardings = {t: {n: x.sharding for n, x in arrays[t].items()} for t in arrays}
+    if touched is not None:
+        stamps = {name: x.sharding for name, x in touched.stamps.items()}
+    else:
+        whole = {name: arrays[name][table.leaf.name] for name, table in tables.items()}
+        stamps = {n: stamp_sharding(x.sharding, x.shape) for n, x in whole.items()}
+    return own_tiles(tables, shardings, stamps)

@@ -1,0 +1,207 @@
+"""The last step of a save: look at what all processes wrote, then write `manifest.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import time
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import (
+    DenseLeaf,
+    FileDigest,
+    HistoryEntry,
+    Manifest,
+    TableEntry,
+    Totals,
+    Tracking,
+    bounded_history,
+    dump,
+)
+from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
+from cnr_jax.repository.checked import check_dense_index
+from cnr_jax.repository.files import (
+    AnyPath,
+    digest_of,
+    digest_tree,
+    exists,
+    sync_directory,
+    sync_tree,
+    write_durably,
+)
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.rows_writer import Written
+from cnr_jax.repository.store import file_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a save when it starts.
+
+    Attributes:
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any.
+        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        started_secs: reading of `time.perf_counter` when `save` was called.
+    """
+
+    plan: Plan
+    tracking: Tracking
+    recorded_clock: int | None
+    fingerprint_clock: int | None
+    tables: tuple[TableEntry, ...]
+    dense_leaves: tuple[DenseLeaf, ...]
+    started_secs: float
+
+
+def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
+    """Checks that all processes have written their part, and commits it.
+
+    Args:
+        directory: of the item.
+        facts: of the save.
+        own: what this process has written.
+
+    Order: everything that the manifest names is durable before the manifest is written, and
+    the manifest is durable before Orbax renames the directory.
+
+    Returns:
+        Bytes of the manifest.
+
+    Raises:
+        IntegrityError: if a process manifest is missing or belongs to another save, or the
+            dense leaves cannot be looked up.
+    """
+    digests, processes = _read_processes(directory, facts.plan.uuid, own)
+    tiles = [tile for process in processes for tile in process.tiles]
+    check_cover(facts.tables, tiles, os.fspath(directory))
+    dense = directory / names.DENSE
+    dense_files: tuple[FileDigest, ...] = ()
+    if exists(dense):
+        sync_tree(dense)
+        dense_files = digest_tree(dense, names.DENSE)
+    check_dense_index(facts.dense_leaves, dense_files, directory)
+    totals = _totals(processes, digests, dense_files)
+    features = sorted({each for process in processes for each in process.features})
+    manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
+    digest = write_durably(directory / names.MANIFEST, dump(manifest))
+    sync_directory(directory)
+    return digest.bytes
+
+
+def _read_processes(
+    directory: AnyPath, uuid: str, own: Written
+) -> tuple[tuple[FileDigest, ...], list[ProcessManifest]]:
+    digests: list[FileDigest] = []
+    processes: list[ProcessManifest] = []
+    for i in range(jax.process_count()):
+        if i == own.manifest.process:
+            digests.append(own.digest)
+            processes.append(own.manifest)
+            continue
+        path = directory / names.process_manifest(i)
+        if not exists(path):
+            raise errors.IntegrityError(
+                f"process {i} has not written its part of the save\n"
+                f"  {os.fspath(path)} is missing",
+                kind="process_missing",
+            )
+        data = path.read_bytes()
+        process = load_process(data, os.fspath(path))
+        if process.uuid != uuid:
+            raise errors.IntegrityError(
+                f"process {i} has written another save\n"
+                f"  got {process.uuid}, expected {uuid}",
+                kind="process_missing",
+            )
+        digests.append(digest_of(path.name, data))
+        processes.append(process)
+    return tuple(digests), processes
+
+
+def _totals(
+    processes: list[ProcessManifest],
+    digests: tuple[FileDigest, ...],
+    dense_files: tuple[FileDigest, ...],
+) -> Totals:
+    arrays = sum(
+        array_bytes(entry) for process in processes for entry in process.arrays.values()
+    )
+    slots = sum(process.slot_bytes for process in processes)
+    return Totals(
+        rows=sum(_rows(process) for process in processes),
+        table_bytes=arrays - slots,
+        slot_bytes=slots,
+        dense_bytes=sum(file.bytes for file in dense_files),
+        manifest_bytes=sum(digest.bytes for digest in digests),
+    )
+
+
+def array_bytes(entry: ArrayEntry) -> int:
+    """Bytes of an array's files: whole chunks, a checksum each, and `zarr.json`."""
+    return sum(file_bytes(entry)) + entry.metadata_bytes
+
+
+def _rows(process: ProcessManifest) -> int:
+    """Rows of tables, counted in their first column tile and without escaped ones twice."""
+    return sum(
+        process.row_ids[tile.segments[0].row_ids].count
+        for tile in process.tiles
+        if tile.leaf == "table"
+        and tile.segments
+        and all(start == 0 for start, _ in tile.box[1:])
+    )
+
+
+def _manifest(
+    facts: Facts,
+    digests: tuple[FileDigest, ...],
+    dense_files: tuple[FileDigest, ...],
+    totals: Totals,
+    features: tuple[str, ...],
+) -> Manifest:
+    plan = facts.plan
+    # Rounded, because a manifest's digest is taken over its text.
+    secs = round(time.perf_counter() - facts.started_secs, 6)
+    saved = HistoryEntry(
+        step=plan.step,
+        kind=plan.kind,
+        bytes=totals.table_bytes + totals.slot_bytes,
+        rows=totals.rows,
+        secs=secs,
+    )
+    return Manifest(
+        uuid=plan.uuid,
+        step=plan.step,
+        kind=plan.kind,
+        generation=plan.generation,
+        lineage=plan.lineage,
+        tracking=facts.tracking,
+        recorded_clock=facts.recorded_clock,
+        fingerprint_clock=facts.fingerprint_clock,
+        parent=plan.parent,
+        processes=digests,
+        dense_files=dense_files,
+        dense_leaves=facts.dense_leaves,
+        tables=facts.tables,
+        totals=totals,
+        policy=plan.policy,
+        reason=plan.reason,
+        history=bounded_history((*plan.history, saved)),
+        restores=plan.restores,
+        written_at_unix_secs=round(time.time(), 3),
+        writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
+        required_features=features,
+        run=plan.run or None,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,623 @@
+"""Which checkpoints a root holds and which depend on which.
+
+Read from the manifests at start and kept up to date by saves, alike on every process. Retention
+asks it what must be kept; the planner asks it which parents still exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.layout import (
+    is_checkpoint,
+    is_foreign,
+    may_be_step,
+    step_directories,
+)
+from cnr_jax.repository.step import read_committed, read_step, without_collections
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One step directory.
+
+    Attributes:
+        manifest: None for a save that is still being written.
+        run: that it belongs to; empty: the one of all steps whose manifests name none.
+    """
+
+    directory: str
+    step: int
+    uuid: str
+    generation: int
+    parent: ParentRef | None
+    manifest: Manifest | None = None
+    run: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest last: a later generation is newer, whatever its step numbers."""
+        return self.generation, self.step
+
+
+def entry_of(directory: str, manifest: Manifest) -> Entry:
+    """The entry of a committed checkpoint."""
+    return Entry(
+        directory=directory,
+        step=manifest.step,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        parent=manifest.parent,
+        manifest=manifest,
+        run=manifest.run or "",
+    )
+
+
+class _Standing(NamedTuple):
+    """What the chain of an entry comes to.
+
+    Attributes:
+        depth: entries in it, itself included.
+        rooted: it leads to one without a parent.
+        whole: it does so without damage, and without a save that is being written.
+    """
+
+    depth: int
+    rooted: bool
+    whole: bool
+
+
+_NOWHERE = _Standing(depth=0, rooted=False, whole=False)
+
+
+@dataclasses.dataclass(slots=True)
+class _Derived:
+    """What follows from the entries and the known damage, by one pass over them.
+
+    Attributes:
+        version: of the ledger, when the pass began.
+        committed: newest last.
+        restorable: newest last.
+        by_step: entries of each step, mostly one.
+        children: directories of the entries that rest on an entry, by its directory.
+        wanted: directories of parents that are not there, or were not.
+        standing: of all entries, by directory.
+    """
+
+    version: int
+    committed: list[Entry]
+    restorable: list[Entry]
+    by_step: dict[int, list[Entry]]
+    children: dict[str, list[str]]
+    wanted: set[str]
+    standing: dict[str, _Standing]
+
+    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
+        """Takes in an entry, if no other rests on it and none that is committed is newer.
+
+        Saves add such an entry, and take it away again: a pass for each would cost more than
+        all else that a save does in a root of thousands.
+
+        Args:
+            entry: of a directory that has none.
+            above: its parent, if it is known.
+            sound: whether it is committed and free of damage.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        newest = self.committed[-1].order if self.committed else entry.order
+        if entry.directory in self.wanted or above is entry or entry.order < newest:
+            return False
+        depth, rooted, whole = self.standing[above.directory] if above else _NOWHERE
+        is_full = entry.parent is None
+        whole = (whole or is_full) and sound
+        self.standing[entry.directory] = _Standing(depth + 1, rooted or is_full, whole)
+        self.by_step.setdefault(entry.step, []).append(entry)
+        if above is not None:
+            self.children.setdefault(above.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            self.wanted.add(entry.parent.directory)
+        if entry.manifest is not None:
+            self.committed.append(entry)
+            if whole:
+                self.restorable.append(entry)
+        return True
+
+    def shrink(self, entry: Entry, above: Entry | None) -> bool:
+        """Drops an entry, if no other rests on it and none that is committed is newer.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        if self.children.get(entry.directory):
+            return False
+        if entry.manifest is not None:
+            if self.committed[-1] is not entry:
+                return False
+            self.committed.pop()
+            if self.restorable and self.restorable[-1] is entry:
+                self.restorable.pop()
+        del self.standing[entry.directory]
+        self.by_step[entry.step].remove(entry)
+        if above is not None:
+            self.children[above.directory].remove(entry.directory)
+        return True
+
+
+class Ledger:
+    """The step directories of one root, by name.
+
+    What it answers costs one pass over the entries after a change, and look-ups until the next.
+
+    Args:
+        is_step: tells names of step directories; None: all that end in a digit.
+
+    Attributes:
+        foreign: those of the unreadable ones that hold something, but nothing of this library.
+        strange: those of the unreadable ones that neither this library nor Orbax has saved.
+        withheld: those of the unreadable ones that may be whole: storage did not give them out.
+        pending: the save that is being written.
+        doomed: step directories that are deleted once the pending save is committed.
+        leaving: step directories that retention has dropped and that may still be there.
+        run: of the save that was begun last, whose steps alone retention may drop; None: none
+            was begun.
+    """
+
+    def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
+        self.is_step = is_step or may_be_step
+        self._entries: dict[str, Entry] = {}
+        self._unreadable: dict[str, str] = {}
+        self.foreign: set[str] = set()
+        self.strange: set[str] = set()
+        self.withheld: set[str] = set()
+        self._damaged: dict[str, str] = {}
+        self._spoilt: dict[str, str] = {}
+        self.pending: Entry | None = None
+        self.doomed: set[str] = set()
+        self.leaving: set[str] = set()
+        self.run: str | None = None
+        # Of the entries and the known damage; counts their changes.
+        self._version = 0
+        self._derived: _Derived | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Committed checkpoints, and at most one that is being written, by directory."""
+        return types.MappingProxyType(self._entries)
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Step directories whose manifest is missing or damaged, with the reason.
+
+        Nothing older than these may be deleted: they might depend on it.
+        """
+        return types.MappingProxyType(self._unreadable)
+
+    @property
+    def damaged(self) -> Mapping[str, str]:
+        """Uuids of checkpoints whose rows or process manifests are damaged, with the reason.
+
+        Neither they nor what rests on them can be restored.
+        """
+        return types.MappingProxyType(self._damaged)
+
+    @property
+    def spoilt(self) -> Mapping[str, str]:
+        """Uuids of checkpoints of which only `dense/` is damaged, with the reason.
+
+        They cannot be restored, but others can rest on them.
+        """
+        return types.MappingProxyType(self._spoilt)
+
+    @classmethod
+    def load(
+        cls, root: AnyPath, item: str, is_step: Callable[[str], bool] | None = None
+    ) -> Ledger:
+        """Reads the manifests of all step directories below `root`.
+
+        Args:
+            root: holds the step directories.
+            item: name of the item in each of them.
+            is_step: tells names of step directories; None: all that end in a digit.
+
+        Raises:
+            OSError: if the root cannot be seen or listed.
+        """
+        ledger = cls(is_step)
+        if not exists(root):
+            return ledger
+        # Of plain paths where they can be: joining names to others takes longer than to read.
+        plain: Any = Path(os.fspath(root)) if is_local(root) else root
+        with without_collections():
+            for directory in step_directories(plain, ledger.is_step):
+                ledger.read(plain, directory, item)
+        return ledger
+
+    def refresh(self, root: AnyPath, item: str) -> bool:
+        """Takes in what has come to the root or gone from it by other hands than ours.
+
+        Returns:
+            Whether anything has.
+        """
+        found = step_directories(root, self.is_step, known=self.directories())
+        self.leaving &= set(found)
+        return self.match(root, item, [d for d in found if d not in self.leaving])
+
+    def match(self, root: AnyPath, item: str, directories: Iterable[str]) -> bool:
+        """Knows of exactly these step directories afterwards; reads those that are new.
+
+        Returns:
+            Whether others were known before.
+        """
+        known, found = self.directories(), set(directories)
+        for directory in known - found:
+            _log.warning("step %s is not in the root any more", directory)
+            self.forget(directory)
+        for directory in sorted(found - known):
+            _log.warning("step %s has appeared in the root", directory)
+            self.read(root, directory, item)
+        return known != found
+
+    def directories(self) -> set[str]:
+        """All step directories that are known, readable or not."""
+        return self.entries.keys() | self.unreadable.keys()
+
+    def read(self, root: AnyPath, directory: str, item: str) -> None:
+        """Reads one step directory, replacing what was known of it."""
+        self.forget(directory)
+        try:
+            manifest = read_step(root, directory, item)
+        except (errors.CnrError, OSError) as error:
+            self._unreadable[directory] = str(error)
+            if not isinstance(error, errors.CnrError):
+                self.withheld.add(directory)
+            elif is_foreign(root / directory):
+                self.foreign.add(directory)
+            if not is_checkpoint(root / directory):
+                self.strange.add(directory)
+            _log.warning("step %s cannot be restored: %s", directory, error)
+        else:
+            self.add(entry_of(directory, manifest))
+
+    def add(self, entry: Entry) -> None:
+        """Takes in an entry, in the place of what was known of its directory."""
+        self.forget(entry.directory)
+        derived = self._current()
+        self._entries[entry.directory] = entry
+        self._changed()
+        if derived is not None and entry.uuid not in self._spoilt:
+            sound = self._is_sound(entry)
+            if derived.grow(entry, self._above(entry), sound=sound):
+                derived.version = self._version
+
+    def begin(self, entry: Entry) -> None:
+        """Notes a save that is being written."""
+        self.add(entry)
+        self.pending, self.run = entry, entry.run
+
+    def look(self, root: AnyPath, item: str) -> Manifest | None:
+        """The manifest of the save that was being written, if it is seen to be committed.
+
+        Nothing is noted: it may be called while `settle` must not be.
+        """
+        entry = self.pending
+        if entry is None:
+            return None
+        try:
+            manifest = read_committed(root, entry.directory, item)
+        except (errors.CnrError, OSError):
+            return None
+        return manifest if manifest.uuid == entry.uuid else None
+
+    def settle(
+        self,
+        root: AnyPath,
+        item: str,
+        committed: bool | None = None,
+        manifest: Manifest | None = None,
+    ) -> Entry | None:
+        """Finds out whether the save that was being written is committed.
+
+        Args:
+            root: holds the step directories.
+            item: name of the item in each of them.
+            committed: whether it is known to be, though storage may not give out its manifest:
+                then what it made superfluous is gone all the same. None: not known.
+            manifest: what `look` has found.
+
+        Returns:
+            Its entry with its manifest, or None if there was none or it failed; a failed save
+            is forgotten.
+        """
+        if self.pending is None:
+            return None
+        entry, self.pending = self.pending, None
+        doomed, self.doomed = self.doomed, set()
+        self._drop(entry.directory)
+        try:
+            manifest = manifest or read_committed(root, entry.directory, item)
+        except (errors.CnrError, OSError) as error:
+            if committed or (committed is None and not _is_missing(error)):
+                self._let_go(doomed)
+            return None
+        # An older step may stand where a failed save was to be.
+        self.add(entry_of(entry.directory, manifest))
+        if manifest.uuid != entry.uuid:
+            return None
+        self._let_go(doomed)
+        # None if retention drops the very step that was saved.
+        return self.entries.get(entry.directory)
+
+    def _let_go(self, doomed: Iterable[str]) -> None:
+        """Drops steps that are being deleted, or may be."""
+        for directory in doomed:
+            self.forget(directory)
+            self.leaving.add(directory)
+
+    def forget(self, directory: str) -> None:
+        """Drops a step directory that is gone or about to be."""
+        self._drop(directory)
+        self._unreadable.pop(directory, None)
+        self.foreign.discard(directory)
+        self.strange.discard(directory)
+        self.withheld.discard(directory)
+
+    def _drop(self, directory: str) -> None:
+        """Drops an entry, if there is one."""
+        entry = self._entries.get(directory)
+        if entry is None:
+            return
+        derived, above = self._current(), self._above(entry)
+        del self._entries[directory]
+        self._changed()
+        if derived is not None and derived.shrink(entry, above):
+            derived.version = self._version
+
+    def become(self, fresh: Ledger) -> None:
+        """Takes over what was read anew; of a save that is being written nothing changes."""
+        self._entries, self._unreadable = fresh._entries, fresh._unreadable
+        self.foreign, self.strange = fresh.foreign, fresh.strange
+        self.withheld = fresh.withheld
+        self._damaged, self._spoilt = {}, {}
+        self._changed()
+
+    def note_damage(self, path: str, reason: str) -> None:
+        """Notes what was found damaged.
+
+        Args:
+            path: of the file or folder below the root, its step directory first.
+            reason: what is wrong, in a line.
+        """
+        directory, *rest = path.split("/")
+        entry = self.entries.get(directory)
+        if entry is not None:
+            only_dense = rest[1:2] == [names.DENSE]
+            (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
+            self._changed()
+
+    def doom(self, directory: str) -> None:
+        """Notes that retention drops a step: at once, or with the pending save's commit."""
+        if self.pending is None:
+            self.forget(directory)
+        else:
+            self.doomed.add(directory)
+
+    def committed(self) -> list[Entry]:
+        """Committed checkpoints, newest last."""
+        return list(self._derive().committed)
+
+    def checkpoints(self) -> list[str]:
+        """Step directories that hold a checkpoint of this library or of Orbax.
+
+        Those of which nothing is known come first, the others newest first.
+        """
+        unknown = sorted(self.unreadable.keys() - self.strange, reverse=True)
+        return [*unknown, *(entry.directory for entry in reversed(self.committed()))]
+
+    def head(self) -> Entry | None:
+        """The newest committed checkpoint of the highest generation."""
+        committed = self._derive().committed
+        return committed[-1] if committed else None
+
+    def restorable(self) -> list[Entry]:
+        """Committed checkpoints in whose chains nothing is missing or known to be damaged.
+
+        Newest last.
+        """
+        return list(self._derive().restorable)
+
+    def obstacle(self, entry: Entry) -> str:
+        """Why a committed checkpoint is not restorable, in a line."""
+        chain = self.chain(entry)
+        for each in reversed(chain):
+            found = self.damaged.get(each.uuid)
+            if found is not None:
+                below = f"it rests on {each.directory}, which is damaged: "
+                return found if each is entry else f"{below}{found}"
+        last = chain[-1]
+        if last.parent is not None:
+            heir = (
+                "it" if last is entry else f"its chain ends at {last.directory}, which"
+            )
+            return f"{heir} rests on {last.parent.directory}, which is not there"
+        return self.spoilt.get(entry.uuid, "it is not complete")
+
+    def by_step(self, step: int) -> Entry | None:
+        """The entry of a step; of the highest generation, should there be several."""
+        found = self._derive().by_step.get(step)
+        return max(found, key=lambda entry: entry.order) if found else None
+
+    def movable(self, directory: str) -> Entry:
+        """The entry of a step directory that goes aside; made up where it is unreadable."""
+        if directory in self.entries:
+            return self.entries[directory]
+        return Entry(
+            directory=directory,
+            step=names.step_number(directory),
+            uuid=secrets.token_hex(16),
+            generation=0,
+            parent=None,
+        )
+
+    def chain(self, entry: Entry) -> list[Entry]:
+        """An entry and those it rests on, as far as they are known, itself first."""
+        found, seen = [entry], set[str]()
+        while (above := self._above(found[-1])) is not None:
+            if above.directory in seen or above == entry:
+                break
+            seen.add(above.directory)
+            found.append(above)
+        return found
+
+    def _above(self, entry: Entry) -> Entry | None:
+        """The parent of an entry, if it is known."""
+        parent = entry.parent
+        above = self._entries.get(parent.directory) if parent is not None else None
+        same = parent is not None and above is not None and above.uuid == parent.uuid
+        return above if same else None
+
+    def is_whole(self, entry: Entry) -> bool:
+        """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
+        if self._entries.get(entry.directory) is entry:
+            return self._derive().standing[entry.directory].whole
+        above = self._above(entry)
+        return self._is_sound(entry) and (
+            entry.parent is None or (above is not None and self.is_whole(above))
+        )
+
+    def _is_sound(self, entry: Entry) -> bool:
+        """Whether an entry by itself is committed and not known to be damaged."""
+        return entry.manifest is not None and entry.uuid not in self._damaged
+
+    def orphans(self) -> list[Entry]:
+        """Entries that cannot be restored for want of a parent, oldest first."""
+        standing = self._derive().standing
+        found = [e for e in self._entries.values() if not standing[e.directory].rooted]
+        return sorted(found, key=lambda entry: entry.order)
+
+    def dependents(self, directory: str) -> list[Entry]:
+        """Every entry whose chain contains `directory`, itself left out, newest first."""
+        children, found, left = self._derive().children, {directory}, [directory]
+        while left:
+            new = [name for name in children.get(left.pop(), ()) if name not in found]
+            found.update(new)
+            left += new
+        if len(found) == 1:
+            return []
+        found.remove(directory)
+        entries = [e for e in self._entries.values() if e.directory in found]
+        return sorted(entries, key=lambda entry: entry.order, reverse=True)
+
+    def depth(self, directory: str) -> int:
+        """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
+        return self._derive().standing.get(directory, _NOWHERE).depth
+
+    def closure(self, directories: Iterable[str]) -> set[str]:
+        """The given directories and all that they rest on."""
+        kept, above = set(directories), set[str]()
+        for directory in kept:
+            entry = self._entries.get(directory)
+            while entry is not None and entry.directory not in above:
+                above.add(entry.directory)
+                entry = self._above(entry)
+        return kept | above
+
+    def _changed(self) -> None:
+        """To be called after each change of the entries or of the known damage.
+
+        After it: what another thread derives meanwhile must not pass for what follows from it.
+        """
+        self._version += 1
+
+    def _current(self) -> _Derived | None:
+        """What follows from the entries as they are now, if that is known."""
+        known = self._derived
+        return known if known is not None and known.version == self._version else None
+
+    def _derive(self) -> _Derived:
+        """What follows from the entries as they are now."""
+        known = self._current()
+        if known is not None:
+            return known
+        version, entries = self._version, list(self._entries.values())
+        committed = sorted(
+            (entry for entry in entries if entry.manifest is not None),
+            key=lambda entry: entry.order,
+        )
+        by_step: dict[int, list[Entry]] = {}
+        children: dict[str, list[str]] = {}
+        wanted: set[str] = set()
+        above = {entry.directory: self._above(entry) for entry in entries}
+        for entry in entries:
+            by_step.setdefault(entry.step, []).append(entry)
+            parent = above[entry.directory]
+            if parent is not None:
+                children.setdefault(parent.directory, []).append(entry.directory)
+            elif entry.parent is not None:
+                wanted.add(entry.parent.directory)
+        standing = self._standing(entries, above)
+        self._derived = _Derived(
+            version=version,
+            committed=committed,
+            restorable=[
+                entry
+                for entry in committed
+                if standing[entry.directory].whole and entry.uuid not in self._spoilt
+            ],
+            by_step=by_step,
+            children=children,
+            wanted=wanted,
+            standing=standing,
+        )
+        return self._derived
+
+    def _standing(
+        self, entries: Iterable[Entry], above: Mapping[str, Entry | None]
+    ) -> dict[str, _Standing]:
+        """What all chains come to, parents first: each entry is looked at once."""
+        found: dict[str, _Standing] = {}
+        for entry in entries:
+            path: list[Entry] = []
+            each: Entry | None = entry
+            while each is not None and each.directory not in found:
+                # What a chain that is a circle meets when it comes round.
+                found[each.directory] = _NOWHERE
+                path.append(each)
+                each = above[each.directory]
+            depth, rooted, whole = found[each.directory] if each else _NOWHERE
+            for below in reversed(path):
+                is_full = below.parent is None
+                depth, rooted = depth + 1, rooted or is_full
+                whole = (whole or is_full) and self._is_sound(below)
+                found[below.directory] = _Standing(depth, rooted, whole)
+        return found
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether a step is not there, rather than damaged or out of reach."""
+    return getattr(error, "kind", None) in ("manifest_missing", "not_committed")
+
+
+def describe(entries: Collection[Entry]) -> str:
+    """Step directories for an error text, oldest first."""
+    ordered = sorted(entries, key=lambda entry: entry.order)
+    return ", ".join(entry.directory for entry in ordered)
+
+
+def aside_name(entry: Entry) -> str:
+    """What a step directory is called once it is moved out of the way."""
+    return names.abandoned(entry.directory, entry.generation, entry.uuid)

@@ -1,0 +1,521 @@
+"""What the next save is: full or delta, on which parent, in which generation.
+
+The policy proposes; this module knows what is legal. A parent is legal for a state if the state's
+`touched` rows are counted from it: it was saved in the same lineage, or is the step that was
+restored, or rests beneath that. Whatever is not provably legal becomes a full save, with the
+reason in the log and the manifest: doubt costs bytes, never rows.
+
+It also knows of which run a save is. Retention deletes steps of that run only, so a save joins a
+run where that is known (its root was restored, or its touched rows come from there), and never
+begins one in a root that holds checkpoints, unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
+from cnr_jax.policy import Decision, Policy, SaveRecord
+from cnr_jax.repository.lineage.ledger import Entry, Ledger, describe
+
+_log = logging.getLogger(__name__)
+_SPARE_PARENTS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One save, the same on every process.
+
+    Attributes:
+        lineage: of the stamps that choose rows.
+        clock: of the stamps that choose rows, in this save.
+        committed: uuid of the save before this one if it was committed, else None.
+        abandoned: step directories to rename aside before this one is written.
+        history: of the branch since its latest full save, without this one.
+        restores: how often a run was restored along this chain.
+        auto_bits: width of codes that options leave to the number of restores, but for small
+            tables; None if they leave none to it.
+        known: step directories of the root, before this save moves any aside.
+        changed: whether steps have come to the root, or gone, by other hands.
+        run: that this save belongs to; empty: the one of steps whose manifests name none.
+        earlier: folder of the root that `abandoned` are moved into instead, because a new run
+            begins; empty if none does.
+    """
+
+    uuid: str
+    step: int
+    directory: str
+    lineage: str
+    clock: int
+    kind: Kind
+    parent: ParentRef | None
+    generation: int
+    codec: str | None
+    policy: str
+    reason: str
+    history: tuple[HistoryEntry, ...]
+    restores: int
+    abandoned: tuple[str, ...]
+    committed: str | None
+    known: tuple[str, ...]
+    changed: bool = False
+    auto_bits: int | None = None
+    run: str = ""
+    earlier: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Branch:
+    """What is known of one lineage.
+
+    Attributes:
+        parents: clock of each legal parent by its uuid, counted in this lineage.
+        tip: the newest checkpoint of this lineage: the last one saved, or the one restored.
+        history: saves since the latest full one, the tip last.
+        restores: how often a run was restored along this branch.
+        last_clock: clock of the tip.
+        went_back: why the branch has no legal parents, after a rollback in memory.
+    """
+
+    parents: dict[str, int] = dataclasses.field(default_factory=dict)
+    tip: Entry | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    restores: int = 0
+    last_clock: int = -1
+    went_back: str = ""
+
+    def forget_parents(self, ledger: Ledger) -> None:
+        """Drops parents that are gone, once they are as many as those that are there."""
+        if len(self.parents) <= 2 * len(ledger.entries) + _SPARE_PARENTS:
+            return
+        there = {entry.uuid for entry in ledger.entries.values()}
+        self.parents = {u: c for u, c in self.parents.items() if u in there}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a state comes from that is about to be saved, as far as that is known.
+
+    Attributes:
+        root: that it is saved to, for errors.
+        touched: lineage and clock of the touched rows that go with it; None without any.
+        restored: run of the step of this root that a restore in this process gave these
+            touched rows with; None if none did.
+        new_run: it begins a new run, though the root holds checkpoints.
+        others: step directories that the ledger does not know, for their names are formed in
+            another way.
+    """
+
+    root: str = ""
+    touched: tuple[str, int] | None = None
+    restored: str | None = None
+    new_run: bool = False
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is about to be saved.
+
+    Attributes:
+        lineage: of the stamps that choose rows, 32 hex digits; empty if there were none
+            before, and then one is drawn.
+        clock: of the stamps that choose rows.
+        at_limit: the clock has reached its limit and tells rows apart no more.
+        doubt: why a delta might miss rows, as far as the stamps themselves are in doubt;
+            empty if they are not.
+        tables: as the manifest will list them.
+        guarded: retention is known to keep parents.
+        urgent: the run is about to end: a delta, where one is legal.
+        origin: of the state.
+    """
+
+    step: int
+    directory: str
+    lineage: str
+    clock: int
+    at_limit: bool
+    tables: tuple[TableEntry, ...]
+    guarded: bool
+    urgent: bool = False
+    doubt: str = ""
+    origin: Origin = Origin()
+
+
+class Planner:
+    """Plans the saves of one root, on the process that decides.
+
+    Args:
+        policy: proposes full or delta.
+        nonce: 24 hex digits that are unique to this run of the program.
+
+    Attributes:
+        run: that was restored or saved last; None: this planner has done neither.
+    """
+
+    def __init__(self, policy: Policy, nonce: str | None = None) -> None:
+        self._policy = policy
+        self._nonce = nonce or secrets.token_hex(12)
+        self._attempt = 0
+        self._most_restores = 0
+        self.run: str | None = None
+        # Whether that was restored, so that no other can begin here.
+        self._joined = False
+        self._is_new_run_refused = False
+        self.branches: dict[str, Branch] = {}
+        # Of each lineage that was saved or restored here, for as long as this planner lives.
+        self._runs: dict[str, str] = {}
+
+    def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
+        """Decides about one save.
+
+        Raises:
+            DependentsExistError: if a step is in the way that a kept one depends on.
+            UsedRootError: if the root holds checkpoints of a run that this save is not known
+                to go on with.
+        """
+        if not request.lineage:
+            request = dataclasses.replace(request, lineage=secrets.token_hex(16))
+        self._attempt += 1
+        uuid = f"{self._nonce}{self._attempt:08x}"
+        run, left = self._run(ledger, request, uuid)
+        branch = self._branch(request)
+        branch.forget_parents(ledger)
+        generation = self._generation(ledger, branch)
+        begins = run != self.run and bool(left)
+        abandoned = [*left]
+        if all(entry.directory != request.directory for entry in left):
+            abandoned += self._in_the_way(ledger, branch, request, generation, run)
+        decision, reason = self._decide(ledger, branch, request, begins)
+        parent = self._parent(ledger, branch, decision)
+        return Plan(
+            uuid=uuid,
+            step=request.step,
+            directory=request.directory,
+            lineage=request.lineage,
+            clock=request.clock,
+            kind=decision.kind,
+            parent=parent,
+            generation=generation,
+            codec=decision.codec,
+            policy=self._policy.name,
+            reason=reason,
+            history=branch.history if decision.kind == "delta" else (),
+            restores=branch.restores,
+            abandoned=tuple(entry.directory for entry in abandoned),
+            committed=committed,
+            known=tuple(sorted(ledger.directories())),
+            run=run,
+            earlier=names.earlier_run(uuid) if left and self.run is None else "",
+        )
+
+    def check_origin(self, ledger: Ledger, origin: Origin) -> None:
+        """Makes sure that a save of a state from there is of a run that may save here.
+
+        Raises:
+            UsedRootError: if the root holds checkpoints, and neither was one restored, nor
+                does the state come from there, nor is a new run asked for.
+        """
+        if self.run is not None or origin.new_run:
+            return
+        there = [*origin.others, *ledger.checkpoints()]
+        if there and self._joinable(ledger, origin) is None:
+            raise _used_root(ledger, origin.root, there)
+
+    def _run(
+        self, ledger: Ledger, request: Request, uuid: str
+    ) -> tuple[str, list[Entry]]:
+        """The run of a save, and the steps that go aside because it is a new one.
+
+        A new run is called after the save that it begins with.
+        """
+        self.check_origin(ledger, request.origin)
+        if self.run is None:
+            if request.origin.new_run:
+                there = [*request.origin.others, *ledger.checkpoints()]
+                return uuid, [ledger.movable(name) for name in there]
+            known = self._joinable(ledger, request.origin)
+            return (uuid if known is None else known), []
+        if request.origin.new_run and self._joined and not self._is_new_run_refused:
+            _log.warning(
+                "new_run=True is ignored: a step of %s was restored, and its run goes on",
+                request.origin.root,
+            )
+            self._is_new_run_refused = True
+        whose = self._whose(ledger, request.origin)
+        if whose is not None or request.origin.touched is None:
+            return (self.run if whose is None else whose), []
+        later = self._later(ledger, request.step)
+        return (uuid if later else self.run), later
+
+    def _whose(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that touched rows belong to; None if it is not known."""
+        if origin.touched is None:
+            return None
+        lineage, clock = origin.touched
+        if lineage in self._runs:
+            return self._runs[lineage]
+        if origin.restored is not None:
+            return origin.restored
+        for entry in reversed(ledger.committed()):
+            found = entry.manifest
+            if found is not None and found.lineage == lineage:
+                if found.recorded_clock is not None and found.recorded_clock <= clock:
+                    return entry.run
+        return None
+
+    def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that a first save joins; None if there is none that it goes on with."""
+        # A save of this planner may be there, though storage did not show it at first.
+        own = [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
+        return own[-1] if own else self._whose(ledger, origin)
+
+    def _later(self, ledger: Ledger, step: int) -> list[Entry]:
+        """Steps of the current run from one on, if it has got that far, dependents first.
+
+        Fresh touched rows at such a step are of a loop that begins again from nothing: what
+        retention counts for it is none of the steps before.
+        """
+        own = [entry for entry in ledger.committed() if entry.run == self.run]
+        if not own or step > own[-1].step:
+            return []
+        found = {e.uuid: e for e in own if e.step >= step}
+        for entry in [*found.values()]:
+            found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
+        return sorted(found.values(), key=lambda entry: entry.order, reverse=True)
+
+    def saved(self, plan: Plan, entry: Entry) -> None:
+        """Notes a committed save: from now on it may be a parent in its lineage."""
+        assert entry.manifest is not None
+        branch = self.branches.setdefault(plan.lineage, Branch())
+        branch.parents[entry.uuid] = plan.clock
+        branch.tip, branch.last_clock = entry, plan.clock
+        branch.restores = plan.restores
+        self.run = self._runs[plan.lineage] = plan.run
+        branch.history, branch.went_back = entry.manifest.history, ""
+
+    def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
+        """Notes that the state of `chain[-1]` goes on as `lineage`.
+
+        All other lineages end: whoever goes on with the restored state but with touched rows
+        from before looks just like whoever only evaluated it, and would lose rows.
+
+        Args:
+            lineage: the fresh lineage of the restored touched rows.
+            chain: the full checkpoint first, the restored one last; clocks count 0, 1, ...
+            exact: whether the state is what the chain holds. If not (another dtype, not all
+                leaves, another layout), no checkpoint is a legal parent.
+        """
+        tip = chain[-1]
+        assert tip.manifest is not None
+        self.run = self._runs[lineage] = tip.run
+        self._joined = True
+        branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
+        self.end_lineages(branch.restores)
+        if exact:
+            branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
+            branch.history = tip.manifest.history
+            branch.last_clock = len(chain) - 1
+        self.branches = {lineage: branch}
+
+    def end_lineages(self, restores: int) -> None:
+        """Forgets all legal parents: the state may have been replaced from elsewhere.
+
+        Args:
+            restores: how often that state was restored, this time included.
+        """
+        self._most_restores = max(self._most_restores, restores)
+        self.branches = {}
+
+    @property
+    def restores(self) -> int:
+        """How often the state was restored that is saved next, as far as can be foreseen."""
+        known = (branch.restores for branch in self.branches.values())
+        return max(known, default=self._most_restores)
+
+    def _branch(self, request: Request) -> Branch:
+        """The branch of a lineage; a fresh one where the state went back in memory.
+
+        Rows of the time in between then have stamps that say nothing about the checkpoints
+        taken before, and that stays so if this save fails and the clock catches up.
+        """
+        # Whether a lineage from nowhere goes on with what was restored cannot be seen.
+        unknown = Branch(restores=self._most_restores)
+        branch = self.branches.setdefault(request.lineage, unknown)
+        if request.clock < branch.last_clock:
+            why = (
+                f"the clock of the stamps went back, from {branch.last_clock}"
+                f" to {request.clock}"
+            )
+            branch = Branch(restores=branch.restores, went_back=why)
+            self.branches[request.lineage] = branch
+        return branch
+
+    def _generation(self, ledger: Ledger, branch: Branch) -> int:
+        """The current generation if the branch goes on from its head, else a higher one.
+
+        Unreadable steps may be of the head's generation and newer, or each of a later one: a
+        restored branch must stay the highest, should they become readable again.
+        """
+        head, tip = ledger.head(), branch.tip
+        highest = head.generation if head is not None else 0
+        unknown = len(ledger.unreadable.keys() - ledger.foreign)
+        if head is not None and tip is not None and tip.uuid == head.uuid:
+            if not unknown or tip.uuid.startswith(self._nonce):
+                return head.generation
+        return highest + unknown + 1
+
+    def _in_the_way(
+        self,
+        ledger: Ledger,
+        branch: Branch,
+        request: Request,
+        generation: int,
+        run: str,
+    ) -> list[Entry]:
+        """Abandoned steps that must go aside, dependents first."""
+        if request.directory in ledger.foreign:
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory}"
+                " holds something that cnr_jax did not write\n"
+                "  hint: save into another root, or move that folder away",
+                kind="step_exists",
+            )
+        if request.directory in ledger.unreadable:
+            return [ledger.movable(request.directory)]
+        entry = ledger.entries.get(request.directory)
+        if entry is None:
+            return []
+        # One that nobody can restore, say a delta copied here without its parent, goes aside.
+        if entry.run != run and ledger.is_whole(entry):
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory} holds"
+                " a step of another run, which is left alone\n"
+                f"  got run {entry.run or 'without an id'}, expected {run}\n"
+                "  hint: save another step, save into another root, or delete that one",
+                kind="step_exists",
+            )
+        if entry.generation >= generation:
+            raise errors.DependentsExistError(
+                f"step {request.step} was saved already, in the branch that goes on here",
+                kind="step_exists",
+            )
+        dependents = ledger.dependents(request.directory)
+        own = {e.uuid for e in ledger.chain(branch.tip)} if branch.tip else set[str]()
+        kept = [e for e in (*dependents, entry) if e.uuid in own]
+        if kept:
+            raise errors.DependentsExistError(
+                f"step {request.step} cannot be saved: the folder {request.directory}"
+                f" is in use\n  it belongs to generation {entry.generation} and"
+                f" {describe(kept)} of the restored chain needs it\n"
+                f"  hint: go on with a step number after {branch.tip.step if branch.tip else 0}"
+            )
+        return [*dependents, entry]
+
+    def _decide(
+        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
+    ) -> tuple[Decision, str]:
+        obstacle = self._obstacle(ledger, branch, request, begins)
+        if obstacle is not None:
+            _log.info("step %d is saved full: %s", request.step, obstacle)
+            return Decision(kind="full", parent=None, reason=obstacle), obstacle
+        decision = self._policy.decide(records(branch.history))
+        if request.urgent and decision.kind == "full" and branch.tip is not None:
+            reason = "the run is about to end, and a delta is written sooner"
+            urgent = dataclasses.replace(
+                decision, kind="delta", parent=branch.tip.step, reason=reason
+            )
+            if self._parent(ledger, branch, urgent) is not None:
+                return urgent, reason
+        if decision.kind == "delta" and self._parent(ledger, branch, decision) is None:
+            reason = f"step {decision.parent} is not a legal parent any more"
+            _log.info("step %d is saved full: %s", request.step, reason)
+            return Decision(kind="full", parent=None, reason=reason), reason
+        return decision, decision.reason
+
+    def _obstacle(
+        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
+    ) -> str | None:
+        """Why no delta is possible, whatever the policy says; None if one is."""
+        if not branch.parents:
+            if branch.went_back:
+                return branch.went_back
+            if ledger.head() is None:
+                return "no baseline yet"
+            if begins:
+                return "a new run begins"
+            return "the stamps are not counted from any checkpoint here"
+        if not request.guarded:
+            return "retention might delete parents: no policy of cnr_jax was asked yet"
+        if request.at_limit:
+            return "the clock of the stamps has reached its limit"
+        if request.doubt:
+            return request.doubt
+        tip = branch.tip
+        if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
+            return "the tables are not those of the checkpoint before"
+        return None
+
+    def _parent(
+        self, ledger: Ledger, branch: Branch, decision: Decision
+    ) -> ParentRef | None:
+        """The parent a decision names, if it is legal and its chain is whole."""
+        for entry in ledger.committed():
+            if entry.step == decision.parent and entry.uuid in branch.parents:
+                if ledger.is_whole(entry):
+                    return ParentRef(
+                        directory=entry.directory,
+                        uuid=entry.uuid,
+                        clock=branch.parents[entry.uuid],
+                    )
+        return None
+
+
+def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
+    """A history as policies see it, save by save; of several in one entry the mean of each."""
+    found: list[SaveRecord] = []
+    for entry in history:
+        record = SaveRecord(
+            step=entry.step,
+            kind=entry.kind,
+            bytes=round(entry.bytes / entry.saves),
+            rows=round(entry.rows / entry.saves),
+            secs=entry.secs / entry.saves,
+        )
+        found += [record] * entry.saves
+    return found
+
+
+def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
+    """The error for a save into a root of which nothing was restored."""
+    ours = ledger.committed()
+    steps = sorted(names.step_number(directory) for directory in found)
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+    lines = [
+        f"{root} holds checkpoints, and none was restored: a new run would mix with theirs",
+        f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
+        "  expected an empty root, or a restore before the first save; nothing was changed",
+    ]
+    if set(found) <= ledger.foreign:
+        lines[1] += ", saved by plain Orbax"
+    elif ours:
+        lines.append(
+            "  hint: to go on with them, state, touched = manager.restore(None,"
+            " args=cnr_jax.args.Restore(state))"
+        )
+        lines.append(
+            "  hint: to go on with a state of that run in memory, pass its touched rows:"
+            " Save(state, touched)"
+        )
+    else:
+        lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
+    lines.append(
+        "  hint: to begin anew, save into another root; or Options(new_run=True), which moves"
+        " them into a folder of this one"
+    )
+    return errors.UsedRootError("\n".join(lines))

@@ -1,0 +1,300 @@
+"""Rebuilding table leaves from a chain, for any sharding.
+
+For each part of a leaf that a local device holds, the rows of the chain that fall into the part
+are read and merged while they are encoded, later checkpoints over earlier ones, and then decoded
+where they stay. Nothing is communicated between processes.
+
+Differs from Check-N-Run in: 1. the part, not the table, is the unit, so any mesh can read what
+any other wrote; 2. a row is decoded once, however long the chain; 3. codes, not decoded rows,
+cross to an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from cnr_jax.format.tiles import Box
+from cnr_jax.repository.replay import on_device
+from cnr_jax.repository.replay.encoded import Kind, Merged
+from cnr_jax.repository.replay.on_host import host_rows
+from cnr_jax.repository.replay.overlap import (
+    Index,
+    Target,
+    entry_of,
+    overlap,
+    placement,
+)
+from cnr_jax.repository.replay.parts import (
+    Leaf,
+    Plan,
+    columns_in,
+    global_array,
+    local_boxes,
+    plan_part,
+    shape_of,
+)
+from cnr_jax.repository.replay.small import host_boxes, placed, restore_small
+from cnr_jax.repository.step import StepReader
+from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.gather.chunk import aligned_empty
+
+__all__ = [
+    "Target",
+    "restore_leaf",
+    "restore_leaves",
+    "restore_stamps",
+    "restored_stamps",
+]
+
+# Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
+# program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
+SMALL_BYTES = 64 << 20
+# Encoded bytes of an accelerator's part that are merged at once: bounds host memory.
+SLAB_BYTES = 64 << 20
+# Encoded bytes of parts on CPU that are merged before they are decoded: bounds host memory.
+HOST_BYTES = 4 << 30
+
+
+def restore_leaves(
+    chain: Sequence[StepReader],
+    wanted: Sequence[tuple[str, str, Target, jax.ShapeDtypeStruct]],
+) -> list[jax.Array]:
+    """Leaves of tables, sharded as it is said. May return before they are decoded.
+
+    Args:
+        chain: the checkpoints to replay, the full one first.
+        wanted: for each leaf the name of its table; `"table"` or the name of a slot; rows and
+            layout that are wanted; and shape, dtype and sharding, where `shape[0]` is the
+            target's `padded_rows`.
+
+    Raises:
+        IntegrityError: if data is missing or damaged.
+    """
+    leaves = [
+        Leaf(
+            chain,
+            table,
+            name,
+            target,
+            np.dtype(abstract.dtype),
+            chain[0].dtype(table, name),
+        )
+        for table, name, target, abstract in wanted
+    ]
+    small = {i for i, leaf in enumerate(leaves) if _is_small(leaf, wanted[i][3])}
+    together = restore_small([(leaves[i], wanted[i][3]) for i in sorted(small)])
+    return [
+        next(together) if i in small else _restore_large(leaf, wanted[i][3])
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def restore_leaf(
+    chain: Sequence[StepReader],
+    table: str,
+    leaf: str,
+    target: Target,
+    abstract: jax.ShapeDtypeStruct,
+) -> jax.Array:
+    """One leaf of a table; see `restore_leaves`."""
+    (array,) = restore_leaves(chain, [(table, leaf, target, abstract)])
+    return array
+
+
+def _is_small(leaf: Leaf, abstract: jax.ShapeDtypeStruct) -> bool:
+    """Whether the parts of a leaf on this process are to be decoded on the host."""
+    elements = math.prod(abstract.shape)
+    if elements * leaf.dtype.itemsize < SMALL_BYTES:
+        return True
+    sharding = abstract.sharding
+    assert isinstance(sharding, Sharding)
+    if sharding.is_fully_addressable:
+        return False
+    local = local_boxes(sharding, abstract.shape)
+    elements = sum(math.prod(shape_of(box)) for box in local)
+    return elements * leaf.dtype.itemsize < SMALL_BYTES
+
+
+def _restore_large(wanted: Leaf, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = abstract.sharding
+    assert isinstance(sharding, Sharding)
+    arrays: dict[jax.Device, jax.Array] = {}
+    large: dict[tuple[object, ...], list[tuple[jax.Device, Plan]]] = {}
+    for box, devices in local_boxes(sharding, abstract.shape).items():
+        plan = plan_part(wanted, box)
+        if _on_host(plan, devices[0]):
+            rows = _host_part(wanted, plan)
+            arrays |= {device: jax.device_put(rows, device) for device in devices}
+        else:
+            group = large.setdefault(plan.alike, [])
+            group.extend((device, plan) for device in devices)
+    for group in large.values():
+        for batch in _batches(group):
+            arrays |= _decoded(wanted, batch)
+    return global_array(abstract.shape, sharding, arrays)
+
+
+def _on_host(plan: Plan, device: jax.Device) -> bool:
+    """Whether a large part is decoded on the host: no program could return it at once."""
+    if not _is_host(device):
+        return False
+    return len(plan.pieces) > 1 or isinstance(plan.kinds[0].codec, Raw)
+
+
+def _host_part(leaf: Leaf, plan: Plan) -> np.ndarray:
+    rows = plan.rows
+    if len(plan.pieces) == 1:
+        found = host_rows(leaf.merged(plan.box), rows, None)
+        return found.astype(leaf.dtype, copy=False)
+    out = aligned_empty(shape_of(plan.box), leaf.dtype)
+    for piece in plan.pieces:
+        columns = columns_in(plan.box, piece)
+        host_rows(leaf.merged(piece), rows, out[:, *columns])
+    return out
+
+
+def _is_host(device: jax.Device) -> bool:
+    """Whether the device's memory is that of the host."""
+    return device.platform == "cpu"
+
+
+def _batches(
+    group: list[tuple[jax.Device, Plan]],
+) -> Iterator[list[tuple[jax.Device, Plan]]]:
+    """Devices whose parts are merged at a time."""
+    device, plan = group[0]
+    rows = plan.rows
+    nbytes = max(
+        _slab(plan, i, device) * _row_bytes(k) for i, k in enumerate(plan.kinds)
+    )
+    count = max(1, HOST_BYTES // max(1, nbytes)) if rows else len(group)
+    for start in range(0, len(group), count):
+        yield group[start : start + count]
+
+
+def _row_bytes(kind: Kind) -> int:
+    return kind.row_bytes
+
+
+def _slab(plan: Plan, piece: int, device: jax.Device) -> int:
+    """Rows of a piece that are merged at a time."""
+    rows = plan.rows
+    if _is_host(device) and len(plan.pieces) == 1:
+        return rows
+    return min(rows, max(1, SLAB_BYTES // _row_bytes(plan.kinds[piece])))
+
+
+def _decoded(
+    leaf: Leaf, batch: list[tuple[jax.Device, Plan]]
+) -> dict[jax.Device, jax.Array]:
+    """Decodes a part on each device of a batch, slab by slab."""
+    devices = [device for device, _ in batch]
+    plan = batch[0][1]
+    shape = shape_of(plan.box)
+    steps = list(_steps(plan, devices[0]))
+    whole = len(steps) == 1
+    into = None if whole else shape
+    out = None if whole else on_device.zeros(devices, shape, leaf.dtype)
+    for piece, start, rows in steps:
+        guess = on_device.Program(
+            tuple(devices), plan.kinds[piece], rows, (), leaf.dtype, into
+        )
+        on_device.prepare(guess)
+        merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
+        program = on_device.program_for(devices, merged, rows, leaf.dtype, into)
+        if out is not None:
+            # One slab is decoded while the next is read; more would pile up.
+            out.block_until_ready()
+        columns = [s.start for s in columns_in(plan.box, plan.pieces[piece])]
+        at = None if whole else [start, *columns]
+        out = on_device.run(program, merged, out, at)
+    assert out is not None
+    return {shard.device: shard.data for shard in out.addressable_shards}
+
+
+def _steps(plan: Plan, device: jax.Device) -> Iterator[tuple[int, int, int]]:
+    """Slabs of a part: piece, first row and number of rows.
+
+    Those of a piece are of one size, so that one program decodes them; the last two may
+    overlap.
+    """
+    rows = plan.rows
+    for piece in range(len(plan.pieces)):
+        size = _slab(plan, piece, device)
+        for start in range(0, rows, size):
+            yield piece, min(start, rows - size), size
+
+
+def _merged(
+    leaf: Leaf, plans: list[Plan], piece: int, start: int, rows: int
+) -> list[Merged]:
+    """A slab of each part; of replicas once."""
+    found: dict[Box, Merged] = {}
+    for plan in plans:
+        if plan.box not in found:
+            first = plan.box[0][0] + start
+            box = ((first, first + rows), *plan.pieces[piece][1:])
+            # The kind of the whole part: this slab may be padding only, or a delta's.
+            found[plan.box] = leaf.merged(box, plan.kinds[piece])
+    return [found[plan.box] for plan in plans]
+
+
+def restore_stamps(
+    chain: Sequence[StepReader], wanted: Sequence[tuple[str, Target, Sharding]]
+) -> list[jax.Array]:
+    """Stamps under which the next delta is right, whichever of `chain` is its parent.
+
+    The clock is counted anew: 0 for the full checkpoint, 1 for the first delta, and so on. A
+    row gets the number of the newest checkpoint that holds it, so rows stamped after checkpoint
+    `k` are those in which a later one differs from it.
+
+    Args:
+        chain: the checkpoints that were replayed, the full one first.
+        wanted: for each table its name, rows and layout, and the sharding of its stamps.
+
+    Returns:
+        For each table int32[target.padded_rows].
+    """
+    abstract = [
+        jax.ShapeDtypeStruct((target.padded_rows,), np.int32, sharding=sharding)
+        for _, target, sharding in wanted
+    ]
+    parts = [
+        {box: restored_stamps(chain, table, target, box[0]) for box in host_boxes(each)}
+        for (table, target, _), each in zip(wanted, abstract, strict=True)
+    ]
+    return placed(abstract, parts)
+
+
+def restored_stamps(
+    chain: Sequence[StepReader], table: str, target: Target, rows: tuple[int, int]
+) -> np.ndarray:
+    """The stamps of `restore_stamps` for some rows, int32[rows[1] - rows[0]]."""
+    stamps = np.zeros(rows[1] - rows[0], np.int32)
+    for clock, reader in enumerate(chain[1:], start=1):
+        for at in _rows_in(reader, table, target, rows):
+            stamps[at] = clock
+    return stamps
+
+
+def _rows_in(
+    reader: StepReader, table: str, target: Target, rows: tuple[int, int]
+) -> Iterator[Index]:
+    """Rows within `rows` of which a checkpoint holds any leaf, relative to the first.
+
+    Tiles of different leaves may hold different rows: see SPEC, section 8.
+    """
+    entry = entry_of(reader, table)
+    place = placement(entry, target)
+    done: set[tuple[int, tuple[int, int], int]] = set()
+    for process, tile in reader.tiles(entry):
+        for segment in tile.segments:
+            key = (process, tile.box[0], segment.row_ids)
+            if key not in done:
+                done.add(key)
+                yield overlap(reader, process, tile, segment, place, rows)[1]

@@ -1,0 +1,226 @@
+"""From merged rows to arrays on devices: decoded once, where they stay.
+
+One program decodes the parts of all local devices: only codes cross to an accelerator, and on
+CPU the result is memory of JAX's own, which a train step can donate. It is compiled for the shape
+of a part, so it is for large ones; small ones are decoded on the host, see `decode`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cnr_jax.repository.replay.encoded import Kind, Merged, Patch
+from cnr_jax.rows.gather.chunk import padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """What a program that decodes parts of several devices is compiled for.
+
+    Attributes:
+        devices: each decodes a part of its own.
+        kind: of most rows.
+        rows: of each part.
+        patches: kind and room for rows of each patch.
+        dtype: of the result.
+        into: shape of the array that the rows are put into; None: they are the result.
+    """
+
+    devices: tuple[jax.Device, ...]
+    kind: Kind
+    rows: int
+    patches: tuple[tuple[Kind, int], ...]
+    dtype: np.dtype
+    into: tuple[int, ...] | None
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of everything that goes in and comes out: the first axis, one part per device."""
+        return NamedSharding(Mesh(np.array(self.devices), ("part",)), P("part"))
+
+
+def program_for(
+    devices: Sequence[jax.Device],
+    merged: Sequence[Merged],
+    rows: int,
+    dtype: np.dtype,
+    into: tuple[int, ...] | None,
+) -> Program:
+    """The program that decodes parts of one kind, one on each device."""
+    room: dict[Kind, int] = {}
+    for part in merged:
+        for patch in part.patches:
+            room[patch.kind] = max(room.get(patch.kind, 0), _room(len(patch.rows)))
+    patches = tuple(sorted(room.items(), key=repr))
+    return Program(tuple(devices), merged[0].kind, rows, patches, dtype, into)
+
+
+def _room(rows: int) -> int:
+    """Room for a patch: few sizes, so that few programs are compiled."""
+    size = 64
+    while size < rows:
+        size *= 4
+    return size
+
+
+@functools.lru_cache(maxsize=256)
+def prepare(program: Program) -> concurrent.futures.Future[Any]:
+    """Starts to compile a program, while rows are being read."""
+    return _compiler().submit(_compile, program)
+
+
+@functools.cache
+def _compiler() -> concurrent.futures.Executor:
+    return concurrent.futures.ThreadPoolExecutor(1, "cnr_compile")
+
+
+def _compile(program: Program) -> Any:
+    spec = P("part")
+
+    def decode(
+        parts: dict[str, jax.Array],
+        patches: tuple[tuple[jax.Array, dict[str, jax.Array]], ...],
+        out: jax.Array | None,
+        start: jax.Array | None,
+    ) -> jax.Array:
+        rows = _wanted_rows(program.kind, parts).astype(program.dtype)
+        for (kind, _), (at, patch) in zip(program.patches, patches, strict=True):
+            values = _wanted_rows(kind, patch).astype(program.dtype)
+            # Padding goes to a row past the end, which the scatter drops.
+            rows = rows.at[at].set(values, mode="drop")
+        if out is None or start is None:
+            return rows
+        return lax.dynamic_update_slice(
+            out, rows, [start[0, i] for i in range(out.ndim)]
+        )
+
+    mapped = jax.shard_map(
+        decode,
+        mesh=program.sharding.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    donated = () if program.into is None else (2,)
+    return jax.jit(mapped, donate_argnums=donated).lower(*_arguments(program)).compile()
+
+
+def _wanted_rows(kind: Kind, parts: Mapping[str, jax.Array]) -> jax.Array:
+    rows = kind.codec.decode(parts, dim=kind.width, dtype=kind.dtype)
+    return rows.reshape(rows.shape[0], *kind.trailing)[:, *kind.slices]
+
+
+def _arguments(program: Program) -> tuple[Any, ...]:
+    """Shapes of what a program takes."""
+    count, sharding = len(program.devices), program.sharding
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        whole = (count * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
+
+    def encoded(kind: Kind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: array((rows, part.width), part.dtype)
+            for name, part in kind.parts.items()
+        }
+
+    parts = encoded(program.kind, program.rows)
+    patches = tuple(
+        (array((room,), np.int32), encoded(kind, room))
+        for kind, room in program.patches
+    )
+    if program.into is None:
+        return parts, patches, None, None
+    start = array((1, len(program.into)), np.int32)
+    return parts, patches, array(program.into, program.dtype), start
+
+
+def run(
+    program: Program,
+    merged: Sequence[Merged],
+    out: jax.Array | None = None,
+    start: Sequence[int] | None = None,
+) -> jax.Array:
+    """Decodes a part on each device.
+
+    Args:
+        program: as `program_for` returned it for these parts.
+        merged: one part for each device.
+        out: what they are put into, donated.
+        start: where they go in each device's part of `out`.
+
+    Returns:
+        The parts of all devices, one after the other.
+    """
+
+    def put(values: Sequence[np.ndarray]) -> jax.Array:
+        arrays = [
+            jax.device_put(value, device)
+            for value, device in zip(values, program.devices, strict=True)
+        ]
+        shape = (len(values) * len(values[0]), *values[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, program.sharding, arrays)
+
+    parts = {
+        name: put([each.parts[name] for each in merged]) for name in program.kind.parts
+    }
+    patches = tuple(
+        _put_patch(put, kind, room, program.rows, merged)
+        for kind, room in program.patches
+    )
+    at = None
+    if start is not None:
+        at = put([np.array([start], np.int32)] * len(merged))
+    return prepare(program).result()(parts, patches, out, at)
+
+
+def _put_patch(
+    put: Any, kind: Kind, room: int, rows: int, merged: Sequence[Merged]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    nothing = Patch(
+        kind,
+        np.empty(0, np.int64),
+        {name: np.empty((0, p.width), p.dtype) for name, p in kind.parts.items()},
+    )
+    found = [
+        next((patch for patch in each.patches if patch.kind == kind), nothing)
+        for each in merged
+    ]
+    indices: list[np.ndarray] = []
+    for patch in found:
+        index = np.full(room, rows, np.int32)
+        index[: len(patch.rows)] = patch.rows
+        indices.append(index)
+    parts = {
+        name: put([padded(patch.parts[name], room) for patch in found])
+        for name in kind.parts
+    }
+    return put(indices), parts
+
+
+def zeros(
+    devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Parts of zeros, one on each device, one after the other."""
+    return _zeros(tuple(devices), tuple(shape), np.dtype(dtype))()
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(
+    devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype
+) -> Any:
+    sharding = NamedSharding(Mesh(np.array(devices), ("part",)), P("part"))
+    whole = (len(devices) * shape[0], *shape[1:])
+    make = functools.partial(jnp.zeros, whole, dtype)
+    return jax.jit(make, out_shardings=sharding).lower().compile()

@@ -1,0 +1,161 @@
+"""Decoding rows on the host, by programs of two sizes that all tables share.
+
+Rows of many small parts are decoded in one call: a call costs as much as thousands of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from cnr_jax.repository.replay.encoded import Kind, Merged
+from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.rows.gather.chunk import (
+    aligned_empty,
+    chunk_rows,
+    host_device,
+    padded,
+    program_rows,
+)
+from cnr_jax.rows.mesh import outside_mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoding:
+    """Encoded rows and where they go.
+
+    Attributes:
+        kind: of the rows.
+        parts: `[count, width of the part]`.
+        count: number of rows.
+        out: `[rows, *wanted shape of a row]`.
+        at: rows of `out`, one for each; None: the first `count`, in order.
+    """
+
+    kind: Kind
+    parts: Mapping[str, np.ndarray]
+    count: int
+    out: np.ndarray
+    at: np.ndarray | None = None
+
+    def put(self, rows: np.ndarray, first: int) -> None:
+        """Puts decoded rows in place, the first of which is row `first` of these."""
+        last = first + len(rows)
+        where = slice(first, last) if self.at is None else self.at[first:last]
+        kind = self.kind
+        self.out[where] = rows.reshape(-1, *kind.trailing)[:, *kind.slices]
+
+
+def host_rows(merged: Merged, rows: int, out: np.ndarray | None) -> np.ndarray:
+    """Decodes merged rows on the host.
+
+    Args:
+        merged: the rows.
+        rows: how many there are.
+        out: where they go, `[rows, *shape of a row]`; None: a new array of their own dtype.
+    """
+    out, main, patches = decodings(merged, rows, out)
+    decode_all(main)
+    decode_all(patches)
+    return out
+
+
+def decodings(
+    merged: Merged, rows: int, out: np.ndarray | None
+) -> tuple[np.ndarray, list[Decoding], list[Decoding]]:
+    """What there is to decode of merged rows.
+
+    Returns:
+        The array that will hold them; rows to be decoded into it first; and patches, to be
+        decoded after those.
+    """
+    kind = merged.kind
+    patches: list[Decoding] = []
+    if out is None and isinstance(kind.codec, Raw):
+        out = merged.parts["rows"].reshape(rows, *kind.trailing)[:, *kind.slices]
+        main: list[Decoding] = []
+    else:
+        if out is None:
+            out = aligned_empty((rows, *kind.shape), kind.dtype)
+        main = [Decoding(kind, merged.parts, rows, out)]
+    for patch in merged.patches:
+        count = len(patch.rows)
+        patches.append(Decoding(patch.kind, patch.parts, count, out, patch.rows))
+    return out, main, patches
+
+
+def decode_all(items: Sequence[Decoding]) -> None:
+    """Decodes rows of many parts; no row of an array may be in two of them."""
+    groups: dict[tuple[Codec, int, np.dtype], list[Decoding]] = {}
+    for item in items:
+        if isinstance(item.kind.codec, Raw):
+            item.put(item.parts["rows"], 0)
+        else:
+            key = (item.kind.codec, item.kind.width, item.kind.dtype)
+            groups.setdefault(key, []).append(item)
+    for (codec, width, dtype), group in groups.items():
+        size = chunk_rows(width, dtype.itemsize)
+        for block in _blocks(group, size):
+            rows = _decoded(codec, width, dtype, _parts(block), size)
+            done = 0
+            for item, start, stop in block:
+                item.put(rows[done : done + stop - start], start)
+                done += stop - start
+
+
+Run = tuple[Decoding, int, int]
+
+
+def _blocks(items: Sequence[Decoding], size: int) -> Iterator[list[Run]]:
+    """Cuts rows into blocks of `size`, the last of fewer: start and stop within each item."""
+    block: list[Run] = []
+    room = size
+    for item in items:
+        start = 0
+        while start < item.count:
+            stop = min(item.count, start + room)
+            block.append((item, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield block
+                block, room = [], size
+    if block:
+        yield block
+
+
+def _parts(block: Sequence[Run]) -> dict[str, np.ndarray]:
+    item, start, stop = block[0]
+    if len(block) == 1:
+        return {name: part[start:stop] for name, part in item.parts.items()}
+    return {
+        name: np.concatenate([each.parts[name][a:b] for each, a, b in block])
+        for name in item.parts
+    }
+
+
+@outside_mesh()
+def _decoded(
+    codec: Codec,
+    width: int,
+    dtype: np.dtype,
+    parts: Mapping[str, np.ndarray],
+    large: int,
+) -> np.ndarray:
+    count = len(next(iter(parts.values())))
+    size = program_rows(count, large)
+    # One device for all parts: a program is compiled once for each device it runs on.
+    block = {name: padded(part, size) for name, part in parts.items()}
+    block = jax.device_put(block, host_device())
+    return np.asarray(_decode(codec, block, width, dtype))[:count]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _decode(
+    codec: Codec, parts: dict[str, jax.Array], dim: int, dtype: np.dtype
+) -> jax.Array:
+    return codec.decode(parts, dim=dim, dtype=dtype)

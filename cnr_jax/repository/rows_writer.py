@@ -1,0 +1,331 @@
+"""Writing the rows of one process: arrays first, then the manifest that names them.
+
+Crash order: a process manifest is written when every array it names is on storage, and
+`manifest.json` when every process manifest is. So whatever a manifest names is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.format import names, rowids
+from cnr_jax.format.manifest import FileDigest, NamedConfiguration
+from cnr_jax.format.tiles import (
+    ArrayEntry,
+    Box,
+    PartRef,
+    ProcessManifest,
+    RowIds,
+    Segment,
+    Tile,
+    dump_process,
+)
+from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
+from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
+from cnr_jax.rows.gather.rounding import Comparison
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What is written for one tile: the rows of one run, and where they belong.
+
+    Attributes:
+        box: the tile, start and stop in each dimension of the leaf.
+        positions: sorted positions within the tile; None for all rows. Runs of one row range
+            share the same object, and then the row ids are stored once.
+        count: rows; zero writes a tile without segments.
+        dtype: of the leaf.
+    """
+
+    table: str
+    leaf: str
+    box: Box
+    positions: np.ndarray | None
+    count: int
+    codec: Codec
+    dtype: np.dtype
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.box[0][1] - self.box[0][0]
+
+    @property
+    def width(self) -> int:
+        """Elements in a row of the tile."""
+        return math.prod(stop - start for start, stop in self.box[1:])
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether this is an optimizer slot rather than the table itself."""
+        return self.leaf != "table"
+
+
+class Written(NamedTuple):
+    """A process manifest and the digest of its file."""
+
+    digest: FileDigest
+    manifest: ProcessManifest
+
+
+class _PartArray(NamedTuple):
+    """The array that holds a part of a codec, and its elements and bytes in a row."""
+
+    part: str
+    array: str
+    dtype: str
+    width: int
+    row_bytes: int
+
+
+@functools.cache
+def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray, ...]:
+    """Asked for each tile, of which there may be thousands for each of few answers."""
+    found: list[_PartArray] = []
+    for name, part in codec.parts(width, dtype).items():
+        stored = part.dtype.name
+        array = names.array_name(codec.name, name, stored)
+        row_bytes = part.width * part.dtype.itemsize
+        found.append(_PartArray(name, array, stored, part.width, row_bytes))
+    return tuple(found)
+
+
+@functools.cache
+def _escape_array(dtype: np.dtype) -> tuple[str, str]:
+    """The array of rows that a codec of such rows cannot hold, and its dtype."""
+    return names.array_name("escaped", "rows", dtype.name), dtype.name
+
+
+def part_of_array(entry: ArrayEntry, encoded_bytes: int) -> int:
+    """Bytes in files that some of the encoded bytes of an array come to.
+
+    Of a compressed array that is their share, as if all of it were packed equally well: slots
+    and tables may lie in one chunk.
+    """
+    if entry.compressed is None:
+        return encoded_bytes
+    whole_bytes = entry.length * numpy_dtype(entry.dtype).itemsize
+    return sum(entry.compressed.bytes) * encoded_bytes // whole_bytes
+
+
+class RowsWriter:
+    """Writes the runs of one process in the order in which their chunks come.
+
+    Args:
+        directory: the item's directory; it must exist.
+        uuid: of the checkpoint.
+        process: index of this process.
+        plans: one for each tile, those with rows in the order of the chunks.
+        compression: of all arrays; None: none.
+    """
+
+    def __init__(
+        self,
+        directory: AnyPath,
+        uuid: str,
+        process: int,
+        plans: Sequence[RunPlan],
+        *,
+        compression: str | None = None,
+    ) -> None:
+        self._directory, self._compression = directory, compression
+        self._rows = directory / names.rows_directory(process)
+        self._uuid, self._process, self._plans = uuid, process, plans
+        self._with_rows = [plan for plan in plans if plan.count]
+        self._run_of = {id(plan): i for i, plan in enumerate(self._with_rows)}
+        self._starts = np.cumsum([0, *(plan.count for plan in self._with_rows)])
+        self._codecs: dict[Codec, int] = {}
+        self._ids: list[RowIds] = []
+        self._id_bytes: list[np.ndarray] = []
+        self._id_length = 0
+        self._known_ids: dict[tuple[int, int], int] = {}
+        self._escaped: dict[int, list[tuple[np.ndarray, PartRef]]] = {}
+        # By array, as encoded.
+        self._slot_bytes: collections.Counter[str] = collections.Counter()
+        self._offsets: list[dict[str, PartRef]] = []
+        self._writers = self._open_writers()
+
+    def _lay_out(self) -> dict[tuple[str, str], int]:
+        """Sets where the parts of each run start; returns elements by array and dtype."""
+        lengths: dict[tuple[str, str], int] = {}
+        for plan in self._with_rows:
+            refs: dict[str, PartRef] = {}
+            for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+                key = (part.array, part.dtype)
+                start = lengths.get(key, 0)
+                refs[part.part] = PartRef(array=part.array, offset=start)
+                lengths[key] = start + plan.count * part.width
+            self._offsets.append(refs)
+        return lengths
+
+    def _open_writers(self) -> dict[str, ArrayWriter]:
+        writers = {
+            array: self._open(array, dtype, length)
+            for (array, dtype), length in self._lay_out().items()
+        }
+        escapes: dict[tuple[str, str], int] = {}
+        for plan in self._with_rows:
+            if not isinstance(plan.codec, Raw):
+                key = _escape_array(plan.dtype)
+                escapes[key] = escapes.get(key, 0) + plan.count * plan.width
+        for (array, dtype), length in escapes.items():
+            writers[array] = self._open(array, dtype, length, exact=False)
+        return writers
+
+    def _open(
+        self, array: str, dtype: str, length: int, *, exact: bool = True
+    ) -> ArrayWriter:
+        return ArrayWriter(
+            self._rows / array,
+            dtype,
+            length,
+            exact=exact,
+            compression=self._compression,
+        )
+
+    def write(
+        self, chunks: Iterable[Chunk], device: jax.Device, compared: Comparison
+    ) -> Written:
+        """Encodes and writes all chunks, then the process manifest.
+
+        Args:
+            chunks: the rows of all runs, in order.
+            device: encodes chunks that are not encoded yet.
+            compared: gets each chunk and what it was encoded to.
+
+        Returns:
+            The process manifest, which is durable.
+        """
+        done = 0
+        for chunk, encoded in encode_chunks(chunks, device):
+            compared.add(chunk, encoded, done)
+            done = self._write_chunk(chunk, encoded, done)
+        if done != self._starts[-1]:
+            raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
+        tiles = tuple(self._tile(plan) for plan in self._plans)
+        arrays = self._finish_arrays()
+        manifest = ProcessManifest(
+            uuid=self._uuid,
+            process=self._process,
+            arrays=arrays,
+            codecs=tuple(
+                NamedConfiguration(name=c.name, configuration=c.configuration())
+                for c in self._codecs
+            ),
+            row_ids=tuple(self._ids),
+            tiles=tiles,
+            slot_bytes=sum(
+                part_of_array(arrays[name], encoded)
+                for name, encoded in self._slot_bytes.items()
+            ),
+        )
+        if arrays:
+            self._sync_array_directories(arrays)
+        path = self._directory / names.process_manifest(self._process)
+        digest = write_durably(path, dump_process(manifest))
+        sync_directory(self._directory)
+        return Written(digest, manifest)
+
+    def stop(self) -> None:
+        """Waits until nothing is being written: a failed save's folder may be removed."""
+        for writer in self._writers.values():
+            writer.stop()
+
+    def _write_chunk(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> int:
+        for name, values in encoded.parts.items():
+            array = names.array_name(chunk.codec.name, name, values.dtype.name)
+            self._writers[array].append(values)
+        if encoded.rows is not None:
+            self._write_escaped(encoded.escaped + done, encoded.rows)
+        return done + chunk.count
+
+    def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
+        """Stores escaped rows raw, remembering for each run which rows and where."""
+        runs = np.searchsorted(self._starts, at, side="right") - 1
+        array, _ = _escape_array(rows.dtype)
+        writer = self._writers[array]
+        for run in np.unique(runs).tolist():
+            mine = runs == run
+            where = PartRef(array=array, offset=writer.position)
+            writer.append(rows[mine])
+            found = self._escaped.setdefault(run, [])
+            found.append((at[mine] - self._starts[run], where))
+            plan = self._with_rows[run]
+            if plan.is_slot:
+                self._slot_bytes[array] += rows[mine].nbytes
+
+    def _tile(self, plan: RunPlan) -> Tile:
+        segments: list[Segment] = []
+        if plan.count:
+            run = self._run_of[id(plan)]
+            ids = self._shared_ids(plan)
+            segments.append(
+                Segment(
+                    codec=self._codec(plan.codec), row_ids=ids, parts=self._offsets[run]
+                )
+            )
+            for at, where in self._escaped.get(run, ()):
+                positions = at if plan.positions is None else plan.positions[at]
+                segments.append(
+                    Segment(
+                        codec=self._codec(Raw()),
+                        row_ids=self._add_ids(positions, plan.rows),
+                        parts={"rows": where},
+                    )
+                )
+            if plan.is_slot:
+                for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+                    self._slot_bytes[part.array] += plan.count * part.row_bytes
+        return Tile(
+            table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)
+        )
+
+    def _codec(self, codec: Codec) -> int:
+        return self._codecs.setdefault(codec, len(self._codecs))
+
+    def _shared_ids(self, plan: RunPlan) -> int:
+        """Index of the row ids of a run; leaves with the same rows share them."""
+        key = (id(plan.positions), plan.rows)
+        if key not in self._known_ids:
+            self._known_ids[key] = self._add_ids(plan.positions, plan.rows)
+        return self._known_ids[key]
+
+    def _add_ids(self, positions: np.ndarray | None, rows: int) -> int:
+        """Index of new row ids within a tile of `rows` rows."""
+        if positions is None:
+            form, data, count = "all", np.empty(0, np.uint8), rows
+        else:
+            form, data = rowids.encode_rowids(positions, rows)
+            count = len(positions)
+        offset = self._id_length
+        self._ids.append(RowIds(form=form, offset=offset, bytes=len(data), count=count))
+        self._id_bytes.append(data)
+        self._id_length += len(data)
+        return len(self._ids) - 1
+
+    def _finish_arrays(self) -> dict[str, ArrayEntry]:
+        data = np.concatenate([*self._id_bytes, np.empty(0, np.uint8)])
+        if len(data):
+            name = names.ROW_IDS_ARRAY
+            self._writers[name] = self._open(name, "uint8", len(data))
+            self._writers[name].append(data)
+        entries = {name: writer.finish() for name, writer in self._writers.items()}
+        return {name: entry for name, entry in entries.items() if entry is not None}
+
+    def _sync_array_directories(self, arrays: Iterable[str]) -> None:
+        """TensorStore syncs files and the directory of each; the ones above are ours."""
+        for name in arrays:
+            sync_directory(self._rows / name)
+        sync_directory(self._rows)

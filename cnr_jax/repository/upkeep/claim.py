@@ -1,0 +1,224 @@
+"""Who saves to a root: the newest claim wins, and whoever lost it saves and deletes no more.
+
+A claim is a small file in the root with a random id. It is no lock: a run that restarts takes
+the root over at once, however the one before it ended. Each save, commit and removal first
+looks whether the claim is still its own. No clock takes part: ids are equal or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import secrets
+import socket
+from typing import Any, cast
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.fields import Fields
+from cnr_jax.repository.durable import replace_durably
+from cnr_jax.repository.files import AnyPath, exists, read_small
+from cnr_jax.repository.layout import may_be_step
+
+_log = logging.getLogger(__name__)
+# A rollback of 100,000 steps takes about as much.
+_LIMIT_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """Steps that a rollback has moved out of the way of a save that is not committed yet.
+
+    Attributes:
+        uuid: of the save.
+        directory: step directory of the save.
+        item: that holds it.
+        moved: names of each moved directory, before and now, in the order of moving.
+    """
+
+    uuid: str
+    directory: str
+    item: str
+    moved: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """A manager that has claimed a root; all but the id is for people.
+
+    Attributes:
+        since: when it claimed the root, in UTC.
+    """
+
+    id: str
+    host: str
+    pid: int
+    since: str
+    aside: Aside | None = None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a manager of this very process."""
+        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process is known to have ended: only of this host that can be known."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError, ValueError):
+            return False
+        return False
+
+
+def other_writer(writer: Writer | None) -> str:
+    """What to do about another manager that saves to a root."""
+    if writer is not None and writer.is_here:
+        return (
+            "it is another manager of this same process: close it, or save through it"
+        )
+    return "let one program at a time save there"
+
+
+def read_writer(root: AnyPath) -> Writer | None:
+    """Who claims a root; None if nobody does or the claim cannot be understood.
+
+    Anybody may have written the file, and steps are renamed as it says: it is understood as a
+    whole or not at all.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    try:
+        data = read_small(root / names.WRITER, _LIMIT_BYTES)
+        fields = Fields(json.loads(data), "", [])
+        writer = Writer(
+            id=fields.hexadecimal("id", 32),
+            host=fields.text("host"),
+            pid=fields.integer("pid", minimum=1),
+            since=fields.text("since"),
+            aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
+        )
+        if not fields.problems:
+            return writer
+        why = "; ".join(fields.problems[:3])
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    _log.warning("the claim on %s cannot be understood: %s", os.fspath(root), why)
+    return None
+
+
+def _read_aside(fields: Fields) -> Aside:
+    """What was moved aside, as pairs of the two forms of SPEC.md, section 9.6.
+
+    Either a step directory has got a name with `.abandoned-`, or what is moved, such a name too,
+    lies under the same name in the folder of earlier runs that is called after the save.
+    """
+    moved: list[tuple[str, str]] = []
+    uuid = fields.hexadecimal("uuid", 32)
+    given = fields.any("moved")
+    for pair in cast("list[Any]", given) if isinstance(given, list) else (given,):
+        match pair:
+            case [str(name), str(now)] if names.is_component(name) and (
+                (may_be_step(name) and names.is_abandoned(now, name))
+                or now == f"{names.earlier_run(uuid)}/{name}"
+            ):
+                moved.append((name, now))
+            case _:
+                fields.problems.append(
+                    f"{fields.where}.moved: expected pairs of a step directory and its"
+                    f" name with {names.ABANDONED_MARK!r}, or of a name and the same"
+                    f" below {names.earlier_run(uuid)}, got {repr(pair)[:80]}"
+                )
+    return Aside(
+        uuid=uuid,
+        directory=fields.name("directory"),
+        item=fields.name("item"),
+        moved=tuple(moved),
+    )
+
+
+class Claim:
+    """The claim of one manager on a root, from its first save on."""
+
+    def __init__(self, root: AnyPath) -> None:
+        self._root = root
+        self._own: Writer | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the root was claimed and not given up."""
+        return self._own is not None
+
+    def take(self) -> Writer | None:
+        """Claims the root for this manager.
+
+        Returns:
+            Who claimed it before, which includes what that one had moved aside.
+        """
+        before = read_writer(self._root)
+        now = datetime.datetime.now(tz=datetime.UTC)
+        own = Writer(
+            id=secrets.token_hex(16),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=now.isoformat(timespec="seconds"),
+            aside=before.aside if before else None,
+        )
+        self._write(own)
+        return before
+
+    def check(self) -> None:
+        """Makes sure that no other manager has claimed the root meanwhile.
+
+        Raises:
+            WriterError: if one has.
+        """
+        own = self._own
+        if own is None:
+            return
+        found = read_writer(self._root)
+        if found is None and not exists(self._root / names.WRITER):
+            self._write(own)  # somebody tidied up; nobody else claims the root
+            return
+        if found is None or found.id != own.id:
+            raise errors.WriterError(
+                f"another manager has taken over {os.fspath(self._root)}\n"
+                f"  got {found or 'a claim that cannot be read'}\n"
+                f"  expected {own}: this one\n"
+                f"  hint: {other_writer(found)};"
+                " reload() lets this manager take the root over again"
+            )
+
+    def give_up(self) -> None:
+        """Forgets the claim: the next save takes the root over again."""
+        self._own = None
+
+    @property
+    def aside(self) -> Aside | None:
+        """What is moved aside for a save that is not known to be committed."""
+        return self._own.aside if self._own else None
+
+    def note_aside(self, aside: Aside | None) -> None:
+        """Stores, before it happens, what is moved aside, or that this is settled."""
+        assert self._own is not None
+        if aside != self._own.aside:
+            self._write(dataclasses.replace(self._own, aside=aside))
+
+    def _write(self, own: Writer) -> None:
+        document: dict[str, Any] = dataclasses.asdict(own)
+        data = json.dumps(document, indent=1, sort_keys=True) + "\n"
+        replace_durably(self._root / names.WRITER, data.encode())
+        self._own = own

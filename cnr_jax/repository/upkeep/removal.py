@@ -1,0 +1,263 @@
+"""Removing step directories so that no crash leaves half of one that looks like a step.
+
+A directory is renamed to a name that no reader lists, the root is synced, and only then are its
+files deleted. What a crash leaves of it is deleted later.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cnr_jax.format import names
+from cnr_jax.repository.files import AnyPath, exists, sync_directory
+from cnr_jax.repository.lineage.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
+    """Step directories in an order in which none goes before one that depends on it.
+
+    Those of which nothing is known come first: they might depend on any other.
+    """
+
+    def depth(directory: str) -> tuple[float, str]:
+        return ledger.depth(directory) or float("inf"), directory
+
+    return sorted(directories, key=depth, reverse=True)
+
+
+class Remover:
+    """Removes directories below one local root.
+
+    Args:
+        root: holds the step directories.
+        threads: how many delete files at a time; None: half the cores, at most 16.
+        keep_in: name of a folder below the root that removed steps are moved to instead of
+            being deleted.
+        background: delete files in a thread of its own; `close` waits for it.
+    """
+
+    def __init__(
+        self,
+        root: AnyPath,
+        *,
+        threads: int | None = None,
+        keep_in: str | None = None,
+        background: bool = False,
+    ) -> None:
+        self._root = Path(os.fspath(root))
+        self._threads = threads or min(16, max(1, (os.cpu_count() or 4) // 2))
+        self._keep_in = keep_in
+        self._purger = _Purger(self.purge) if background else None
+
+    def remove(self, directory: str) -> None:
+        """Removes a directory: it is gone for every reader when this returns.
+
+        Of a link only the link goes: what it leads to may belong to somebody else.
+
+        Raises:
+            OSError: if it cannot be renamed; then it is there as before. That files of it
+                cannot be deleted is logged; the next start tries again.
+        """
+        renamed = self.set_aside(directory)
+        if renamed.is_symlink():
+            _log.warning(
+                "%s is removed, but was a link: what it leads to stays, %s",
+                self._root / directory,
+                self._root / os.readlink(renamed),
+            )
+        if self._keep_in is None:
+            self.purge_later(renamed.name)
+
+    def discard(self, directory: str) -> None:
+        """Removes a directory that no reader lists, so that its name is free.
+
+        Nothing is synced, which may be what fails: after a power cut the rest of it may have
+        its old name again, and is a leftover as before.
+
+        Raises:
+            OSError: if it cannot be renamed; then it is there as before.
+        """
+        target = self._root / names.removed(directory, secrets.token_hex(8))
+        os.rename(self._root / directory, target)
+        self.purge_later(target.name)
+
+    def purge_later(self, name: str) -> None:
+        """Deletes a directory that no reader lists, in the background if so wished."""
+        if self._purger is not None:
+            self._purger.put(self._root / name)
+        else:
+            self.purge(self._root / name)
+
+    def set_aside(self, directory: str) -> Path:
+        """Renames a directory so that it is no step any more, durably; returns its new path.
+
+        Raises:
+            OSError: if it cannot be renamed, or that not be synced; then it is there as before.
+        """
+        source, target = self._root / directory, self._target(directory)
+        os.rename(source, target)
+        try:
+            if target.parent != self._root:
+                sync_directory(target.parent)
+            sync_directory(self._root)
+        except OSError:
+            # Whole still: nothing is deleted before the new name is sure to last.
+            with contextlib.suppress(OSError):
+                os.rename(target, source)
+            raise
+        return target
+
+    def _target(self, directory: str) -> Path:
+        if self._keep_in is None:
+            return self._root / names.removed(directory, secrets.token_hex(8))
+        folder = self._root / self._keep_in
+        if not exists(folder):
+            folder.mkdir(parents=True)
+            sync_directory(self._root)
+        target = folder / directory
+        if exists(target):
+            target = folder / names.removed(directory, secrets.token_hex(8))
+        return target
+
+    def purge(self, path: Path) -> bool:
+        """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
+        failed: list[OSError] = []
+        folders, files = _walk(path, failed)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+                failed += [error for error in pool.map(_unlink, files) if error]
+        except RuntimeError:  # the system has no more threads
+            failed += [error for error in map(_unlink, files) if error]
+        for folder in folders:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            _log.error(
+                "%s is removed, but %d of its files and folders could not be deleted: %s;"
+                " the first save of the next manager tries again",
+                path,
+                len(failed),
+                failed[0],
+            )
+        return not failed
+
+    def unlink(self, name: str) -> None:
+        """Deletes a file right below the root, if it is there and can be deleted."""
+        error = _unlink(self._root / name)
+        if error is not None:
+            _log.error("%s cannot be deleted: %s", name, error)
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Waits for what is being deleted in the background; returns whether that is over."""
+        return self._purger is None or self._purger.wait(timeout_secs)
+
+    def close(self) -> None:
+        """Waits until all removed files are deleted."""
+        if self._purger is not None:
+            self._purger.close()
+
+
+def _walk(path: Path, failed: list[OSError]) -> tuple[list[Path], list[Path]]:
+    """The folders of a tree, innermost first, and its files, among which are all links."""
+    if path.is_symlink():
+        return [], [path]  # `os.walk` would go into the one that it is given
+    folders: list[Path] = []
+    files: list[Path] = []
+    for at, inner, names_ in os.walk(path, topdown=False, onerror=failed.append):
+        folders.append(Path(at))
+        files += [Path(at) / name for name in names_]
+        files += [Path(at) / name for name in inner if (Path(at) / name).is_symlink()]
+    return folders, files
+
+
+def _unlink(path: Path) -> OSError | None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return error
+    return None
+
+
+class _Purger:
+    """A thread that deletes files, started when there are some.
+
+    What cannot be deleted, such as a folder that somebody still writes into, is tried again
+    when it is waited for, with the next ones, and at the end.
+
+    Args:
+        purge: deletes a directory; returns whether all of it is gone.
+    """
+
+    def __init__(self, purge: Callable[[Path], bool]) -> None:
+        self._purge = purge
+        # What is to be deleted beside what is left; None at the end.
+        self._queue: queue.SimpleQueue[list[Path] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._left: list[Path] = []
+        self._pending = 0
+        self._changed = threading.Condition()
+
+    def put(self, *paths: Path) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="cnr_purge", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                _log.warning("files are deleted later: %s", error)
+                self._left += paths
+                return
+            self._thread = thread
+        with self._changed:
+            self._pending += 1
+        self._queue.put([*paths])
+
+    def _run(self) -> None:
+        while (paths := self._queue.get()) is not None:
+            self._try([*self._left, *paths])
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+        self._try(self._left)
+
+    def _try(self, paths: list[Path]) -> None:
+        self._left = [path for path in paths if not self._is_purged(path)]
+
+    def _is_purged(self, path: Path) -> bool:
+        try:
+            return self._purge(path)
+        except Exception as error:
+            # Whatever it was: whoever waits for this thread must not wait in vain.
+            _log.error("%s is removed, but not deleted yet", path, exc_info=error)
+            return False
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Whether all is tried that was put, and tried again, each in `timeout_secs`."""
+        done = self._wait(timeout_secs)
+        if done and self._left:
+            self.put()
+            done = self._wait(timeout_secs)
+        return done
+
+    def _wait(self, timeout_secs: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending == 0, timeout_secs)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,273 @@
+"""Everything that is wrong in a root, found without a device and without changing anything.
+
+`"structure"` looks at what can be told from manifests, names and sizes; `"data"` also reads every
+byte. Nothing stops the search: what is found is listed, with what it means for which steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Iterator
+from typing import Literal, get_args
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.repository.checked import refuse_pipe
+from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
+from cnr_jax.repository.layout import (
+    check_is_root,
+    check_is_there,
+    open_root,
+    step_directories,
+)
+from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
+
+# Of what Orbax notes of a step, far more than it does.
+_ORBAX_BYTES = 64 << 20
+Level = Literal["structure", "data"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes:
+        directory: name of the step directory, or of what lies beside those.
+        file: the file or folder in it, with the item first; empty for the directory itself.
+        kind: stable identifier of the trouble, such as `"file_missing"`; those of errors.
+        consequence: names of the step directories that cannot be restored because of it;
+            empty for what does no harm.
+        message: what is wrong, for people.
+    """
+
+    directory: str
+    file: str
+    kind: str
+    consequence: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        """One line."""
+        where = "/".join(part for part in (self.directory, self.file) if part)
+        harm = ", ".join(self.consequence)
+        text = f"{where}: {self.message.partition(chr(10))[0]} ({self.kind})"
+        return f"{text}; cannot be restored: {harm}" if harm else text
+
+
+def verify(
+    root: str | os.PathLike[str],
+    level: Level = "data",
+    *,
+    item: str | None = None,
+) -> tuple[Problem, ...]:
+    """Everything that is wrong in a root, in order of its directories.
+
+    Changes nothing and needs no device. A save or a removal that is under way is no problem,
+    so the root may be in use; what a run abandoned or left behind is listed as harmless.
+
+    Args:
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        level: `"structure"`: manifests, digests of small files, presence and sizes of all
+            others, files that do not belong here, parents. `"data"`: also every byte is read
+            and compared with its checksum, and row ids are decoded.
+        item: the only item to look at; None: all.
+
+    Returns:
+        Problems with a `consequence` make steps unrestorable, those without do no harm.
+
+    Raises:
+        NoStepError: if there is no such root; it is a FileNotFoundError too.
+        OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
+            or it is a step of one.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root = tempfile.mkdtemp()
+        >>> state = {"user": jnp.zeros((8, 4))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> cnr.verify(root)
+        ()
+    """
+    if level not in get_args(Level):
+        known = " or ".join(map(repr, get_args(Level)))
+        raise errors.OptionError(f"level {level!r} is not known, expected {known}")
+    path = open_root(root)
+    check_is_there(path)
+    check_is_root(path)
+    steps = {name: _items(path, name) for name in step_directories(path)}
+    found = list(_beside(path))
+    every = {each for items in steps.values() for each in items}
+    for each in sorted(every if item is None else every & {item}):
+        found += _Item(path, each, level).problems(steps)
+    for name, items in steps.items():
+        if not items and is_directory(path / name):
+            message = "holds no checkpoint of cnr_jax"
+            found.append(Problem(name, "", "no_checkpoint", (name,), message))
+        found += _of_orbax(path, name)
+    return tuple(sorted(found))
+
+
+def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
+    """What is wrong with the files in which Orbax describes a step; they hold no values."""
+    file = names.ORBAX_METADATA
+    path = root / step / file
+    try:
+        refuse_pipe(path)
+        if exists(path):
+            data = read_small(path, _ORBAX_BYTES)
+            if not isinstance(json.loads(data), dict):
+                raise ValueError("it is no JSON object")
+    except errors.IntegrityError as error:
+        yield Problem(step, file, error.kind, (step,), str(error))
+    except (ValueError, RecursionError, OSError) as error:
+        if is_directory(root / step):
+            message = f"cannot be read, but is not needed: {error}"
+            yield Problem(step, file, "orbax_metadata", (), message)
+
+
+def _items(root: AnyPath, step: str) -> list[str]:
+    """Items of a step that this library wrote."""
+    try:
+        return [
+            item.name
+            for item in (root / step).iterdir()
+            if is_directory(item) and any(names.is_own(p.name) for p in item.iterdir())
+        ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # removed meanwhile
+
+
+def _beside(root: AnyPath) -> Iterator[Problem]:
+    """Notes on what lies beside the steps."""
+    meanings = (
+        (names.REMOVED_MARK, "removed", "a removed step of which files are left"),
+        (names.ABANDONED_MARK, "abandoned", "a step that a rollback moved aside"),
+        (
+            names.TEMPORARY_SUFFIX,
+            "unfinished",
+            "a save that is being written, or was killed",
+        ),
+    )
+    for entry in root.iterdir():
+        for mark, kind, message in meanings:
+            if mark in entry.name:
+                yield Problem(entry.name, "", kind, (), message)
+                break
+
+
+class _Item:
+    """One item of all steps."""
+
+    def __init__(self, root: AnyPath, item: str, level: Level) -> None:
+        self._root, self._item, self._level = root, item, level
+        self._manifests: dict[str, Manifest] = {}
+
+    def problems(self, steps: dict[str, list[str]]) -> Iterator[Problem]:
+        """Everything that is wrong with this item."""
+        found: dict[str, list[Finding]] = {}
+        for step in (name for name, items in steps.items() if self._item in items):
+            found[step] = self._look(step)
+        # What was removed since it was looked at is no problem. Until no more is found to be
+        # gone: a parent goes after its children.
+        while gone := [step for step in found if not is_directory(self._root / step)]:
+            for step in gone:
+                del found[step]
+                self._manifests.pop(step, None)
+        for step, findings in found.items():
+            for finding in (*findings, *self._parent_problems(step, found)):
+                yield self._problem(step, finding, found)
+
+    def _look(self, step: str) -> list[Finding]:
+        """Looks at one step; again if it was replaced meanwhile."""
+        findings: list[Finding] = []
+        for _ in range(3):
+            self._manifests.pop(step, None)
+            findings = self._look_once(step)
+            known = self._manifests.get(step)
+            if not findings or self._uuid(step) == (known.uuid if known else None):
+                break
+        return findings
+
+    def _uuid(self, step: str) -> str | None:
+        try:
+            return read_step(self._root, step, self._item).uuid
+        except (errors.CnrError, OSError):
+            return None
+
+    def _look_once(self, step: str) -> list[Finding]:
+        try:
+            manifest = read_step(self._root, step, self._item)
+        except (errors.CnrError, OSError) as error:
+            return [Finding.of(error, names.MANIFEST, self._root / step / self._item)]
+        self._manifests[step] = manifest
+        where = self._root / step / self._item
+        return list(inspect_item(where, manifest, data=self._level == "data"))
+
+    def _parent_problems(self, step: str, known: Collection[str]) -> list[Finding]:
+        manifest = self._manifests.get(step)
+        if manifest is None or manifest.parent is None:
+            return []
+        parent = manifest.parent
+        other = self._manifests.get(parent.directory)
+        if other is None and parent.directory in known:
+            return []  # its manifest is damaged, which is said there
+        if other is None:
+            text = f"the parent {parent.directory} is missing"
+            return [Finding(names.MANIFEST, "parent_missing", text, "chain")]
+        if other.uuid != parent.uuid:
+            text = (
+                f"{parent.directory} is not the parent this was saved with\n"
+                f"  got uuid {other.uuid}, expected {parent.uuid}"
+            )
+            return [Finding(names.MANIFEST, "foreign_parent", text, "chain")]
+        if self._is_circle(step):
+            text = "the parents lead in a circle"
+            return [Finding(names.MANIFEST, "circle", text, "chain")]
+        if other.tables != manifest.tables:
+            text = f"the tables are not those of the parent {parent.directory}"
+            return [Finding(names.MANIFEST, "tables_differ", text, "chain")]
+        if other.generation > manifest.generation:
+            text = (
+                f"the parent {parent.directory} is of a later generation\n"
+                f"  got {other.generation}, expected at most {manifest.generation}"
+            )
+            return [Finding(names.MANIFEST, "generation", text, "none")]
+        return []
+
+    def _is_circle(self, step: str) -> bool:
+        seen: set[str] = set()
+        at: str | None = step
+        while at is not None and at not in seen:
+            seen.add(at)
+            manifest = self._manifests.get(at)
+            parent = manifest.parent if manifest else None
+            at = parent.directory if parent else None
+        return at == step
+
+    def _problem(self, step: str, finding: Finding, known: Collection[str]) -> Problem:
+        harmed: tuple[str, ...] = ()
+        if finding.harms == "step":
+            harmed = (step,)
+        elif finding.harms == "chain":
+            harmed = tuple(name for name in known if self._rests_on(name, step))
+        file = f"{self._item}/{finding.file}".rstrip("/")
+        return Problem(step, file, finding.kind, harmed, finding.message)
+
+    def _rests_on(self, step: str, below: str) -> bool:
+        """Whether a step is, or rests on, another one."""
+        seen: set[str] = set()
+        at: str | None = step
+        while at is not None and at not in seen:
+            if at == below:
+                return True
+            seen.add(at)
+            manifest = self._manifests.get(at)
+            parent = manifest.parent if manifest else None
+            at = parent.directory if parent else None
+        return False

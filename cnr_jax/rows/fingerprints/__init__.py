@@ -1,0 +1,1 @@
+"""Hashes of rows, which tell what changed whatever changed it."""

@@ -1,0 +1,216 @@
+"""Hashing the rows of tiles where they lie: on their device, or in host memory by chunks.
+
+On accelerators one program hashes a whole shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cnr_jax.rows.fingerprints.chunks import Part, chunk_programs, hash_chunks
+from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
+from cnr_jax.rows.gather.chunk import Program, Way, Where, aligned_empty
+from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
+
+Arrays = Mapping[str, Mapping[str, jax.Array]]
+
+# Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
+# uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
+Hashes = jax.Array | list[np.ndarray]
+
+
+class Hashed(NamedTuple):
+    """Rows of the tiles of one group, hashed.
+
+    Attributes:
+        hashes: of each row; on the host, if something was compared, of some chunks only of
+            the rows that differ: `settled` makes hashes of all rows.
+        tags: of each row and tile, if asked for.
+        differ: what `changed_of` makes positions of, on the host positions by chunk; None
+            if nothing was compared.
+    """
+
+    hashes: Hashes
+    tags: Hashes | None = None
+    differ: Hashes | None = None
+
+
+def hash_tiles(
+    tiles: Sequence[OwnTile],
+    arrays: Arrays,
+    where: Where,
+    seed: np.ndarray,
+    *,
+    before: Hashes | None,
+    tagged: bool,
+) -> Hashed:
+    """Hashes the rows that tiles of one group make up.
+
+    Args:
+        tiles: of one group.
+        arrays: the leaves, by table and leaf name.
+        where: on the device or in host memory.
+        seed: uint32[2].
+        before: hashes to compare with, made in the same way.
+        tagged: whether to make tags.
+
+    Returns:
+        What is on a device is not waited for.
+    """
+    parts = [_part(arrays[tile.table.name][tile.leaf.name], tile) for tile in tiles]
+    if where == "host":
+        assert not isinstance(before, jax.Array)
+        return Hashed(*hash_chunks(parts, seed, before, tagged))
+    assert not isinstance(before, list)
+    return _hash_on_device(parts, seed, before, tagged)
+
+
+def _part(array: jax.Array, tile: OwnTile) -> Part:
+    """The shard that holds a tile, where the tile starts in it, and how many rows it has."""
+    data, first = LocalShards(array).on(tile.piece.device)
+    start, stop = tile.rows
+    return data, start - first, stop - start
+
+
+def _hash_on_device(
+    parts: Sequence[Part], seed: np.ndarray, before: jax.Array | None, tagged: bool
+) -> Hashed:
+    data = tuple(part[0] for part in parts)
+    device = data[0].device
+    assert isinstance(device, jax.Device)
+    kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in parts)
+    program = _device_program(kinds, device, tagged)
+    hashes, tags = program(data, jax.device_put(seed, device))
+    differ = None
+    if before is not None:
+        differ = _bits_program(hashes.shape[0], device)(hashes, before)
+    return Hashed(hashes, tags, differ)
+
+
+# Compiled ahead of time and kept, as programs that gather are: see rows/gather/host.py.
+@functools.cache
+def _device_program(
+    parts: tuple[tuple[tuple[int, ...], np.dtype, int, int], ...],
+    device: jax.Device,
+    tagged: bool,
+) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    def hash_parts(
+        data: tuple[jax.Array, ...], seed: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        leaves = [
+            x[first : first + rows] if (first, rows) != (0, x.shape[0]) else x
+            for x, (_, _, first, rows) in zip(data, parts, strict=True)
+        ]
+        return _hash(leaves, seed, tagged)
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    data = tuple(
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype, _, _ in parts
+    )
+    seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=sharding)
+    return jax.jit(hash_parts).lower(data, seed).compile()
+
+
+def _hash(
+    leaves: Sequence[jax.Array], seed: jax.Array, tagged: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    return hash_with_tags(leaves, seed) if tagged else (hash_rows(leaves, seed), None)
+
+
+def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
+    """What is to be remembered of `hashed`: all hashes, and tags.
+
+    Args:
+        hashed: as `hash_tiles` returned it.
+        before: what it was compared with, which must not be used any more.
+    """
+    if not isinstance(hashed.hashes, list) or not isinstance(hashed.differ, list):
+        return hashed._replace(differ=None)
+    assert isinstance(before, list)
+    hashes, start = [], 0
+    for old, new, differ in zip(before, hashed.hashes, hashed.differ, strict=True):
+        hashes.append(
+            _renewed(old, new, differ - start) if len(new) < len(old) else new
+        )
+        start += len(old)
+    return hashed._replace(hashes=hashes, differ=None)
+
+
+def _renewed(old: np.ndarray, new: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """`old` with some rows replaced, in place where that can be."""
+    if not old.flags.writeable:
+        # What may be changed, and a program need not copy again.
+        copy = aligned_empty(old.shape, old.dtype)
+        copy[...] = old
+        old = copy
+    old[rows] = new
+    return old
+
+
+def changed_of(differ: Hashes, rows: int) -> np.ndarray:
+    """Sorted positions of rows that changed; waits for the device."""
+    if isinstance(differ, list):
+        return np.concatenate(differ)
+    bits = np.unpackbits(np.asarray(differ), count=rows, bitorder="little")
+    return np.flatnonzero(bits)
+
+
+def tags_of(tags: Hashes, positions: np.ndarray) -> np.ndarray:
+    """Tags of some rows, uint8[positions, tiles]; waits for the device."""
+    whole = np.concatenate(tags) if isinstance(tags, list) else np.asarray(tags)
+    return whole[positions]
+
+
+def bytes_of(hashes: Hashes | None) -> int:
+    """Bytes held."""
+    if hashes is None:
+        return 0
+    parts = hashes if isinstance(hashes, list) else [hashes]
+    return sum(part.nbytes for part in parts)
+
+
+@functools.cache
+def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
+    def bits(now: jax.Array, before: jax.Array) -> jax.Array:
+        return jnp.packbits(changed_rows(now, before), bitorder="little")
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    hashes = jax.ShapeDtypeStruct((rows, 2), np.uint32, sharding=sharding)
+    return jax.jit(bits).lower(hashes, hashes).compile()
+
+
+def programs(
+    groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool
+) -> Iterator[Program]:
+    """What hashing tiles like these needs, of leaves whose sharding is known."""
+    for tiles in groups:
+        device = tiles[0].piece.device
+        shapes = [_shard_shape(tile) for tile in tiles]
+        rows = tiles[0].rows[1] - tiles[0].rows[0]
+        if way(device, bytes_in(tiles)) == "device":
+            parts = tuple(
+                (shape, tile.leaf.dtype, _first(tile, shape), rows)
+                for tile, shape in zip(tiles, shapes, strict=True)
+            )
+            yield _device_program, (parts, device, tagged)
+            yield _bits_program, (rows, device)
+            continue
+        kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))
+        yield from chunk_programs(kinds, rows, tagged)
+
+
+def _shard_shape(tile: OwnTile) -> tuple[int, ...]:
+    assert tile.leaf.sharding is not None
+    return tile.leaf.sharding.shard_shape(tile.leaf.shape)
+
+
+def _first(tile: OwnTile, shape: tuple[int, ...]) -> int:
+    """Row of its shard at which a tile starts: shards are all alike and in order."""
+    return tile.rows[0] % shape[0]

@@ -1,0 +1,273 @@
+"""Which rows differ from what they were at the save before: their fingerprints, remembered.
+
+The tiles of one table that one device saves of the same rows are hashed together, where they
+lie: nothing is communicated, and a row that is split by columns over devices has a hash on
+each. Hashes stay with the rows, the stamps made from them are kept on the host.
+
+To remember: looking changes nothing. What a look saw counts from `keep` on, so a save that is
+refused in between leaves no trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.rows.fingerprints.tiles import (
+    Arrays,
+    Hashed,
+    bytes_of,
+    changed_of,
+    hash_tiles,
+    settled,
+    tags_of,
+)
+from cnr_jax.rows.gather.chunk import Way, Where
+from cnr_jax.rows.tiling import Box, OwnTile, bytes_in
+
+
+class Rows(NamedTuple):
+    """Some rows of a table: start and stop."""
+
+    table: str
+    rows: tuple[int, int]
+
+
+class Group(NamedTuple):
+    """Tiles of one table with the same rows on the same device."""
+
+    table: str
+    device: jax.Device
+    rows: tuple[int, int]
+
+
+def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
+    """The groups that tiles form, each with its tiles in the order of leaves."""
+    found: dict[Group, tuple[OwnTile, ...]] = {}
+    for tile in tiles:
+        group = Group(tile.table.name, tile.piece.device, tile.rows)
+        found[group] = (*found.get(group, ()), tile)
+    return found
+
+
+class Seen(NamedTuple):
+    """The rows of one group as they were; hashes of other tiles do not compare."""
+
+    tiles: tuple[OwnTile, ...]
+    where: Where
+    hashed: Hashed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """Rows of a group that differ from what they were.
+
+    Attributes:
+        rows: sorted positions within the group.
+        since: for each of them, the clock at which it was another.
+        names: of the leaves.
+        leaves: tells of some of `rows`, by their index, in which leaves they differ,
+            bool[rows, leaves]. Told from 8 bits: one row in 256 is missed for its leaf.
+        compared: how many rows of the group were compared.
+    """
+
+    rows: np.ndarray
+    since: np.ndarray
+    names: tuple[str, ...]
+    leaves: Callable[[np.ndarray], np.ndarray]
+    compared: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """All rows of this process at one moment.
+
+    Attributes:
+        seen: by group.
+        changed: by group, sorted positions of the rows that differ from what was kept.
+            Groups of which nothing was kept, or other tiles, are missing.
+    """
+
+    seen: Mapping[Group, Seen]
+    changed: Mapping[Group, np.ndarray]
+
+
+class RowWatch:
+    """Remembers all rows of this process by their hashes.
+
+    Args:
+        stamped: whether to keep stamps too, 4 bytes a row beside the 8 of a hash.
+        tagged: whether to keep a byte for each row and leaf, to tell which leaf changed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cnr_jax.rows.tiling import own_tiles
+        >>> from cnr_jax.state.find import find_tables
+        >>> state = {"user": jnp.zeros((4, 2))}
+        >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
+        >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+        >>> watch = RowWatch(stamped=True)
+        >>> watch.keep(watch.look(tiles, {"user": {"table": state["user"]}}, "host"), 0)
+        >>> rows = {"user": {"table": state["user"].at[2].add(1)}}
+        >>> watch.keep(watch.look(tiles, rows, "host"), 1)
+        >>> watch.positions(Rows("user", (0, 4)), 0)
+        array([2])
+    """
+
+    def __init__(self, *, stamped: bool, tagged: bool = False) -> None:
+        self._stamped = stamped
+        self._tagged = tagged
+        self._seed = _draw_seed()
+        self._seen: Mapping[Group, Seen] = {}
+        # Columns of a row may lie on several devices; its stamp is one.
+        self._stamps: dict[Rows, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, on devices and the host."""
+        hashed = [seen.hashed for seen in self._seen.values()]
+        held = sum(bytes_of(x.hashes) + bytes_of(x.tags) for x in hashed)
+        return held + sum(stamps.nbytes for stamps in self._stamps.values())
+
+    def look(
+        self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where | Way
+    ) -> Look:
+        """Hashes all rows and compares them with what was kept.
+
+        Waits for the computation that makes the arrays. They may be donated afterwards.
+
+        Args:
+            tiles: what this process saves of the state.
+            arrays: the leaves, by table and leaf name.
+            where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk;
+                or what tells for each group.
+        """
+        way: Way = where if callable(where) else lambda device, size: where
+        # All devices work before the first one is waited for.
+        seen = {
+            group: self._hash(group, own, arrays, way(group.device, bytes_in(own)))
+            for group, own in group_tiles(tiles).items()
+        }
+        changed = {
+            group: changed_of(now.hashed.differ, group.rows[1] - group.rows[0])
+            for group, now in seen.items()
+            if now.hashed.differ is not None
+        }
+        return Look(seen=seen, changed=changed)
+
+    def _hash(
+        self, group: Group, tiles: tuple[OwnTile, ...], arrays: Arrays, where: Where
+    ) -> Seen:
+        known = self._seen.get(group)
+        comparable = (
+            known is not None
+            and known.where == where
+            and boxes_in(known.tiles) == boxes_in(tiles)
+        )
+        hashed = hash_tiles(
+            tiles,
+            arrays,
+            where,
+            self._seed,
+            before=known.hashed.hashes if known and comparable else None,
+            tagged=self._tagged,
+        )
+        return Seen(tiles, where, hashed)
+
+    def keep(self, look: Look, clock: int) -> None:
+        """Remembers what `look` saw, and stamps the rows that changed.
+
+        Args:
+            look: of this watch, with nothing kept since.
+            clock: greater than at any time before.
+        """
+        # Stamps first: should this be interrupted, rows are found changed again, not missed.
+        if self._stamped:
+            self._stamps = {
+                rows: self._stamp(look, rows, groups, clock)
+                for rows, groups in by_rows(look.seen).items()
+            }
+        self._seen = self._settled(look)
+
+    def _settled(self, look: Look) -> dict[Group, Seen]:
+        found: dict[Group, Seen] = {}
+        for group, now in look.seen.items():
+            before = self._seen[group].hashed.hashes if group in self._seen else None
+            found[group] = now._replace(hashed=settled(now.hashed, before))
+        return found
+
+    def _stamp(
+        self, look: Look, rows: Rows, groups: Sequence[Group], clock: int
+    ) -> np.ndarray:
+        stamps, (start, stop) = self._stamps.get(rows), rows.rows
+        if stamps is None or any(group not in look.changed for group in groups):
+            return np.full(stop - start, clock, np.int32)
+        for group in groups:
+            stamps[look.changed[group]] = clock
+        return stamps
+
+    def start(self, look: Look, stamps: Callable[[Rows], np.ndarray]) -> None:
+        """Remembers what `look` saw, with given stamps; forgets what was kept before.
+
+        Args:
+            look: at a state that was restored.
+            stamps: int32 of some rows; not called unless stamps are kept.
+        """
+        self._seen = self._settled(look)
+        if self._stamped:
+            self._stamps = {rows: stamps(rows) for rows in by_rows(look.seen)}
+
+    def positions(self, rows: Rows, clock: int) -> np.ndarray:
+        """Positions within `rows` that were stamped after `clock`, sorted."""
+        return np.flatnonzero(self._stamps[rows] > clock)
+
+    def differing(self, look: Look, clock: int) -> dict[Group, Differing]:
+        """What differs between a look and what was kept, of each group.
+
+        Args:
+            look: at tiles of which all was kept.
+            clock: at which it was kept.
+        """
+        return {group: self._differing(look, group, clock) for group in look.seen}
+
+    def _differing(self, look: Look, group: Group, clock: int) -> Differing:
+        rows, seen = look.changed[group], look.seen[group]
+
+        def leaves(which: np.ndarray) -> np.ndarray:
+            before, now = self._seen[group].hashed.tags, seen.hashed.tags
+            assert before is not None and now is not None
+            return tags_of(before, rows[which]) != tags_of(now, rows[which])
+
+        return Differing(
+            rows=rows,
+            since=np.full(len(rows), clock, np.int64),
+            names=tuple(tile.leaf.name for tile in seen.tiles),
+            leaves=leaves,
+            compared=group.rows[1] - group.rows[0],
+        )
+
+
+def _draw_seed() -> np.ndarray:
+    """A seed of this process alone, as hashes are compared here alone.
+
+    Not known beforehand, so that no data can be made to collide.
+    """
+    return np.frombuffer(secrets.token_bytes(8), np.uint32)
+
+
+def by_rows(groups: Iterable[Group]) -> dict[Rows, list[Group]]:
+    """The groups that hold parts of the same rows."""
+    found: dict[Rows, list[Group]] = {}
+    for group in groups:
+        found.setdefault(Rows(group.table, group.rows), []).append(group)
+    return found
+
+
+def boxes_in(tiles: Iterable[OwnTile]) -> list[tuple[str, Box]]:
+    """Which parts of which leaves tiles are."""
+    return [(tile.leaf.name, tile.piece.box) for tile in tiles]

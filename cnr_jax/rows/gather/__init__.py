@@ -1,0 +1,1 @@
+"""Selecting touched rows, gathering them into chunks, and encoding these."""

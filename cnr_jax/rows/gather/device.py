@@ -1,0 +1,156 @@
+"""Gathering and encoding rows on the device where they are: only codes cross to the host.
+
+Per shard shape and device there are programs that gather, which compile quickly; those that
+encode are per row shape, shared by all tables of a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from cnr_jax.rows.codecs import Codec, Encoded, Raw
+from cnr_jax.rows.gather import chunk as chunks
+from cnr_jax.rows.gather.chunk import Chunk, Program, Run, chunk_rows
+
+# Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
+# thousand chunks of 2 MiB would make seconds of. Smaller chunks hold the rest of a run, so that
+# no more than twice what is needed is encoded and sent.
+LARGE_BYTES = 64 << 20
+
+
+def gather_on_device(run: Run) -> Iterator[Chunk]:
+    """Encodes a run, one chunk ahead of the one that is handed out."""
+    waiting: tuple[Chunk, jax.Array] | None = None
+    sizes = _sizes(run.width, run.data.dtype.itemsize)
+    start = 0
+    while start < run.count:
+        size = _size(run.count - start, sizes)
+        count = min(size, run.count - start)
+        ahead = _encode(run, start, count, size)
+        start += count
+        if waiting is not None:
+            yield _keep_escaped(*waiting)
+        waiting = ahead
+    if waiting is not None:
+        yield _keep_escaped(*waiting)
+
+
+def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
+    """Rows of the chunks that there are programs for, ascending."""
+    middle = chunk_rows(width, itemsize)
+    return tuple(
+        sorted(
+            {
+                min(chunks.SMALL_ROWS, middle),
+                middle,
+                chunk_rows(width, itemsize, LARGE_BYTES),
+            }
+        )
+    )
+
+
+def _size(left: int, sizes: tuple[int, ...]) -> int:
+    """The largest chunk that the rows which are left fill, or the smallest that holds them.
+
+    Example:
+        >>> [_size(left, (512, 8192, 262144)) for left in (300_000, 9_000, 600, 3)]
+        [262144, 8192, 8192, 512]
+    """
+    full = [size for size in sizes if size <= left]
+    if full and full[-1] > sizes[0]:
+        return full[-1]
+    return next(size for size in sizes if size >= left or size == sizes[-1])
+
+
+def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Array]:
+    """Starts to encode `count` rows from `start` on; also returns the rows themselves."""
+    device = run.data.device
+    assert isinstance(device, jax.Device)
+    rows = _gather(run, slice(start, start + count), size)
+    encoded = _encode_program(run.codec, run.width, np.dtype(rows.dtype), device, size)(
+        rows
+    )
+    for array in (*encoded.parts.values(), encoded.escaped):
+        array.copy_to_host_async()
+    sampled = _sampled(run, start, count)
+    chunk = Chunk(codec=run.codec, count=count, encoded=encoded, sampled=sampled)
+    return chunk, rows
+
+
+def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
+    """Some of the rows of a run that are to be saved, and rows of padding, `size` in all."""
+    data = run.data
+    dtype, device = np.dtype(data.dtype), data.device
+    assert isinstance(device, jax.Device)
+    if run.positions is not None:
+        rows = run.positions[which]
+    else:
+        rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+    index = np.full(size, run.first, np.int32)
+    index[: len(rows)] += rows.astype(np.int32)
+    at = jax.device_put(index, device)
+    return gather_program(data.shape, dtype, device, size)(data, at)
+
+
+def _sampled(run: Run, start: int, count: int) -> jax.Array | None:
+    """The sampled rows among `count` from `start` on, by a program that gathers anyway."""
+    if run.sampled is None:
+        return None
+    first, last = np.searchsorted(run.sampled, (start, start + count))
+    if first == last:
+        return None
+    sizes = _sizes(run.width, run.data.dtype.itemsize)
+    which = run.sampled[first:last][: sizes[-1]]
+    rows = _gather(run, which, next(size for size in sizes if size >= len(which)))
+    rows.copy_to_host_async()
+    return rows
+
+
+def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
+    """Keeps the rows themselves where some were escaped: the shard may be donated later."""
+    assert chunk.encoded is not None
+    if not isinstance(chunk.codec, Raw):
+        if np.asarray(chunk.encoded.escaped)[: chunk.count].any():
+            chunk.escaped_rows = rows
+    return chunk
+
+
+# Compiled ahead of time and kept here: calling a jitted function to warm it up would need an
+# array as large as the shard.
+@functools.cache
+def gather_program(
+    shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What gathers so many rows of a shard, by positions int32[rows]: `[rows, width]`."""
+
+    def gather(data: jax.Array, index: jax.Array) -> jax.Array:
+        return data.reshape(data.shape[0], -1).at[index].get(mode="clip")
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    data = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    index = jax.ShapeDtypeStruct((rows,), np.int32, sharding=sharding)
+    return jax.jit(gather).lower(data, index).compile()
+
+
+@functools.cache
+def _encode_program(
+    codec: Codec, width: int, dtype: np.dtype, device: jax.Device, rows: int
+) -> Callable[[jax.Array], Encoded]:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    values = jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
+    return jax.jit(codec.encode).lower(values).compile()
+
+
+def device_programs(
+    codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
+) -> Iterator[Program]:
+    """What gathering and encoding rows of a shard of this shape on a device needs."""
+    width = math.prod(shape[1:])
+    for rows in _sizes(width, dtype.itemsize):
+        yield gather_program, (shape, dtype, device, rows)
+        yield _encode_program, (codec, width, dtype, device, rows)

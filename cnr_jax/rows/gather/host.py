@@ -1,0 +1,179 @@
+"""Selecting touched rows, gathering them into fixed-size chunks, and encoding these.
+
+Rows are gathered in the blocking part of a save, before the next train step can donate the
+buffers they are in. What is gathered are fresh copies; nothing here outlives the call but those.
+
+Two ways, chosen by platform and size. On CPU rows are gathered by numpy from a view of the buffer
+and encoded later, behind training: gathering needs no compilation, so a thousand tables of
+distinct shapes cost none, and rows of all tables of one width share the chunks. On accelerators
+rows are gathered and encoded at once on their device and only encoded bytes cross to the host;
+small shards go the first way there too, from a copy, because programs for each cost more.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cnr_jax.rows.codecs import Codec
+from cnr_jax.rows.gather.buffers import Buffers
+from cnr_jax.rows.gather.chunk import (
+    Chunk,
+    Program,
+    Run,
+    Way,
+    chunk_rows,
+    program_rows,
+)
+from cnr_jax.rows.gather.device import gather_on_device
+from cnr_jax.rows.tiling import LocalShards
+
+# That gather on the host.
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+def touched_positions(
+    stamps: LocalShards, rows: tuple[int, int], clock: int, way: Way
+) -> np.ndarray:
+    """Positions within `rows` whose stamp is greater than `clock`, sorted, int64.
+
+    Waits for the computation that produced `stamps`.
+    """
+    data, first = stamps.holding(rows)
+    part = slice(rows[0] - first, rows[1] - first)
+    device = data.device
+    assert isinstance(device, jax.Device)
+    if way(device, data.nbytes) == "host":
+        mask = np.asarray(data)[part] > clock
+    else:
+        program = _bits_program(data.shape, device)
+        bits = np.asarray(program(data, jax.device_put(np.int32(clock), device)))
+        mask = np.unpackbits(bits, count=data.shape[0], bitorder="little")[part]
+    return np.flatnonzero(mask)
+
+
+def _touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
+    """One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes."""
+    return jnp.packbits(stamps > clock, bitorder="little")
+
+
+def gather_chunks(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
+    """Yields the rows of all runs, in order, in chunks.
+
+    Runs must be sorted by group. On the host a chunk holds rows of several runs of a group, in
+    memory from `buffers`; on a device each run has its own.
+    """
+    for (where, *_), group in itertools.groupby(runs, lambda run: run.group):
+        if where == "host":
+            yield from _gather_on_host(list(group), buffers)
+        else:
+            for run in group:
+                yield from gather_on_device(run)
+
+
+def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
+    """Yields the rows of runs of one group, several chunks being filled at a time."""
+    _, codec, dtype, width = runs[0].group
+    large = chunk_rows(width, dtype.itemsize)
+    left = sum(run.count for run in runs)
+    for run in runs:
+        # On CPU there is a view, and nothing to wait for.
+        if next(iter(run.data.devices())).platform != "cpu":
+            run.data.copy_to_host_async()
+    filling: collections.deque[Future[Chunk]] = collections.deque()
+    # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
+    # time of one. The pool is left only when no thread looks into a table any more.
+    with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
+        for pieces in _pieces(runs, large):
+            count = sum(piece.count for piece in pieces)
+            shape = (program_rows(min(left, large), large), width)
+            left -= count
+            rows = buffers.empty(shape, dtype)
+            filling.append(pool.submit(_fill, codec, rows, count, pieces))
+            # Else the last one would be in use until all are taken.
+            del rows
+            if len(filling) > 2 * _THREADS:
+                yield filling.popleft().result()
+        while filling:
+            yield filling.popleft().result()
+
+
+def _bit_view(array: np.ndarray) -> np.ndarray:
+    """The same rows as unsigned integers: numpy copies them faster, and never as numbers."""
+    flat = array.reshape(array.shape[0], -1)
+    return flat.view(f"u{array.dtype.itemsize}")
+
+
+class _Piece(NamedTuple):
+    """Consecutive rows of a run, from `done` on, and where in a chunk they go."""
+
+    run: Run
+    done: int
+    count: int
+    at: int
+
+
+def _pieces(runs: Sequence[Run], large: int) -> Iterator[list[_Piece]]:
+    """What each chunk of `large` rows consists of."""
+    pieces: list[_Piece] = []
+    filled = 0
+    for run in runs:
+        done = 0
+        while done < run.count:
+            count = min(run.count - done, large - filled)
+            pieces.append(_Piece(run, done, count, filled))
+            done, filled = done + count, filled + count
+            if filled == large:
+                yield pieces
+                pieces, filled = [], 0
+    if pieces:
+        yield pieces
+
+
+def _fill(
+    codec: Codec, rows: np.ndarray, count: int, pieces: Sequence[_Piece]
+) -> Chunk:
+    # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
+    rows[count:] = 0
+    bits = _bit_view(rows)
+    for run, done, number, at in pieces:
+        _copy_rows(run, done, bits[at : at + number])
+    return Chunk(codec=codec, count=count, rows=rows)
+
+
+def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
+    """Copies rows `done` and following of a run into `out`, as bits."""
+    # The view lives for this call only: a view that is alive when the buffer is donated
+    # makes XLA copy the whole table instead of reusing it.
+    view = _bit_view(np.asarray(run.data))
+    if run.positions is None:
+        start = run.first + done
+        out[...] = view[start : start + len(out)]
+    else:
+        index = run.positions[done : done + len(out)] + run.first
+        # "clip" skips a bounds check that copies; positions are within the tile.
+        np.take(view, index, axis=0, out=out, mode="clip")
+
+
+@functools.cache
+def _bits_program(
+    shape: tuple[int, ...], device: jax.Device
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    stamps = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    clock = jax.ShapeDtypeStruct((), np.int32, sharding=sharding)
+    return jax.jit(_touched_bits).lower(stamps, clock).compile()
+
+
+def stamps_program(rows: int, device: jax.Device) -> Program:
+    """What choosing rows of a shard of this many stamps on a device needs."""
+    return _bits_program, ((rows,), device)

@@ -1,0 +1,186 @@
+"""Row ids as users have them: bags, masks, ragged batches, several features of a table.
+
+Everything here turns such ids into stored rows of one table, with the wrapping and clamping that
+JAX indexing does, and rejects what cannot be ids while the train step is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from cnr_jax.errors import TouchedError
+from cnr_jax.state.layouts import RowLayout
+
+
+class Lookup(NamedTuple):
+    """Row ids of which some entries do not count.
+
+    Attributes:
+        ids: integer[...], row ids.
+        where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at
+            the last axis); entries that are False are ignored.
+        row_splits: integer[n + 1], for ragged `ids` of one dimension: row `i` holds
+            entries `row_splits[i]` up to `row_splits[i + 1]`. Entries at or past
+            `row_splits[-1]` are padding and ignored.
+    """
+
+    ids: Any
+    where: Any = None
+    row_splits: Any = None
+
+
+# One feature, or several that share a table.
+Ids: TypeAlias = Union[ArrayLike, Lookup, "Sequence[Ids]"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StampedTable:
+    """What `record` must know of a table, static under `jax.jit`.
+
+    Attributes:
+        name: the table's name.
+        padded_rows: rows of the stored array, and so the number of stamps.
+        lookup_rows: rows that ids wrap and clamp to: those of the stored array where
+            ids index it directly, the logical rows where a layout is in between.
+        layout: how logical row ids map to stored rows.
+    """
+
+    name: str
+    padded_rows: int
+    lookup_rows: int
+    layout: RowLayout
+
+
+def lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
+    """Yields every feature in `ids` with a label for error messages."""
+    if isinstance(ids, Lookup):
+        yield label, ids
+    elif isinstance(ids, list | tuple) and not all(isinstance(i, int) for i in ids):
+        for index, part in enumerate(ids):
+            yield from lookups(part, f"{label}[{index}]")
+    elif not isinstance(ids, list | tuple) or ids:
+        yield label, Lookup(ids)
+
+
+def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
+    """Returns integer[n]: the stored rows of a lookup, `padded_rows` where masked."""
+    ids = _integers(lookup.ids, label)
+    rows = table.layout.to_physical(_in_range(ids, table))
+    keep = _counted(lookup, ids.shape, label)
+    if keep is not None:
+        # Not -1, as scatter would wrap it to the last row before it drops anything.
+        rows = jnp.where(keep, rows, table.padded_rows)
+    return rows.reshape(-1)
+
+
+def _in_range(ids: jax.Array, table: StampedTable) -> jax.Array:
+    """Returns `ids` wrapped and clamped to [0, lookup_rows), in the index dtype."""
+    rows, dtype = table.lookup_rows, index_dtype(table)
+    # Only in a dtype that holds `rows` are `ids + rows` and the bound below right.
+    if jnp.iinfo(ids.dtype).max < rows:
+        ids = ids.astype(dtype)
+    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        ids = jnp.where(ids < 0, ids + rows, ids)
+    return jnp.clip(ids, 0, rows - 1).astype(dtype)
+
+
+def index_dtype(table: StampedTable) -> Any:
+    """Returns the dtype of indices into the table's stamps.
+
+    Raises:
+        TouchedError: if the table has more rows than available indices can tell apart.
+    """
+    # int32 holds every row and `padded_rows` itself, the mark for "drop". XLA reads
+    # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
+    if table.padded_rows <= np.iinfo(np.int32).max:
+        return jnp.int32
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # x64 is enabled
+        return jnp.int64
+    raise TouchedError(
+        f"table {table.name!r} has {table.padded_rows:,} rows, "
+        "more than 32-bit indices can tell apart\n"
+        "  hint: enable jax_enable_x64, or split the table"
+    )
+
+
+def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | None:
+    """Returns bool[shape]: which entries count; None if all do."""
+    keep = None
+    if lookup.where is not None:
+        where = _replicated(_as_array(lookup.where, f"mask of {label}"))
+        if where.dtype != jnp.bool_:
+            raise TouchedError(
+                f"mask of {label} is {where.dtype}, expected bool\n"
+                "  hint: compare it, as in `where != 0`"
+            )
+        if not _broadcasts_to(where.shape, shape):
+            raise TouchedError(
+                f"mask of {label} does not fit the ids\n"
+                f"  got {list(where.shape)}, expected it to broadcast to {list(shape)}"
+            )
+        keep = jnp.broadcast_to(where, shape)
+    if lookup.row_splits is not None:
+        splits = _integers(lookup.row_splits, f"row_splits of {label}")
+        if len(shape) != 1 or splits.ndim != 1 or splits.size == 0:
+            raise TouchedError(
+                f"row_splits of {label} do not fit the ids\n"
+                f"  got row_splits{list(splits.shape)} with ids{list(shape)}, "
+                "expected one dimension each and at least one split"
+            )
+        # The clip comes before the cast, lest a wide count wraps into a small one.
+        wide = splits if jnp.iinfo(splits.dtype).bits >= 32 else splits.astype("int32")
+        count = jnp.clip(wide[-1], 0, shape[0]).astype(jnp.int32)
+        ragged = jnp.arange(shape[0], dtype=jnp.int32) < count
+        keep = ragged if keep is None else keep & ragged
+    return keep
+
+
+def _integers(values: Any, label: str) -> jax.Array:
+    array = _as_array(values, label)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        hint = (
+            "\n  hint: pass a mask beside the ids, as `Lookup(ids, where=mask)`"
+            if array.dtype == jnp.bool_
+            else ""
+        )
+        raise TouchedError(f"{label} are {array.dtype}, expected integers{hint}")
+    return _replicated(array)
+
+
+def _as_array(values: Any, label: str) -> jax.Array:
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TouchedError(
+            f"{label} cannot be made an array\n  got {type(values).__name__}: {error}"
+        ) from error
+
+
+def _broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+def _replicated(array: jax.Array) -> jax.Array:
+    # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
+    # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
+    sharding = jax.typeof(array).sharding
+    if not is_explicit(sharding):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P()))
+
+
+def is_explicit(sharding: Any) -> bool:
+    """Whether a mesh axis of the sharding is explicit: operations must then agree on it."""
+    return AxisType.Explicit in sharding.mesh.axis_types

@@ -1,0 +1,339 @@
+"""Which leaves of a train state are tables, their per-row slots, or dense.
+
+`find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
+dtypes and shardings, never values.
+
+To remember: every leaf of a state is in exactly one place, a table (with its slots) or
+the dense rest, so that a checkpoint holds all of it, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cnr_jax.errors import TableError
+from cnr_jax.state.layouts import ModSharded, RowLayout
+from cnr_jax.state.paths import Entry, Mirror, PathIndex, flatten_paths, normalise
+from cnr_jax.state.table import Leaf, Table, Tables, TableSpec, dense_lines
+
+__all__ = ["Leaf", "Table", "TableSpec", "Tables", "find_tables"]
+
+_TABLE_DTYPES = frozenset(
+    jnp.dtype(name)
+    for name in """
+    bfloat16 float16 float32 float64
+    int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    """.split()
+)
+
+
+def find_tables(
+    state: Any, spec: Sequence[str] | Mapping[str, str | TableSpec]
+) -> Tables:
+    """Finds tables and their per-row optimizer slots in a train state.
+
+    A table is any array with a leading row axis: an embedding `[rows, dim]`, the
+    weights of experts `[experts, in, out]`, a kernel `[in, out]`, a vector `[rows]`.
+    Paths are compared without the parts that Flax adds (`params`, `value`), so
+    "user", "user/embedding" and "params/user/embedding" may all name the same leaf. The
+    name of a module means its matrix, not the biases and counters beside it; these are
+    named by their own paths. A slot is a leaf with the table's number of rows whose
+    path ends with the table's.
+
+    Args:
+        state: a train state, concrete or abstract (`jax.ShapeDtypeStruct` leaves).
+        spec: names of tables, each also its path; or name -> path or `TableSpec`.
+
+    Returns:
+        The tables in the order of `spec`. Print it to see what was matched.
+
+    Raises:
+        TableError: if a name matches nothing, or several leaves; if the leaf is not a
+            array of floats or integers with a row and an element; if a leaf would
+            belong to two tables, or may be a slot or not; if explicit rows or slots do
+            not fit.
+
+    Example:
+        >>> state = {
+        ...     "params": {"user": jnp.zeros((8, 2)), "bias": jnp.zeros(2)},
+        ...     "opt_state": {"sum_of_squares": {"user": jnp.zeros((8, 2))}},
+        ... }
+        >>> print(find_tables(state, ["user"]))
+        1 tables, 1 slots: 0.00 MiB; 1 dense leaves
+        table 'user': 8 rows
+          table  params/user  float32[8, 2] 0.00 MiB
+          slot   opt_state/sum_of_squares/user  float32[8, 2] 0.00 MiB
+        dense    params/bias  float32[2] 0.00 MiB
+    """
+    specs = _specs(spec)
+    index = PathIndex(state)
+    chosen = {name: _choose(index, name, s.path or name) for name, s in specs.items()}
+    parameters = {entry.path for entry in chosen.values()}
+    tables = {
+        name: _table(index, name, specs[name], entry, parameters)
+        for name, entry in chosen.items()
+    }
+    owner = _owners(tables)
+    dense = [(p, x) for p, x in flatten_paths(state) if p not in owner]
+    return Tables(tables, [path for path, _ in dense], dense_lines(dense))
+
+
+def _owners(tables: Mapping[str, Table]) -> dict[tuple[str, ...], str]:
+    """Maps the paths of all tables' leaves to their tables, each to one only."""
+    owners: dict[tuple[str, ...], str] = {}
+    for name, table in tables.items():
+        for leaf in table.leaves:
+            if leaf.path in owners:
+                raise TableError(
+                    f"leaf {'/'.join(leaf.path)} is named twice\n"
+                    f"  got it for tables {owners[leaf.path]!r} and {name!r}\n"
+                    "  hint: name each leaf once; TableSpec(slots=...) lists slots."
+                )
+            owners[leaf.path] = name
+    return owners
+
+
+def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, TableSpec]:
+    if isinstance(spec, str):
+        raise TableError(
+            f"tables must be a list or a mapping of names, got {spec!r}\n"
+            f"  hint: pass [{spec!r}]."
+        )
+    pairs = spec.items() if isinstance(spec, Mapping) else [(n, n) for n in spec]
+    specs: dict[str, TableSpec] = {}
+    for name, value in pairs:
+        if not isinstance(name, str) or not name.strip("/"):
+            raise TableError(f"a table's name must be a non-empty string, got {name!r}")
+        if name in specs:
+            raise TableError(f"table {name!r} is named twice")
+        if not isinstance(value, str | TableSpec):
+            raise TableError(
+                f"table {name!r} is specified by {value!r}\n"
+                "  expected a path or a TableSpec"
+            )
+        specs[name] = TableSpec(value) if isinstance(value, str) else value
+    return specs
+
+
+def _choose(index: PathIndex, name: str, path: str) -> Entry:
+    """Finds the one parameter that a table's path means."""
+    matches = index.match(path)
+    mirrored = {m.entry.path for entry in matches for m in index.mirrors(entry)}
+    left = [entry for entry in matches if entry.path not in mirrored] or matches
+    # A module's table is its matrix: biases and counters beside it are not meant.
+    least = min(2, max((entry.ndim for entry in left), default=0))
+    left = [entry for entry in left if entry.ndim >= least]
+    if len(left) == 1:
+        return left[0]
+    if left:
+        found = "".join(f"\n  {'/'.join(entry.path)}" for entry in left[:8])
+        raise TableError(
+            f"table {name!r}: path {path!r} matches {len(left)} leaves{found}\n"
+            f"  hint: give the full path of one, as in {{{name!r}: "
+            f"{'/'.join(left[0].path)!r}}}."
+        )
+    close = index.close_to(path)
+    hint = f"did you mean {', '.join(close)}?" if close else "print the state's paths."
+    raise TableError(
+        f"table {name!r}: no leaf of the state matches path {path!r}\n"
+        f"  got {len(index.entries)} leaves\n  hint: {hint}"
+    )
+
+
+def _table(
+    index: PathIndex,
+    name: str,
+    spec: TableSpec,
+    entry: Entry,
+    parameters: Collection[tuple[str, ...]],
+) -> Table:
+    leaf = _leaf("table", entry, name)
+    if not leaf.shape or 0 in leaf.shape or leaf.dtype not in _TABLE_DTYPES:
+        raise TableError(
+            f"table {name!r} at {'/'.join(leaf.path)} is not a table\n"
+            f"  got {leaf.dtype}{list(leaf.shape)}, expected [rows, ...] of floats of 16 "
+            "to 64 bits or integers of 8 to 64, at least one row and one element"
+        )
+    rows = leaf.shape[0] if spec.rows is None else spec.rows
+    _check_rows(name, rows, leaf, spec.layout)
+    mirrors = index.mirrors(entry, parameters)
+    if spec.slots is None:
+        named = _found_slots(name, leaf, mirrors)
+    else:
+        named = _listed_slots(index, name, spec.slots, mirrors)
+    slots = tuple(_leaf(slot, e, name) for slot, e in _unique(named))
+    for slot in slots:
+        _check_slot(name, leaf, slot)
+    return Table(
+        name=name,
+        leaf=leaf,
+        slots=slots,
+        rows=rows,
+        layout=spec.layout,
+    )
+
+
+def _leaf(name: str, entry: Entry, table: str) -> Leaf:
+    value, where = entry.value, "/".join(entry.path)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        hint = "\n  hint: pass it through jax.device_put first."
+        raise TableError(
+            f"table {table!r}: leaf {where} is not a JAX array\n"
+            f"  got {type(value).__name__}, expected jax.Array or jax.ShapeDtypeStruct"
+            f"{hint if isinstance(value, np.ndarray) else ''}"
+        )
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise TableError(
+            f"table {table!r}: leaf {where} holds {value.dtype}, expected plain numbers"
+        )
+    if 0 in value.shape[1:]:
+        raise TableError(
+            f"table {table!r}: rows of leaf {where} are empty\n"
+            f"  got {value.dtype}{list(value.shape)}, expected one element a row or more\n"
+            "  hint: leave it out of the state that is saved"
+        )
+    return Leaf(
+        name=name,
+        path=entry.path,
+        shape=tuple(value.shape),
+        dtype=np.dtype(value.dtype),
+        sharding=getattr(value, "sharding", None),
+    )
+
+
+def _check_rows(name: str, rows: Any, leaf: Leaf, layout: RowLayout) -> None:
+    padded = leaf.shape[0]
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 0 < rows <= padded:
+        raise TableError(
+            f"table {name!r} cannot have {rows!r} logical rows\n"
+            f"  got rows={rows!r}, expected an int of 1 to {padded}, the array's rows"
+        )
+    if isinstance(layout, ModSharded):
+        covered = layout.shards * layout.rows_per_shard
+        if covered != padded:
+            raise TableError(
+                f"table {name!r}: its layout does not fit its array\n"
+                f"  got {layout.shards} shards of {layout.rows_per_shard} rows = "
+                f"{covered}, expected {padded}"
+            )
+
+
+def _found_slots(
+    name: str, leaf: Leaf, mirrors: Sequence[Mirror]
+) -> list[tuple[tuple[str, ...], Entry]]:
+    slots = []
+    for mirror in mirrors:
+        shape = tuple(getattr(mirror.entry.value, "shape", ()))
+        if shape[:1] != leaf.shape[:1]:
+            continue
+        if _may_be_along_columns(shape, leaf.shape):
+            raise TableError(
+                f"table {name!r} of shape {list(leaf.shape)} has as many columns as rows: "
+                f"leaf {'/'.join(mirror.entry.path)} of shape {list(shape)} may belong "
+                "to either\n  hint: list the slots in TableSpec(slots=[...])."
+            )
+        if jnp.issubdtype(mirror.entry.value.dtype, jax.dtypes.extended):
+            continue  # random keys, one per row: not numbers, saved with the dense rest
+        slots.append((mirror.prefix, mirror.entry))
+    return slots
+
+
+def _may_be_along_columns(slot: Sequence[int], table: Sequence[int]) -> bool:
+    """Tells whether the table's shape without its rows, or part of it, is the slot's.
+
+    Factored slots, as Adafactor's, leave axes out and keep the order of the others.
+    """
+    columns = iter(table[1:])
+    return len(slot) < len(table) and all(size in columns for size in slot)
+
+
+def _listed_slots(
+    index: PathIndex, name: str, paths: Sequence[str], mirrors: Sequence[Mirror]
+) -> list[tuple[tuple[str, ...], Entry]]:
+    if isinstance(paths, str):
+        raise TableError(
+            f"table {name!r}: slots must be a list of paths, got {paths!r}\n"
+            f"  hint: pass [{paths!r}]."
+        )
+    prefixes = {mirror.entry.path: mirror.prefix for mirror in mirrors}
+    by_prefix = {mirror.prefix: mirror.entry for mirror in mirrors}
+    slots = []
+    for path in paths:
+        prefixed = by_prefix.get(normalise(path.split("/")))
+        matches = [prefixed] if prefixed else index.match(path)
+        if len(matches) != 1:
+            near = [e.key for e in matches[:4]] or index.close_to(path)
+            raise TableError(
+                f"table {name!r}: slot path {path!r} matches {len(matches)} leaves, "
+                f"expected 1\n  hint: near it are {', '.join(near) or 'no leaves'}."
+            )
+        slots.append((prefixes.get(matches[0].path, matches[0].parts), matches[0]))
+    return slots
+
+
+def _unique(
+    named: Sequence[tuple[tuple[str, ...], Entry]],
+) -> list[tuple[str, Entry]]:
+    """Names each slot by its prefix, or by its whole path where that clashes."""
+    names = ["table", *("/".join(prefix) for prefix, _ in named)]
+    return [
+        (name if names.count(name) == 1 else "/".join(entry.path), entry)
+        for name, (_, entry) in zip(names[1:], named, strict=True)
+    ]
+
+
+def _check_slot(name: str, leaf: Leaf, slot: Leaf) -> None:
+    if slot.shape[:1] != leaf.shape[:1]:
+        raise TableError(
+            f"table {name!r}: slot {'/'.join(slot.path)} has not the table's rows\n"
+            f"  got shape {list(slot.shape)}, expected [{leaf.shape[0]}, ...]"
+        )
+    missing = _uncovered_rows(leaf, slot)
+    if missing is not None:
+        raise TableError(
+            f"table {name!r}: no process holds rows {missing.start} to {missing.stop} "
+            f"of both the table and slot {'/'.join(slot.path)}\n"
+            f"  got shardings {leaf.sharding} and {slot.sharding}\n"
+            "  hint: shard the slot like its table, or replicate it."
+        )
+
+
+def _uncovered_rows(table: Leaf, slot: Leaf) -> range | None:
+    """Finds rows of a slot that no process holds together with the table's.
+
+    Stamps are sharded like the table, and saving uses no collectives: some process must
+    have the stamps and the slot's values of the same rows. One process always has.
+    """
+    if table.sharding is None or slot.sharding is None:
+        return None
+    parts = [
+        (device.process_index, leaf is slot, index)
+        for leaf, sharding in ((table, table.sharding), (slot, slot.sharding))
+        for device, index in sharding.devices_indices_map(leaf.shape).items()
+    ]
+    if len({process for process, _, _ in parts}) == 1:
+        return None
+    size = slot.shape[0]
+    edges = np.unique(
+        [0, size, *(i for _, _, x in parts for i in x[0].indices(size)[:2])]
+    )
+    known: dict[int, Any] = {process: False for process, _, _ in parts}
+    covered: dict[Any, Any] = {}
+    for process, is_slot, index in parts:  # the table's parts come first
+        start, stop, _ = index[0].indices(size)
+        inside = (edges[:-1] >= start) & (edges[1:] <= stop)
+        if is_slot:
+            columns = str(index[1:])
+            covered[columns] = covered.get(columns, False) | (inside & known[process])
+        else:
+            known[process] = known[process] | inside
+    for rows in covered.values():
+        if not rows.all():
+            first = int(np.argmin(rows))
+            return range(int(edges[first]), int(edges[first + 1]))
+    return None

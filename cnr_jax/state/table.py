@@ -1,0 +1,217 @@
+"""What a table is: a parameter `[rows, ...]`, its per-row slots, and how they print.
+
+`find_tables` makes these values; everything else reads them. They hold shapes, dtypes and
+shardings, never arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.state.layouts import Identity, RowLayout
+
+_PRINTED_DENSE_LEAVES = 12  # arbitrary: enough to spot a table that was missed
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One array of a table: the table itself, or a slot with the same rows.
+
+    Attributes:
+        name: "table", or the slot's prefix in the state, such as
+            "opt_state/0/sum_of_squares"; unique in its table.
+        path: the key path, exactly as it occurs in the state.
+        shape: of the whole array, `(padded_rows, ...)`.
+        dtype: of the array.
+        sharding: of the array it was found from, if any; not compared.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole array in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return (
+            f"{'/'.join(self.path)}  {_describe(self.shape, self.dtype, self.nbytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table `[padded_rows, ...]` and the slots that go with its rows.
+
+    An embedding, the experts of a layer, a kernel, a vector: whatever changes by rows.
+
+    Attributes:
+        name: as given to `find_tables`.
+        leaf: the parameter.
+        slots: the optimizer's arrays with one entry per row, in the order of paths.
+        rows: logical rows; the others are padding.
+        layout: where logical rows lie in the array.
+    """
+
+    name: str
+    leaf: Leaf
+    slots: tuple[Leaf, ...]
+    rows: int
+    layout: RowLayout
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The parameter, then its slots."""
+        return (self.leaf, *self.slots)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the stored array."""
+        return self.leaf.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Elements per row of the parameter, whatever its trailing shape."""
+        return math.prod(self.leaf.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the parameter."""
+        return self.leaf.dtype
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Key path of the parameter."""
+        return self.leaf.path
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """How to find one table, where its name alone does not say it all.
+
+    Attributes:
+        path: the parameter's path or the end of it; default: the table's name.
+        rows: logical rows, at most those of the array; default: all of them.
+        slots: paths of the slots; default: find them; empty: none.
+        layout: where logical rows lie in the array.
+    """
+
+    path: str | None = None
+    _: KW_ONLY
+    rows: int | None = None
+    slots: Sequence[str] | None = None
+    layout: RowLayout = field(default_factory=Identity)
+
+
+class Tables(Mapping[str, Table]):
+    """The tables of a state by name, and the paths of all other leaves.
+
+    Printing it shows what was matched: look at it once before a long run.
+
+    Attributes:
+        dense: paths of the leaves that belong to no table, in the state's order.
+    """
+
+    __slots__ = ("_dense_lines", "_tables", "dense")
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        dense: Sequence[tuple[str, ...]] = (),
+        dense_lines: Sequence[str] = (),
+    ) -> None:
+        """Makes a mapping of tables; `dense_lines` describe dense leaves in print."""
+        self._tables = dict(tables)
+        self.dense = tuple(dense)
+        self._dense_lines = tuple(dense_lines)
+
+    def __getitem__(self, name: str) -> Table:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tables):
+            return NotImplemented
+        return self._tables == other._tables and self.dense == other.dense
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Tables {', '.join(self)}; {len(self.dense)} dense leaves>"
+
+    def __str__(self) -> str:
+        leaves = [leaf for table in self.values() for leaf in table.leaves]
+        lines = [
+            f"{len(self)} tables, {len(leaves) - len(self)} slots: "
+            f"{sum(leaf.nbytes for leaf in leaves) / _MIB:.2f} MiB; "
+            f"{len(self.dense)} dense leaves"
+        ]
+        for table in self.values():
+            lines.append(f"table {table.name!r}: {_rows(table)}")
+            lines += [
+                f"  {'table' if leaf is table.leaf else 'slot '}  {leaf}"
+                for leaf in table.leaves
+            ]
+        lines += [f"dense    {line}" for line in self._dense_lines]
+        hidden = len(self.dense) - len(self._dense_lines)
+        return "\n".join(lines + [f"dense    {hidden} more"] * (hidden > 0))
+
+
+def check_tables(tables: object) -> None:
+    """Checks that tables are what `find_tables` returns.
+
+    Raises:
+        OptionError: if they are something else, such as their names.
+    """
+    if isinstance(tables, Tables):
+        return
+    names = (str, Mapping, Sequence)
+    wanted = f"find_tables(state, {tables!r})" if isinstance(tables, names) else ""
+    raise errors.OptionError(
+        f"tables is {type(tables).__name__}, expected what find_tables returns\n"
+        f"  hint: tables=cnr_jax.{wanted or 'find_tables(state, names)'}"
+    )
+
+
+def _describe(shape: Sequence[int], dtype: Any, nbytes: int) -> str:
+    return f"{dtype}{list(shape)} {nbytes / _MIB:.2f} MiB"
+
+
+def _rows(table: Table) -> str:
+    padding = table.padded_rows - table.rows
+    return (
+        f"{table.rows:,} rows"
+        + f" and {padding:,} of padding" * (padding > 0)
+        + f", layout {table.layout.name}" * (table.layout != Identity())
+    )
+
+
+def dense_lines(dense: Sequence[tuple[tuple[str, ...], Any]]) -> list[str]:
+    """Describes the largest dense leaves: a table that was missed stands out."""
+    lines = []
+    for path, value in dense:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or dtype is None:
+            lines.append((0, f"{'/'.join(path)}  {type(value).__name__}"))
+            continue
+        nbytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
+        lines.append((nbytes, f"{'/'.join(path)}  {_describe(shape, dtype, nbytes)}"))
+    lines.sort(key=lambda line: -line[0])
+    return [text for _, text in lines[:_PRINTED_DENSE_LEAVES]]
