@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
@@ -230,7 +231,7 @@ class Options:
 
     def _check_auto(self) -> None:
         """Checks that "auto", and what is expected for it, have something to choose."""
-        bits_after(0, self._expected())
+        bits_after(0, self.assumed_restores)
         own = {name: table.bits for name, table in self.tables.items()}
         for name, bits in {"": self.bits, **own}.items():
             if isinstance(bits, str) and bits != "auto":
@@ -255,7 +256,9 @@ class Options:
                 " here or for a table"
             )
 
-    def _expected(self) -> float:
+    @property
+    def assumed_restores(self) -> float:
+        """How many restores of the run `bits="auto"` is chosen for."""
         expected = self.expected_restores
         return ASSUMED_RESTORES if expected is None else expected
 
@@ -267,7 +270,7 @@ class Options:
             >>> options.auto_bits(3), options.auto_bits(4)
             (3, 8)
         """
-        return bits_after(restores, self._expected())
+        return bits_after(restores, self.assumed_restores)
 
     def follows_restores(self) -> bool:
         """Whether the codec of anything depends on the number of restores."""
@@ -275,9 +278,13 @@ class Options:
 
     def _follows(self, table: str) -> bool:
         return any(
-            self._codec(table, leaf, 2) != self._codec(table, leaf, 4)
+            _has_choice(functools.partial(self._codec, table, leaf))
             for leaf in ("table", "slot")
         )
+
+    def is_auto(self, table: str, leaf: str, width: int, dtype: Any) -> bool:
+        """Whether the codec that `codec_for` gives depends on the number of restores."""
+        return _has_choice(functools.partial(self.codec_for, table, leaf, width, dtype))
 
     @property
     def kept_staging_bytes(self) -> int:
@@ -393,6 +400,11 @@ def checked(options: object) -> Options:
         f"options is {type(options).__name__}, expected cnr_jax.Options\n"
         "  hint: Orbax's CheckpointManagerOptions are given as orbax_options="
     )
+
+
+def _has_choice(codec: Callable[[int], Codec]) -> bool:
+    """Whether `bits="auto"` has a say in a codec: then other bits make it another one."""
+    return codec(2) != codec(4)
 
 
 def _is_codec(name: str) -> bool:

@@ -84,11 +84,8 @@ def tune(
     leaves, _ = split(state, tables)
     tuned = dict(options.tables)
     for name, table in tables.items():
-        codec, other = (
-            options.codec_for(name, "table", table.dim, table.dtype, auto_bits=bits)
-            for bits in (2, 4)
-        )
-        if codec != other:
+        codec = options.codec_for(name, "table", table.dim, table.dtype)
+        if options.is_auto(name, "table", table.dim, table.dtype):
             _log.info("table %r is not tuned: its bits follow the restores", name)
         elif variants(codec):
             rows = _sample(table, leaves[name][table.leaf.name])

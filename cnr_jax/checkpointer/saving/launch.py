@@ -12,10 +12,9 @@ import jax
 from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.auto_bits import Widening
+from cnr_jax.checkpointer.saving.auto_bits import Widening, with_codec
 from cnr_jax.checkpointer.saving.background import Background
 from cnr_jax.checkpointer.saving.save_in_flight import InFlight, Prepared
-from cnr_jax.checkpointer.saving.widths import with_codec
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.options import Options

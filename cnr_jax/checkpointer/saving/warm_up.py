@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.widths import find_small, widths_of
+from cnr_jax.checkpointer.saving.auto_bits import find_small, widths_of
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints import rotation, tiles
 from cnr_jax.rows.fingerprints.watch import group_tiles
