@@ -33,8 +33,7 @@ def save_error(
     """
     if isinstance(error, SaveError):
         return error
-    here = jax.process_index()
-    where = f" on process {here}" if jax.process_count() > 1 else ""
+    where = f" on process {jax.process_index()}" if jax.process_count() > 1 else ""
     what = "a save" if step is None else f"the save of step {step}"
     rest = "what was committed before is untouched, and the next save contains its rows"
     if _has_ended():
@@ -43,15 +42,29 @@ def save_error(
             " untouched\n  hint: use `with`, or call close() or wait_until_finished() before"
             " the program ends"
         )
-    found = SaveError(
-        f"{what} failed{where}\n  {in_one_line(error)}\n"
-        + (f"  it was to be in {directory}\n" if directory else "")
-        + f"  {rest}",
-        kind="timeout" if isinstance(error, TimeoutError) else None,
-        step=step,
-        process=here,
-        errno=errno_of(error),
+    text = f"{what} failed{where}\n  {in_one_line(error)}\n"
+    if directory:
+        text += f"  it was to be in {directory}\n"
+    kind = "timeout" if isinstance(error, TimeoutError) else None
+    return _caused_by(error, f"{text}  {rest}", kind, step)
+
+
+def after_commit(error: BaseException, step: int | None) -> SaveError:
+    """A `SaveError` for what failed when the step was already committed."""
+    if isinstance(error, SaveError):
+        return error
+    text = (
+        f"step {step} is saved, but what comes after it failed\n  {in_one_line(error)}\n"
+        "  steps that retention does not keep may still be there"
     )
+    return _caused_by(error, text, "after_commit", step)
+
+
+def _caused_by(
+    error: BaseException, text: str, kind: str | None, step: int | None
+) -> SaveError:
+    here, errno = jax.process_index(), errno_of(error)
+    found = SaveError(text, kind=kind, step=step, process=here, errno=errno)
     found.__cause__ = error
     return found
 
@@ -66,33 +79,9 @@ def _has_ended() -> bool:
     )
 
 
-def after_commit(error: BaseException, step: int | None) -> SaveError:
-    """A `SaveError` for what failed when the step was already committed."""
-    if isinstance(error, SaveError):
-        return error
-    found = SaveError(
-        f"step {step} is saved, but what comes after it failed\n  {in_one_line(error)}\n"
-        "  steps that retention does not keep may still be there",
-        kind="after_commit",
-        step=step,
-        process=jax.process_index(),
-        errno=errno_of(error),
-    )
-    found.__cause__ = error
-    return found
-
-
 def without_frames(error: CnrError) -> CnrError:
     """The same error, to be kept: it holds no frames, hence no train state."""
-    if not isinstance(error, SaveError):
-        return type(error)(str(error), kind=error.kind, path=error.path)
-    return SaveError(
-        str(error),
-        kind=error.kind,
-        step=error.step,
-        process=error.process,
-        errno=error.errno,
-    )
+    return CnrError.from_json(error.to_json())
 
 
 @contextlib.contextmanager
