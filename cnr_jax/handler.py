@@ -19,8 +19,9 @@ from etils import epath
 
 import cnr_jax.options
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.agreement import alike
-from cnr_jax.checkpointer.multihost.channel import Barriers, Channel
+from cnr_jax.checkpointer.multihost.agreement import all_succeed
+from cnr_jax.checkpointer.multihost.barriers import Barriers
+from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, Place, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.resume import Resuming, run_restored
@@ -69,6 +70,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     Attributes:
         served: where saves go.
+        channel: to the other processes.
         planning: how the processes decide on one.
         last_save: what becomes of it once it is launched.
         resuming: what a restore means for the next.
@@ -92,22 +94,22 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._planner = Planner(self.options.policy)
         self.last_save = LastSave(self.served, self._planner, tables, self.options)
         self._widening = Widening(self.options, tables)
-        self._channel = Channel(self.options.timeout_secs)
-        self.barriers = Barriers(self._channel)
+        self.channel = Channel(self.options.timeout_secs)
+        self.barriers = Barriers(self.channel)
         self._dense = DenseStore()
         self._prepared: Prepared | None = None
         self._has_said_too_wide = False
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
         self.planning = Planning(
-            self._channel,
+            self.channel,
             self.served,
             self.last_save,
             self._planner,
             self._widening,
         )
         self.resuming = Resuming(
-            self._channel,
+            self.channel,
             self.served,
             self.last_save,
             self._planner,
@@ -179,7 +181,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             DependentsExistError: if a step is in the way that must be kept.
         """
         started = time.perf_counter()
-        self._channel.name = f"saves in {place.root.name}"
+        self.channel.name = f"saves in {place.root.name}"
         ledger, checked, found = self._look(place, args)
         self._say_too_wide(checked)
         request = Request(
@@ -306,7 +308,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 flight,
                 directory,
                 directories,
-                self._channel,
+                self.channel,
                 self.options,
                 self._widening,
                 self._buffers,
@@ -350,7 +352,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Restores a step and all it rests on."""
         args = args or Restore()
         place = place_of(directory)
-        self._channel.name = f"saves in {place.root.name}"
+        self.channel.name = f"saves in {place.root.name}"
         self.resuming.begin()
 
         def read() -> tuple[ReadBack, Ledger | None]:
@@ -365,7 +367,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             return found, self.served.ledger_to_be(place)
 
-        found, ledger = alike(self._channel, read)
+        found, ledger = all_succeed(self.channel, read)
         restored = found.put_together()
         self.resuming.succeeded(place, found, ledger, restored.touched)
         return restored

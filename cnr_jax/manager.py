@@ -22,8 +22,7 @@ from cnr_jax.checkpointer.items import (
     restore_args,
     state_to_save,
 )
-from cnr_jax.checkpointer.multihost.agreement import alike, decide
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat import (
     DEFAULT_ITEM,
     ExactPath,
@@ -118,10 +117,10 @@ class CheckpointManager(ListingManager):
         check_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
-        self._channel = Channel(options.timeout_secs)
+        self._channel = self._handler.channel
         self._course = Course(self._handler.uses)
         self._root = ExactPath(open_root(root))
-        self._channel.name = f"the manager of {self._root.name}"
+        self._channel.name = f"saves in {self._root.name}"
         self._handler.served.root = self._root
         self._handler.served.is_step = step_names(orbax_options)
         self._sigterm: Sigterm | None = None
@@ -135,7 +134,7 @@ class CheckpointManager(ListingManager):
         made = missing_directories(self._root)
         if writes:
             self._recover()
-            self._item = alike(self._channel, lambda: self._open(item))
+            self._item = all_succeed(self._channel, lambda: self._open(item))
         else:
             self._item = self._open(item)  # maybe on one process alone, to look at it
         self._skips_when_busy = options.when_busy == "skip"
@@ -278,7 +277,7 @@ class CheckpointManager(ListingManager):
         last = self.reached_preemption(step)
         if not force and not last and self._is_left_out(step):
             return False
-        self._wait_before_save(state)
+        self._wait_before_save()
         plan: Plan | None = None
         if state is not None:
             place = Place(self._root, self._step_directory(step), str(self._item))
@@ -289,7 +288,7 @@ class CheckpointManager(ListingManager):
                 # Not foreseen where touched rows were made anew.
                 self._warm_up(plan.auto_bits)
             if plan is not None and plan.changed:
-                alike(self._channel, super().reload)
+                all_succeed(self._channel, super().reload)
             with self._all_directories():
                 if state is None:
                     self._check_not_in_the_way(step)
@@ -349,7 +348,7 @@ class CheckpointManager(ListingManager):
         check_restored_step(step)
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; the others must not go on without it.
-        alike(self._channel, self.wait_until_finished)
+        all_succeed(self._channel, self.wait_until_finished)
         self._settle()
         plain = isinstance(args, ocp.args.StandardRestore)
         args = restore_args(args, self._item)
@@ -357,7 +356,7 @@ class CheckpointManager(ListingManager):
         elsewhere = None
         if directory is not None:
             elsewhere = ExactPath(open_root(directory))
-            alike(self._channel, lambda: self._check_holds(elsewhere, step))
+            all_succeed(self._channel, lambda: self._check_holds(elsewhere, step))
 
         def attempt(step: int) -> Any:
             with self._handler.resuming.attempt(reads=reads):
@@ -401,7 +400,7 @@ class CheckpointManager(ListingManager):
     ) -> tuple[int, Any]:
         """The step that is taken, and what an attempt at it has restored."""
         root = elsewhere or self._root
-        item = self._item or alike(self._channel, lambda: find_item(root))
+        item = self._item or all_succeed(self._channel, lambda: find_item(root))
         item = item or DEFAULT_ITEM
 
         def ledger() -> Ledger:
@@ -411,10 +410,10 @@ class CheckpointManager(ListingManager):
 
         restorer = Restorer(root, item, ledger, attempt)
         if step is None:
-            alike(self._channel, restorer.look)
-            return restorer.newest(lambda choose: decide(self._channel, choose))
+            all_succeed(self._channel, restorer.look)
+            return restorer.newest(lambda choose: on_primary(self._channel, choose))
         if elsewhere is None:
-            decide(self._channel, lambda: self._check_exists(step))
+            on_primary(self._channel, lambda: self._check_exists(step))
         return step, restorer.asked_for(step)
 
     def reload(self) -> None:
@@ -461,7 +460,7 @@ class CheckpointManager(ListingManager):
         if self._may_save or state is None:
             return
         with as_save_errors(None, str(self._root)):
-            decide(
+            on_primary(
                 self._channel,
                 lambda: self._handler.check_origin(self._root, str(self._item), state),
             )
@@ -486,18 +485,17 @@ class CheckpointManager(ListingManager):
         if not self._skips_when_busy:
             return False
         # Threads end at slightly different times; the processes must do the same.
-        busy = bool(decide(self._channel, self._is_busy))
+        busy = bool(on_primary(self._channel, self._is_busy))
         if busy:
             _log.info("step %d is not saved: the save before is being written", step)
         return busy
 
-    def _wait_before_save(self, state: Save | None) -> None:
+    def _wait_before_save(self) -> None:
         try:
             self.wait_until_finished()
         except errors.CnrError as error:
             # The others may know of no error, such as one in deleting old steps, or of another.
-            if state is not None:
-                self._handler.planning.refuse(error)
+            self._handler.planning.refuse(error)
             raise
 
     def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:
@@ -508,9 +506,7 @@ class CheckpointManager(ListingManager):
 
     def _recover(self) -> None:
         """Process 0 undoes an unfinished rollback before any process reads the root."""
-        if jax.process_index() == 0:
-            recover(self._root)
-        self._channel.broadcast("recovered")
+        on_primary(self._channel, lambda: recover(self._root))
 
     def _open(self, item: str | None) -> str | None:
         """The item that holds the state, if it is known; then also reads what there is."""

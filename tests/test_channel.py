@@ -1,9 +1,15 @@
-"""Errors as processes tell each other of them, and waits for another process that fail."""
+"""What processes tell each other: errors, decisions, and how something ended for all of them.
+
+Threads stand for processes here: each has an index of its own, and all have one store.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +17,14 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import channel
+from cnr_jax.checkpointer.multihost.agreement import (
+    all_succeed,
+    check,
+    on_primary,
+    settle,
+)
+from cnr_jax.checkpointer.multihost.barriers import Barriers
+from cnr_jax.checkpointer.multihost.channel import Channel
 
 CLASSES = [
     kind
@@ -47,34 +61,95 @@ def test_error_of_a_class_of_someone_else_comes_back_as_one_of_ours() -> None:
 
 
 class Store:
-    """The key-value store of a run in which another process always succeeds."""
+    """The key-value store of a run, as jax's coordination service keeps it."""
 
     def __init__(self, problem: str = "") -> None:
         self.texts: dict[str, str] = {}
         self.problem = problem
+        self._changed = threading.Condition()
 
-    def key_value_set(self, key: str, text: str, **_: Any) -> None:
-        self.texts[key] = text
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool = False) -> None:
+        with self._changed:
+            if key in self.texts and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.texts[key] = text
+            self._changed.notify_all()
 
     def key_value_delete(self, key: str) -> None:
-        self.texts.pop(key, None)
+        with self._changed:
+            self.texts.pop(key, None)
+            below = key.rstrip("/") + "/"
+            for each in [k for k in self.texts if k.startswith(below)]:
+                del self.texts[each]
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        with self._changed:
+            self.texts[key] = str(int(self.texts.get(key, "0")) + increment)
+            return int(self.texts[key])
+
+    def key_value_try_get(self, key: str) -> str:
+        with self._changed:
+            if key not in self.texts:
+                raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+            return self.texts[key]
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         if self.problem:
             raise jax.errors.JaxRuntimeError(self.problem)
-        return self.texts.pop(key, "{}")
+        with self._changed:
+            there = self._changed.wait_for(lambda: key in self.texts, timeout_ms / 1000)
+            if not there:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+            return self.texts[key]
+
+
+class Processes:
+    """A run of several processes, each of them a thread."""
+
+    def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
+        self.count, self.store = count, Store()
+        self._here = threading.local()
+        patch.setattr(jax, "process_count", lambda: count)
+        patch.setattr(jax, "process_index", lambda: getattr(self._here, "index", 0))
+        patch.setattr(channel, "distributed_client", lambda: self.store)
+
+    def channels(self, timeout_secs: float = 30.0) -> list[Channel]:
+        return [Channel(timeout_secs) for _ in range(self.count)]
+
+    def start(self, process: int, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Begins work on a process; what is returned waits, and gives what came of it."""
+        ended: list[Any] = []
+
+        def run() -> None:
+            self._here.index = process
+            try:
+                ended.append(work())
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+
+        def outcome() -> Any:
+            thread.join(60)
+            assert ended, "it hangs"
+            return ended[0]
+
+        return outcome
+
+    def all(self, work: Callable[[int], Any]) -> list[Any]:
+        """What work gives on each process, or raises there."""
+        outcomes = [self.start(i, lambda i=i: work(i)) for i in range(self.count)]
+        return [outcome() for outcome in outcomes]
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """This process as one of two."""
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Processes]:
+    return lambda count: Processes(count, monkeypatch)
 
-    def of(process: int, store: Store) -> None:
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(jax, "process_index", lambda: process)
-        monkeypatch.setattr(channel, "distributed_client", lambda: store)
 
-    return of
+def failing(error: BaseException) -> Any:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -86,34 +161,214 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_wait_that_times_out_is_told_from_one_that_fails(
-    two: Any, problem: str, kind: str, text: str
+    processes: Any, problem: str, kind: str, text: str
 ) -> None:
-    two(1, Store(problem))
-    with pytest.raises(errors.SaveError, match=text) as caught:
-        channel.Channel(7.0).broadcast(None)
-    assert (caught.value.kind, caught.value.process) == (kind, 0)
+    run = processes(2)
+    run.store.problem = problem
+    found = run.start(1, lambda: Channel(7.0).hear("1"))()
+    assert isinstance(found, errors.SaveError) and text in str(found)
+    assert (found.kind, found.process) == (kind, 0)
 
 
-def test_nothing_is_kept_of_what_is_settled(two: Any) -> None:
-    store = Store()
-    two(0, store)
-    talking = channel.Channel(7.0)
-    barriers = channel.Barriers(talking)
-    sizes: list[tuple[int, int]] = []
-    for save in range(100):
-        talking.settle(f"saved/{save:032x}", None, 1.0)
-        barriers.begin([f"written.{save}", f"committed.{save}"], f"{save:032x}")
-        for key in (f"written.{save}", f"committed.{save}"):
-            barriers(key=key, timeout_ms=1000)
-        kept = sum(len(v) for v in vars(talking).values() if hasattr(v, "__len__"))
-        kept += sum(len(v) for v in vars(barriers).values() if hasattr(v, "__len__"))
-        sizes.append((kept, len(store.texts)))
-    assert sizes[99] == sizes[10]
+def test_nothing_is_kept_of_what_is_settled(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+
+    def saves(process: int) -> list[int]:
+        talking, sizes = channels[process], list[int]()
+        barriers = Barriers(talking)
+        for save in range(50):
+            on_primary(talking, lambda s=save: s)
+            all_succeed(talking, lambda: None)
+            settle(talking, None, topic=f"{save:032x}/saved")
+            barriers.begin([f"written.{save}", f"committed.{save}"], f"{save:032x}")
+            for key in (f"written.{save}", f"committed.{save}"):
+                barriers(key=key, timeout_ms=30_000)
+            kept = [*vars(talking).values(), *vars(barriers).values()]
+            sizes.append(sum(len(v) for v in kept if hasattr(v, "__len__")))
+        return sizes
+
+    for sizes in run.all(saves):
+        assert sizes[49] == sizes[10]
+    assert run.store.texts == {}
 
 
-def test_own_failure_is_raised_itself(two: Any) -> None:
-    two(0, Store())
+def test_own_failure_is_raised_itself_and_told_to_the_others(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+    mine = errors.SaveError("no space", step=3, process=1, errno=28)
+    found = run.all(
+        lambda process: settle(
+            channels[process], mine if process == 1 else None, topic="saved"
+        )
+    )
+    assert found[1] is mine
+    for other in (found[0], found[2]):
+        assert (type(other), str(other)) == (errors.SaveError, "no space")
+        assert (other.step, other.process, other.errno) == (3, 1, 28)
+    assert run.store.texts == {}
+
+
+def test_what_process_0_decides_all_get_or_the_error_that_it_raised(
+    processes: Any,
+) -> None:
+    run = processes(2)
+    channels = run.channels()
+    asked: list[int] = []
+
+    def decide(process: int) -> Any:
+        asked.append(process)
+        return {"step": 3}
+
+    got = run.all(lambda p: on_primary(channels[p], lambda: decide(p)))
+    assert got == [{"step": 3}] * 2 and asked == [0]
+    mine = errors.WriterError("taken over")
+    got = run.all(lambda p: on_primary(channels[p], lambda: failing(mine)))
+    assert got[0] is mine
+    assert (type(got[1]), str(got[1])) == (
+        errors.WriterError,
+        "on process 0: taken over",
+    )
+    got = run.all(lambda p: on_primary(channels[p], lambda: failing(OSError(5, "bad"))))
+    assert isinstance(got[0], OSError)
+    assert str(got[1]) == "process 0 has failed: OSError: [Errno 5] bad"
+    assert run.store.texts == {}
+
+
+def test_an_attempt_that_fails_on_one_fails_on_all_alike(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+    mine = errors.StateMismatchError("not the state", path="/root")
+    damage = errors.IntegrityError("bytes differ")
+
+    def attempt(process: int) -> int:
+        return failing({1: damage, 2: mine}[process]) if process else 7
+
+    # Damage would be answered with another step, which would not help process 2.
+    got = run.all(lambda p: all_succeed(channels[p], lambda: attempt(p)))
+    assert got[2] is mine
+    for process in (0, 1):
+        assert type(got[process]) is errors.StateMismatchError
+        assert str(got[process]) == "on process 2: not the state"
+    assert got[1].__cause__ is damage
+    assert run.all(lambda p: all_succeed(channels[p], lambda: p)) == [0, 1, 2]
+    assert run.store.texts == {}
+
+
+def test_process_0_decides_on_what_all_have_found(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+    got = run.all(lambda p: settle(channels[p], None, 10 + p, lambda all_: sum(all_)))
+    assert got == [33] * 3
+    mine = errors.OptionError("they differ")
+    got = run.all(lambda p: settle(channels[p], None, p, lambda _: failing(mine)))
+    assert got[0] is mine
+    assert [(type(e), str(e)) for e in got] == [(errors.OptionError, "they differ")] * 3
+
+
+def test_the_loop_asks_while_a_save_is_settled_on_the_same_channel(
+    processes: Any,
+) -> None:
+    """Process 1 hears what the loop was told only after the background of both is done."""
+    run = processes(2)
+    channels = run.channels()
+    run.all(lambda p: on_primary(channels[p], lambda: "matched"))
+    assert run.start(0, lambda: on_primary(channels[0], lambda: "busy"))() == "busy"
+    for save in ("a", "b"):
+        assert run.all(
+            lambda p, s=save: settle(channels[p], None, topic=f"{s}/saved")
+        ) == [None, None]
+    assert run.start(1, lambda: on_primary(channels[1], lambda: "-"))() == "busy"
+    assert run.store.texts == {}
+
+
+def test_a_process_that_finds_nobody_yet_is_not_ahead_of_the_others(
+    processes: Any,
+) -> None:
+    run = processes(2)
+    channels = run.channels()
+    channels[0].timeout_secs = 0.2
+    for process in (0, 0):
+        alone = run.start(process, lambda: on_primary(channels[0], lambda: "alone"))()
+        assert (alone.kind, alone.process) == ("process_silent", 1)
+    channels[0].timeout_secs = 30.0
+    assert run.all(lambda p: on_primary(channels[p], lambda: "both")) == ["both"] * 2
+    assert run.store.texts == {}
+
+
+def test_saves_settle_in_any_order(processes: Any) -> None:
+    run = processes(2)
+    channels = run.channels()
+    run.all(lambda p: on_primary(channels[p], lambda: "matched"))
+    first = [run.start(0, lambda: settle(channels[0], None, topic="a/saved"))]
+    assert run.all(lambda p: settle(channels[p], None, topic="b/saved")) == [None] * 2
+    first.append(run.start(1, lambda: settle(channels[1], None, topic="a/saved")))
+    assert [outcome() for outcome in first] == [None, None]
+    assert run.store.texts == {}
+
+
+def test_failure_of_process_0_can_be_seen_before_it_is_settled(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+    run.all(lambda p: on_primary(channels[p], lambda: "matched"))
     mine = errors.SaveError("no space", step=3, process=0, errno=28)
-    with pytest.raises(errors.SaveError) as caught:
-        channel.Channel(7.0).settle("saved", mine, 1.0)
-    assert caught.value is mine
+    first = run.start(0, lambda: settle(channels[0], mine, topic="a/saved"))
+    deadline = time.monotonic() + 60
+    while (found := run.start(1, lambda: check(channels[1], "a/saved"))()) is None:
+        assert time.monotonic() < deadline
+    assert (type(found), str(found)) == (errors.SaveError, "no space")
+    assert run.start(1, lambda: check(channels[1], "b/saved"))() is None
+    others = [
+        run.start(p, lambda p=p: settle(channels[p], None, topic="a/saved"))
+        for p in (1, 2)
+    ]
+    assert first() is mine
+    assert [str(other()) for other in others] == ["no space"] * 2
+    assert run.store.texts == {}
+
+
+def test_a_process_that_comes_late_hears_that_it_was_given_up(processes: Any) -> None:
+    run = processes(3)
+    channels = run.channels()
+    run.all(lambda p: on_primary(channels[p], lambda: "matched"))
+
+    def at(process: int, timeout_secs: float) -> Any:
+        return run.start(
+            process,
+            lambda: settle(
+                channels[process], None, topic="a", timeout_secs=timeout_secs
+            ),
+        )
+
+    second = at(1, 30)
+    deadline = time.monotonic() + 60
+    while not any(key.endswith("/a/1") for key in list(run.store.texts)):
+        assert time.monotonic() < deadline
+    found = [at(0, 0.2)(), second(), at(2, 30)()]
+    assert [(e.kind, e.process) for e in found] == [("process_silent", 2)] * 3
+    assert run.store.texts == {}
+
+
+def test_barriers_are_left_by_one_and_none_waits_again_for_a_silent_one(
+    processes: Any,
+) -> None:
+    run = processes(2)
+    channels = run.channels()
+    barriers = [Barriers(each) for each in channels]
+    for each in barriers:
+        each.begin(["written", "committed"], "a")
+    error = OSError(5, "bad")
+    outcomes = [
+        run.start(0, lambda: barriers[0](key="written", timeout_ms=20_000)),
+        run.start(1, lambda: barriers[1].leave(error)),
+    ]
+    found, left = (outcome() for outcome in outcomes)
+    assert isinstance(found, errors.SaveError) and "[Errno 5] bad" in str(found)
+    assert (found.process, left) == (1, None)
+    assert run.store.texts == {}
+    channels[0].timeout_secs = 0.2
+    barriers[0].begin(["written", "committed"], "b")
+    silent = run.start(0, lambda: barriers[0](key="written", timeout_ms=20_000))()
+    assert silent.kind == "process_silent"
+    again = run.start(0, lambda: barriers[0](key="committed", timeout_ms=20_000))()
+    assert again is silent

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.checkpointer.saving import agree
+from cnr_jax.checkpointer.saving import plan
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.rows.fingerprints import rotation, watch
 
@@ -392,7 +392,7 @@ def test_processes_that_find_rows_in_different_ways_are_told() -> None:
     with pytest.raises(
         errors.OptionError, match=r"'fingerprint' on process 1, 'recorded' on process 0"
     ):
-        agree._check_told(told)
+        plan.check_told(told)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ class Waiting:
 
         self._time(multihost, "sync_global_processes", lambda args: str(args[0]))
         self._time(multihost, "broadcast_one_to_all", lambda _: "Orbax's broadcast")
-        self._time(Channel, "gather", lambda _: "agreement: gather")
-        self._time(Channel, "broadcast", lambda _: "agreement: broadcast")
+        self._time(Channel, "told", lambda _: "agreement: told")
+        self._time(Channel, "hear", lambda _: "agreement: hear")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from worker import Run, refused
 
 import cnr_jax as cnr
@@ -36,6 +37,19 @@ def make_alone(process: int, run: Run) -> None:
     """Registries of which the other process does not know; managers of Orbax it would miss."""
     for _ in range(1 + 2 * process):
         cnr.handler_registry(run.tables)
+
+
+def save_items(manager: cnr.CheckpointManager, run: Run) -> str:
+    """Saves with the state and without it, by turns; each is of all processes."""
+    for step in range(4):
+        run.train(step)
+        items: dict[str, Any] = {"meta": ocp.args.JsonSave({"at": step})}
+        if step % 2 == 0:
+            items["state"] = cnr.args.Save(run.state, run.touched)
+        assert manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    with manager._all_directories():
+        return f"items {manager.all_steps()}"
 
 
 def fails_unlike(manager: cnr.CheckpointManager, run: Run, process: int) -> str:
@@ -100,6 +114,9 @@ def main() -> None:
             lines.append(save(beside, other, 0))
             lines.append(save(manager, run, 4))
             lines.append(save(beside, other, 1))
+    run = Run()
+    with manager_of(root.parent / "items", run) as manager:
+        lines.append(save_items(manager, run))
     Path(f"{args.out}.{process}.txt").write_text("\n".join(lines))
 
 

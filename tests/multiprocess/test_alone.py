@@ -28,5 +28,6 @@ def test_managers_made_on_one_process_alone_keep_no_other_from_saving(
         "full 0, 1 listed",
         "delta 4, 5 listed",
         "delta 1, 2 listed",
+        "items [0, 1, 2, 3]",
     ]
     assert first[4:] == second[4:] and first[1:3] == second[1:3]

@@ -14,48 +14,57 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.format.manifest import to_json
 
 T = TypeVar("T")
 
 
-def decide(channel: Channel, decision: Callable[[], Any]) -> Any:
-    """What process 0 decides, of JSON types; or on all processes the error it raised.
+def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
+    """What process 0 decides, or on all processes the error it raised.
+
+    Args:
+        channel: through which the processes talk.
+        decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which the others
+            get the JSON form; called on process 0 alone.
 
     Raises:
-        CnrError: what `decision` raised on process 0.
+        CnrError: what `decide` raised on process 0.
     """
     if jax.process_count() == 1:
-        return decision()
-    if jax.process_index() != 0:
-        document = json.loads(channel.broadcast(None))
-        if "decision" not in document:
-            raise _error_of(document)
-        return document["decision"]
-    try:
-        found = decision()
-    except BaseException as error:
-        channel.broadcast(json.dumps(_told(error)))
-        raise
-    channel.broadcast(json.dumps({"decision": found}))
-    return found
+        return decide()
+    if jax.process_index() == 0:
+        return _decided(channel, "", decide, named=True)
+    answer = json.loads(channel.hear(channel.next_topic()))
+    if "error" in answer:
+        raise errors.CnrError.from_json(answer["error"])
+    return answer["found"]
 
 
-def alike(channel: Channel, attempt: Callable[[], T]) -> T:
+def all_succeed(channel: Channel, attempt: Callable[[], T]) -> T:
     """What an attempt gives on this process, once it has succeeded on all of them.
 
     Raises:
-        BaseException: as `come_out_alike`, on all processes, if it failed on one.
+        BaseException: as `settle`, on all processes, if it failed on one.
     """
     try:
         found = attempt()
     except BaseException as error:
-        come_out_alike(channel, error)
+        settle(channel, error, named=True)
         raise
-    come_out_alike(channel, None)
+    settle(channel, None, named=True)
     return found
 
 
-def come_out_alike(channel: Channel, error: BaseException | None) -> None:
+def settle(
+    channel: Channel,
+    error: BaseException | None,
+    found: Any = None,
+    decide: Callable[[list[Any]], Any] | None = None,
+    *,
+    topic: str = "",
+    timeout_secs: float | None = None,
+    named: bool = False,
+) -> Any:
     """Ends an attempt of all processes: returns if it succeeded on all of them.
 
     Errors that do not mean damage come first: whoever meets one must not be answered with
@@ -64,64 +73,93 @@ def come_out_alike(channel: Channel, error: BaseException | None) -> None:
     Args:
         channel: through which the processes talk.
         error: why the attempt failed on this process; None if it did not.
+        found: by this process, of JSON types.
+        decide: what process 0 makes of what all have found, as in `on_primary`.
+        topic: what was attempted, if that goes on in the background.
+        timeout_secs: how long process 0 waits for the others; None: as long as ever.
+        named: an error says on which process it was raised.
+
+    Returns:
+        What `decide` does on process 0, if it is given.
 
     Raises:
-        BaseException: `error`, or what stands for that of another process and names it.
+        BaseException: `error`, or what stands for that of another process.
     """
     if jax.process_count() == 1:
         if error is not None:
             raise error
-        return
-    mine = json.dumps(_told(error))
-    if jax.process_index() == 0:
-        try:
-            verdict = _verdict(channel, mine)
-        except errors.CnrError as silent:
-            channel.broadcast(json.dumps({**_told(silent), "process": 0}))
-            raise
-        channel.broadcast(json.dumps(verdict))
+        return decide([found]) if decide else None
+    topic = topic or channel.next_topic()
+    mine = {"found": found} if error is None else _failed(error, named=named)
+    mine = json.loads(json.dumps(mine))  # as it comes back: with lists for tuples
+    if jax.process_index() != 0:
+        channel.tell(topic, json.dumps(mine))
+        answer = json.loads(channel.hear(topic, timeout_secs))
     else:
-        channel.gather(mine)
-        verdict = json.loads(channel.broadcast(None))
-    own = verdict.get("process") == jax.process_index()
-    if error is not None and (own or not isinstance(error, Exception)):
+        if error is not None:
+            # For those who wait for something that will now never come; see `check`.
+            channel.tell(topic, json.dumps(mine))
+        said = [mine]
+        try:
+            said += map(json.loads, channel.told(topic, timeout_secs))
+        except errors.SaveError as silent:
+            said.append(_failed(silent, named=False))
+        failed = [document for document in said if "error" in document]
+        if not failed:
+            of_all = [document["found"] for document in said]
+            return _decided(
+                channel, topic, lambda: decide and decide(of_all), named=named
+            )
+        answer = min(failed, key=_is_damage)
+        channel.answer(topic, json.dumps(answer))
+    if error is not None and (answer == mine or not isinstance(error, Exception)):
         raise error
-    if verdict:
-        raise _error_of(verdict) from error
+    if "error" in answer:
+        raise errors.CnrError.from_json(answer["error"]) from error
+    return answer["found"]
 
 
-def _verdict(channel: Channel, mine: str) -> dict[str, Any]:
-    """On process 0: what all raise; empty if all have succeeded.
+def check(channel: Channel, topic: str) -> None:
+    """Looks whether process 0 has already failed in what is to be settled; does not wait.
 
     Raises:
-        SaveError: if a process says nothing.
+        CnrError: what it has failed with.
     """
-    told = channel.gather(mine)
-    failed = [
-        {**document, "process": process}
-        for process, document in enumerate(map(json.loads, told))
-        if document
-    ]
-    failed.sort(key=lambda document: document["damage"])
-    return failed[0] if failed else {}
+    told = channel.peek(topic)
+    if told is not None:
+        raise errors.CnrError.from_json(json.loads(told)["error"])
 
 
-def _told(error: BaseException | None) -> dict[str, Any]:
-    """What a process says about its attempt."""
-    if error is None:
-        return {}
-    if isinstance(error, errors.CnrError):
-        return {"error": error.to_json(), "damage": isinstance(error, errors.DAMAGE)}
-    return {"raised": f"{type(error).__name__}: {error}", "damage": False}
+def _decided(
+    channel: Channel, topic: str, decide: Callable[[], Any], *, named: bool
+) -> Any:
+    """On process 0: what it decides, once the others can hear it too."""
+    try:
+        found = decide()
+        answer = json.dumps({"found": found}, default=_plain)
+    except BaseException as error:
+        failed = json.dumps(_failed(error, named=named))
+        channel.answer(topic or channel.next_topic(), failed)
+        raise
+    channel.answer(topic or channel.next_topic(), answer)
+    return found
 
 
-def _error_of(document: Mapping[str, Any]) -> errors.CnrError:
-    """The error of another process, of its class where it is one of ours."""
-    process = document.get("process", 0)
-    if "raised" in document:
-        return errors.CnrError(
-            f"process {process} has failed: {document['raised']}", kind="process_failed"
-        )
-    error = errors.CnrError.from_json(document["error"])
-    error.args = (f"on process {process}: {error}",)
-    return error
+def _plain(value: Any) -> Any:
+    return value.to_json() if isinstance(value, errors.CnrError) else to_json(value)
+
+
+def _failed(error: BaseException, *, named: bool) -> dict[str, Any]:
+    """What a process tells of its error, in the place of what it would have found."""
+    here = jax.process_index()
+    if not isinstance(error, errors.CnrError):
+        text = f"process {here} has failed: {type(error).__name__}: {error}"
+        return {"error": errors.CnrError(text, kind="process_failed").to_json()}
+    document = error.to_json()
+    if named:
+        document["message"] = f"on process {here}: {error}"
+    return {"error": document}
+
+
+def _is_damage(document: Mapping[str, Any]) -> bool:
+    return isinstance(errors.CnrError.from_json(document["error"]), errors.DAMAGE)

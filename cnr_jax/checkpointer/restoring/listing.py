@@ -11,7 +11,7 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.items import check_step
-from cnr_jax.checkpointer.multihost.agreement import alike
+from cnr_jax.checkpointer.multihost.agreement import all_succeed
 from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import (
     DEFAULT_ITEM,
@@ -157,7 +157,7 @@ class ListingManager(EndingManager):
         """
         check_step(step)
         # The others may be about to look whether the last save is there.
-        alike(self._channel, self.wait_until_finished)
+        all_succeed(self._channel, self.wait_until_finished)
         self._settle()
         directory = self._existing_directory(step)
         found = blockers(self._ledger, directory)
@@ -169,7 +169,7 @@ class ListingManager(EndingManager):
                 )
             super().delete(step)
         try:
-            alike(self._channel, self._raise_failures)
+            all_succeed(self._channel, self._raise_failures)
         except Exception:
             self._reread()
             raise

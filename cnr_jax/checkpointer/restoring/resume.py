@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cnr_jax.checkpointer.multihost.agreement import come_out_alike
+from cnr_jax.checkpointer.multihost.agreement import settle
 from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import Place, end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
@@ -107,7 +107,7 @@ class Resuming:
             yield
         except BaseException as error:
             if reads and not attempt.told:
-                come_out_alike(self._channel, error)
+                settle(self._channel, error, named=True)
             raise
         finally:
             self._attempt = None

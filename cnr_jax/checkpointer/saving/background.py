@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost.agreement import check, settle
+from cnr_jax.checkpointer.multihost.channel import UNHEARD, Channel
 from cnr_jax.checkpointer.orbax_compat import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.repository.lineage.planner import Plan
@@ -49,7 +50,7 @@ class Background:
         self._plan, self._directory = plan, directory
         self._directories = directories
         self._write, self._release, self._channel = write, release, channel
-        self._topic = f"saved/{plan.uuid}"
+        self._topic = f"{plan.uuid}/saved"
         self._parts: Sequence[Any] = ()
         self._begun = threading.Event()
         self._stopped: BaseException | None = None
@@ -124,14 +125,14 @@ class Background:
                 found = self._attempt(functools.partial(self._wait_for, part))
                 failure = failure or found
         self._parts = ()
-        self._settle(self._stopped or failure)
-        if homeless and self._channel.silent is None:
+        is_heard = self._settle(self._stopped or failure)
+        if homeless and is_heard:
             # All processes have given up.
             self._attempt(self._directories.release)
 
     def _wait_for_directories(self) -> None:
         self._directories.wait(
-            self._channel.timeout_secs, lambda: self._channel.check(self._topic)
+            self._channel.timeout_secs, lambda: check(self._channel, self._topic)
         )
 
     def _wait_for(self, part: Any) -> None:
@@ -147,7 +148,7 @@ class Background:
                 if time.monotonic() - started < POLL_SECS:
                     raise  # an error of its own
             try:
-                self._channel.check(self._topic)
+                check(self._channel, self._topic)
             except errors.SaveError:
                 part.cancel()
                 self._attempt(functools.partial(part.result, timeout=STOP_SECS))
@@ -166,11 +167,14 @@ class Background:
             return error
         return None
 
-    def _settle(self, failure: BaseException | None) -> None:
+    def _settle(self, failure: BaseException | None) -> bool:
+        """Ends as all processes do; returns whether none is known to be out of reach."""
+        is_heard = True
         mine = failure and save_error(failure, self._plan.step, self._directory)
         try:
-            self._channel.settle(self._topic, mine, self._channel.timeout_secs)
+            settle(self._channel, mine, topic=self._topic)
         except errors.SaveError as error:
+            is_heard = error.kind not in UNHEARD
             own = mine is not None and error.process == mine.process
             self.error = mine if own else error
         except Exception as error:
@@ -178,3 +182,4 @@ class Background:
             self.error = mine or save_error(error, self._plan.step, self._directory)
         if isinstance(failure, concurrent.futures.CancelledError):
             self.error = failure
+        return is_heard

@@ -1,23 +1,37 @@
-"""How the processes of a run plan a save: what is known of the root comes first."""
+"""How the processes of a run come to one plan of a save, or to the same error.
+
+Every process says what only it can know; process 0 compares, decides and tells all. No device
+computation takes part, so nothing waits for the train step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.multihost.agreement import on_primary, settle
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.saving.agree import agree
+from cnr_jax.checkpointer.orbax_compat import digest_of_local, is_host_local
+from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.auto_bits import Widening
 from cnr_jax.checkpointer.saving.lifecycle import LastSave
 from cnr_jax.checkpointer.saving.served import Served
+from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.ledger import entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
+from cnr_jax.state.paths import flatten_paths
+
+_log = logging.getLogger(__name__)
+# Beside the digests of leaves, of which they cannot be the paths.
+_TRACKING = "/tracking"
+_DOUBT = "/doubt"
 
 
 class Planning:
@@ -63,41 +77,69 @@ class Planning:
 
         Args:
             obstacle: why this process cannot save, if it cannot.
-            dense: of the state.
-            tracking: how this process finds changed rows.
+            dense: of the state; leaves that are not global must be the same everywhere.
+            tracking: how this process finds changed rows; all must do it alike.
             doubt: why this process doubts its stamps; empty if it does not.
             request: what is asked for; None with an obstacle.
 
         Raises:
             CnrError: the same on all processes, if one has an obstacle or nothing can be
                 planned.
+            SaveError: if a process does not answer.
+            StateMismatchError: if leaves that are not global differ between processes.
+            OptionError: if processes find changed rows in different ways.
         """
-        step = request.step if request else None
+        said = {_TRACKING: tracking, _DOUBT: doubt}
+        if jax.process_count() > 1 and obstacle is None:
+            said |= {
+                "/".join(path): digest_of_local(leaf)
+                for path, leaf in flatten_paths(dense)
+                if is_host_local(leaf)
+            }
 
-        def decide(doubt: str) -> Plan:
+        def decide(told: Sequence[Mapping[str, str]]) -> Plan:
             assert request is not None
-            return self._decide(request, doubt)
+            try:
+                check_told(told)
+                doubts = filter(None, (each[_DOUBT] for each in told))
+                return self._decide(request, next(doubts, ""))
+            except errors.CnrError:
+                raise
+            except Exception as error:
+                # Whatever it is, such as a folder that cannot be renamed.
+                raise save_error(error, request.step) from error
 
-        plan = agree(
-            self._channel,
-            obstacle,
-            dense,
-            tracking,
-            doubt,
-            decide,
-            self._explain,
-            step,
-        )
+        try:
+            plan = settle(self._channel, obstacle, said, decide)
+        except errors.AuditError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        if not isinstance(plan, Plan):
+            plan = _plan_of(plan)
         self._served.changed = False
         if jax.process_index() != 0:
             self._last_save.settle_as(plan.committed)
             self._served.know(plan.known)
         return plan
 
-    def _explain(self, error: errors.CnrError) -> None:
-        """Says in the error of an audit which steps may lack rows."""
+    def _explained(self, error: errors.AuditError) -> errors.CnrError:
+        """The error that says which steps may lack rows, as process 0 alone knows."""
+
+        def explain() -> errors.CnrError:
+            try:
+                self._explain(error)
+            except Exception:
+                _log.exception("what only this process knows of an error is not known")
+            return error
+
+        found = on_primary(self._channel, explain)
+        return error if found is error else errors.CnrError.from_json(found)
+
+    def _explain(self, error: errors.AuditError) -> None:
         ledger, place = self._served.ledger, self._served.place
-        if not isinstance(error, errors.AuditError) or not ledger or not place:
+        if not ledger or not place:
             return
         self._served.noted = True
         branch = self._planner.branches.get(error.lineage)
@@ -129,3 +171,43 @@ class Planning:
         # Before the others hear of the plan, and of an error here instead.
         self._served.move_aside(plan)
         return plan
+
+
+def check_told(told: Sequence[Mapping[str, str]]) -> None:
+    """Checks that all processes hold the same host-local leaves, and find rows alike.
+
+    Raises:
+        StateMismatchError: naming leaves that differ: only one could be saved.
+        OptionError: if tracking differs.
+    """
+    first, *others = told
+    for process, digests in enumerate(others, start=1):
+        if digests.get(_TRACKING) != first.get(_TRACKING):
+            raise errors.OptionError(
+                "processes find changed rows in different ways\n"
+                f"  got {digests.get(_TRACKING)!r} on process {process},"
+                f" {first.get(_TRACKING)!r} on process 0\n"
+                "  hint: pass the same options, and touched everywhere or nowhere"
+            )
+        paths = (first.keys() | digests.keys()) - {_DOUBT}
+        different = sorted(p for p in paths if digests.get(p) != first.get(p))
+        if different:
+            raise errors.StateMismatchError(
+                f"leaves of the state differ between process 0 and process {process}\n"
+                f"  {', '.join(different)}\n"
+                "  hint: make them global arrays, or save them as an item of their own"
+            )
+
+
+def _plan_of(document: dict[str, Any]) -> Plan:
+    """The plan that process 0 sent."""
+    parent = document["parent"]
+    return Plan(
+        **{
+            **document,
+            "parent": ParentRef(**parent) if parent else None,
+            "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
+            "abandoned": tuple(document["abandoned"]),
+            "known": tuple(document["known"]),
+        }
+    )
