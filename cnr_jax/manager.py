@@ -45,8 +45,7 @@ from cnr_jax.format import names
 from cnr_jax.handler import CnrHandler, Restore, Restored, Save
 from cnr_jax.options import Options, checked
 from cnr_jax.registry import handler_registry
-from cnr_jax.repository.durable import missing_directories, sync_made
-from cnr_jax.repository.files import exists
+from cnr_jax.repository.files import exists, missing_directories, sync_made
 from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,

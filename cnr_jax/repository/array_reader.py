@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.checked import means_damage
 from cnr_jax.repository.files import AnyPath, is_local
-from cnr_jax.repository.kept import KeptChunks
 from cnr_jax.repository.store import (
     CHUNK_BYTES,
     check_chunk_file,
@@ -27,6 +27,44 @@ from cnr_jax.repository.store import (
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
+# Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
+# side by side.
+KEPT_BYTES = 192 << 20
+
+
+class KeptChunks:
+    """Whole chunks that are kept while small slices are cut from them: those used last.
+
+    A chunk is read and checked whole however little of it is wanted, and a read costs as much
+    as to cut thousands of slices. The chunks may be of any number of arrays.
+
+    Args:
+        limit_bytes: of all of them together; the one used last is kept whatever its size.
+    """
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._nbytes = 0
+        self._chunks: collections.OrderedDict[tuple[object, int], np.ndarray] = (
+            collections.OrderedDict()
+        )
+
+    def get(
+        self, array: object, chunk: int, read: Callable[[int], np.ndarray]
+    ) -> np.ndarray:
+        """A chunk of an array, from `read` where it is not at hand; not to be written to."""
+        key = (array, chunk)
+        found = self._chunks.get(key)
+        if found is not None:
+            self._chunks.move_to_end(key)
+            return found
+        found = read(chunk)
+        found.setflags(write=False)
+        self._chunks[key] = found
+        self._nbytes += found.nbytes
+        while self._nbytes > self._limit_bytes and len(self._chunks) > 1:
+            self._nbytes -= self._chunks.popitem(last=False)[1].nbytes
+        return found
 
 
 class Reading:

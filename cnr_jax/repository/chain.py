@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.repository.array_reader import KeptChunks
 from cnr_jax.repository.checked import about
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.kept import KeptChunks
 from cnr_jax.repository.step import (
     StepReader,
     read_manifest,

@@ -1,4 +1,4 @@
-"""Small files of a step: durable writes, reads with a digest, paths of storage systems.
+"""Files on any storage: paths, what is there, digests, and the order in which they are durable.
 
 Paths are what Orbax hands over (`etils.epath` objects, which behave like `pathlib.Path`); local
 paths get `fsync`, others are durable when their write returns.
@@ -6,18 +6,29 @@ paths get `fsync`, others are durable when their write returns.
 Whether something is there is asked here, and nowhere by a path's own `exists` and `is_dir`: these
 take every error for absence, as of a server that does not answer, and a root that cannot be seen
 would look empty.
+
+Writers of rows and manifests sync what they write. Orbax syncs nothing: neither its own files, nor
+directories it renames, nor the root. What is missing is done here.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
+import secrets
 import stat
+from pathlib import Path
 from typing import Any, Protocol
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import FileDigest
+
+_log = logging.getLogger(__name__)
+
+# To write a file that somebody else removes before it has its name.
+_TRIES = 10
 
 
 class AnyPath(Protocol):
@@ -182,6 +193,28 @@ def write_durably(path: AnyPath, data: bytes) -> FileDigest:
     return digest_of(path.name, data)
 
 
+def replace_durably(path: AnyPath, data: bytes) -> None:
+    """Writes a file that is there whole or as it was before, whatever happens meanwhile."""
+    if not is_local(path):
+        # Storage services show an object when it is complete.
+        write_durably(path, data)
+        return
+    for left in reversed(range(_TRIES)):
+        temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
+        try:
+            write_durably(temporary, data)
+            os.replace(os.fspath(temporary), os.fspath(path))
+            break
+        except FileNotFoundError:
+            # Another manager that takes over at this moment clears what it finds.
+            if not left:
+                raise
+        except BaseException:
+            Path(os.fspath(temporary)).unlink(missing_ok=True)
+            raise
+    sync_directory(path.parent)
+
+
 def sync_directory(path: AnyPath) -> None:
     """Makes the entries of a local directory durable; storage services need nothing."""
     if not is_local(path):
@@ -193,11 +226,19 @@ def sync_directory(path: AnyPath) -> None:
         os.close(descriptor)
 
 
-def sync_tree(directory: AnyPath) -> None:
-    """Makes all files and directories below a local directory durable.
+def sync_files(directory: AnyPath) -> None:
+    """Makes the files right in a local directory durable, and its entries."""
+    if not is_local(directory):
+        return
+    for path in directory.iterdir():
+        if not is_directory(path):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(directory)
 
-    Orbax itself syncs nothing of what it writes beside TensorStore's files.
-    """
+
+def sync_tree(directory: AnyPath) -> None:
+    """Makes all files and directories below a local directory durable."""
     if not is_local(directory):
         return
     for entry in directory.iterdir():
@@ -207,6 +248,45 @@ def sync_tree(directory: AnyPath) -> None:
             with entry.open("rb") as file:
                 os.fsync(file.fileno())
     sync_directory(directory)
+
+
+def sync_step(directory: AnyPath, item: str) -> None:
+    """Makes all of a step durable before it is renamed to its final name.
+
+    Args:
+        directory: of the step, under its temporary name.
+        item: that holds our checkpoint. Its arrays and its dense part are durable already, of
+            its directory only what Orbax has added is synced.
+    """
+    if not is_local(directory):
+        return
+    for path in directory.iterdir():
+        if path.name == item:
+            sync_files(path)
+        elif is_directory(path):
+            sync_tree(path)
+    sync_files(directory)
+
+
+def missing_directories(root: AnyPath) -> list[AnyPath]:
+    """Which of a root and the directories above it do not exist yet, the root first."""
+    found: list[AnyPath] = []
+    path = root
+    while is_local(root) and not exists(path) and path.parent.name != path.name:
+        found.append(path)
+        path = path.parent
+    return found
+
+
+def sync_made(made: list[AnyPath]) -> None:
+    """Makes directories durable that did not exist before, as `missing_directories` found."""
+    for path in made:
+        if exists(path):
+            try:
+                sync_directory(path.parent)
+            except PermissionError as error:
+                # Making a directory takes no right to read the one it is in.
+                _log.warning("that %s was made may not be durable: %s", path, error)
 
 
 def digest_of(path: str, data: bytes) -> FileDigest:

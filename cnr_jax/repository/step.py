@@ -26,7 +26,7 @@ from cnr_jax.format.tiles import (
     lacking_rows,
     load_process,
 )
-from cnr_jax.repository.array_reader import ArrayReader, Reading
+from cnr_jax.repository.array_reader import ArrayReader, KeptChunks, Reading
 from cnr_jax.repository.checked import (
     Seal,
     about,
@@ -44,7 +44,6 @@ from cnr_jax.repository.joined import (
     runs,
     widths_of,
 )
-from cnr_jax.repository.kept import KeptChunks
 from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Codec, codec_from
 

@@ -12,7 +12,7 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository import durable
+from cnr_jax.repository import files
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.upkeep.claim import Aside, Claim, read_writer
 from cnr_jax.repository.upkeep.lock import WritingLock
@@ -47,7 +47,7 @@ def cleared_before_their_name(
 ) -> list[Path]:
     """Removes files when they are written; returns which, once it has happened."""
     cleared: list[Path] = []
-    write = durable.write_durably
+    write = files.write_durably
 
     def write_and_clear(path: Path, data: bytes) -> None:
         write(path, data)
@@ -55,7 +55,7 @@ def cleared_before_their_name(
             path.unlink()
             cleared.append(path)
 
-    monkeypatch.setattr(durable, "write_durably", write_and_clear)
+    monkeypatch.setattr(files, "write_durably", write_and_clear)
     return cleared
 
 

@@ -13,8 +13,14 @@ import orbax.checkpoint as ocp
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat import ChainDeleter
 from cnr_jax.format import names
-from cnr_jax.repository.durable import sync_files, sync_step
-from cnr_jax.repository.files import AnyPath, exists, is_local, sync_directory
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_local,
+    sync_directory,
+    sync_files,
+    sync_step,
+)
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.upkeep.removal import Remover
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.durable import replace_durably
-from cnr_jax.repository.files import AnyPath, read_small
+from cnr_jax.repository.files import AnyPath, read_small, replace_durably
 from cnr_jax.repository.layout import may_be_step
 from cnr_jax.repository.lineage.ledger import Entry, Ledger
 

@@ -19,8 +19,7 @@ from typing import Any, cast
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.fields import Fields
-from cnr_jax.repository.durable import replace_durably
-from cnr_jax.repository.files import AnyPath, exists, read_small
+from cnr_jax.repository.files import AnyPath, exists, read_small, replace_durably
 from cnr_jax.repository.layout import may_be_step
 
 _log = logging.getLogger(__name__)

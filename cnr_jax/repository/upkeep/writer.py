@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, final_name
-from cnr_jax.repository.durable import missing_directories, sync_made
 from cnr_jax.repository.files import (
     AnyPath,
     is_local,
     is_named,
+    missing_directories,
     sync_directory,
+    sync_made,
 )
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.ledger import Entry, Ledger, aside_name
