@@ -18,8 +18,8 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat import Place
-from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.step_reader import open_chain
 
 SAVES = 12
 keeping = ocp.checkpoint_managers
@@ -189,7 +189,7 @@ def parent_of(run: Any, manager: Any, step: int) -> int | None:
 def check_chains(root: Any, steps: set[int]) -> None:
     """Every manifest of every chain is there and undamaged, and parents are the named ones."""
     for step in steps:
-        chain = resolve_chain(epath.Path(root), str(step), "default")
+        chain = open_chain(epath.Path(root), str(step), "default")
         assert chain[0].manifest.kind == "full"
         assert chain[-1].manifest.step == step
 

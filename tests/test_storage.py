@@ -19,8 +19,8 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.format import names
-from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.repository.upkeep import unfinished
 
 ITEM = "default"
@@ -48,7 +48,7 @@ def marked(root: Path, mark: str) -> list[str]:
 def resolve_all(root: Path) -> None:
     """Every step that is there has its chain, to the last byte of every manifest and file."""
     for step in steps_in(root):
-        resolve_chain(epath.Path(root), str(step), ITEM)[-1].check_dense()
+        open_chain(epath.Path(root), str(step), ITEM)[-1].check_dense()
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_other_ways_to_delete_are_honoured(
     kept = sorted(path.name for path in trash.iterdir()) if trash.exists() else []
     assert kept == (["1", "2"] if "todelete_subdir" in options else [])
     for step in kept:
-        resolve_chain(epath.Path(trash), step, ITEM)
+        open_chain(epath.Path(trash), step, ITEM)
 
 
 def test_a_way_to_delete_that_cannot_work_is_refused(

@@ -14,15 +14,14 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.checked import means_damage
-from cnr_jax.repository.files import AnyPath, is_local
-from cnr_jax.repository.store import (
+from cnr_jax.repository.chunk_files import (
     CHUNK_BYTES,
     check_chunk_file,
-    context,
     numpy_dtype,
-    spec_of,
     stored_crc32c,
 )
+from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.store import context, spec_of
 
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.

@@ -12,16 +12,14 @@ import numpy as np
 import tensorstore as ts
 
 from cnr_jax.format.tiles import ArrayEntry, Compressed
-from cnr_jax.repository.files import AnyPath, size_of
-from cnr_jax.repository.store import (
+from cnr_jax.repository.chunk_files import (
     CHUNK_BYTES,
-    COMPRESSED_LEAST_BYTES,
     chunk_length,
-    context,
     numpy_dtype,
-    spec_of,
     stored_crc32c,
 )
+from cnr_jax.repository.files import AnyPath, size_of
+from cnr_jax.repository.store import COMPRESSED_LEAST_BYTES, context, spec_of
 
 # Chunks of one array in flight: one is written while the next is filled.
 _IN_FLIGHT = 3

@@ -13,55 +13,36 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.array_reader import KeptChunks
-from cnr_jax.repository.checked import about
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.step import (
-    StepReader,
-    read_manifest,
-    read_step,
-    without_collections,
-)
+from cnr_jax.repository.step import read_manifest, read_step
 
 
 def resolve_chain(
-    root: AnyPath, directory: str, item: str, *, verify: bool = True
-) -> tuple[StepReader, ...]:
+    root: AnyPath, directory: str, item: str
+) -> list[tuple[str, Manifest]]:
     """The checkpoints to replay, the full one first and `directory` last.
 
     Args:
         root: holds the step directories.
         directory: name of the step directory to restore.
         item: name of the item in each step directory.
-        verify: whether chunks are compared with the checksums in the manifests.
+
+    Returns:
+        The name of each step directory and its manifest.
 
     Raises:
         ParentMissingError: if a parent is not there or is another than the named one.
         ChainError: if the parents lead in a circle.
-        IntegrityError: if the manifest of the step itself, or a file it names, is missing
-            or damaged.
+        IntegrityError: if the manifest of the step itself is missing or damaged.
         ManifestError: if a manifest is damaged, or the tables of a chain differ.
     """
-    with without_collections():
-        return _resolve(root, directory, item, verify)
-
-
-def _resolve(
-    root: AnyPath, directory: str, item: str, verify: bool
-) -> tuple[StepReader, ...]:
-    chain: list[tuple[str, Manifest]] = [(directory, read_step(root, directory, item))]
+    chain = [(directory, read_step(root, directory, item))]
     while (parent := chain[-1][1].parent) is not None:
         manifest = _read_parent(root, item, parent, chain)
         chain.append((parent.directory, manifest))
     chain.reverse()
     _check_tables(root, chain)
-    kept = KeptChunks()
-    readers: list[StepReader] = []
-    for name, manifest in chain:
-        with about(root / name / item):
-            reader = StepReader(root / name / item, manifest, verify=verify, kept=kept)
-        readers.append(reader)
-    return tuple(readers)
+    return chain
 
 
 def _read_parent(

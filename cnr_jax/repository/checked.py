@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, FileDigest
-from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.files import (
     AnyPath,
     digest_file,
@@ -175,21 +174,6 @@ def check_size(path: AnyPath, expected: int) -> None:
             f"  got {got} bytes, expected {expected}",
             kind="file_damaged",
             path=os.fspath(path),
-        )
-
-
-def check_process(process: ProcessManifest, index: int, uuid: str, where: str) -> None:
-    """Checks that a process manifest is of a process and checkpoint.
-
-    Raises:
-        ManifestError: if it is of another.
-    """
-    if process.uuid != uuid or process.process != index:
-        raise errors.ManifestError(
-            f"{where} belongs to another checkpoint\n"
-            f"  got process {process.process} of {process.uuid},"
-            f" expected process {index} of {uuid}",
-            path=where,
         )
 
 

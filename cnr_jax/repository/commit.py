@@ -24,6 +24,7 @@ from cnr_jax.format.manifest import (
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
 from cnr_jax.repository.checked import check_dense_index
+from cnr_jax.repository.chunk_files import file_bytes
 from cnr_jax.repository.files import (
     AnyPath,
     digest_of,
@@ -35,7 +36,6 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
-from cnr_jax.repository.store import file_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -316,11 +316,3 @@ def digest_file(file: AnyPath, path: str) -> FileDigest:
             digest.update(block)
             size += len(block)
     return FileDigest(path=path, bytes=size, sha256=digest.hexdigest())
-
-
-def kvstore_spec(path: AnyPath) -> str | dict[str, str]:
-    """The TensorStore key-value store of a directory, local or `gs://`."""
-    text = os.fspath(path)
-    if not is_local(path):
-        return text if text.endswith("/") else text + "/"
-    return {"driver": "file", "path": os.path.abspath(text) + "/"}

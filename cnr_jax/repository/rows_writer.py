@@ -29,8 +29,8 @@ from cnr_jax.format.tiles import (
     dump_process,
 )
 from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository.chunk_files import numpy_dtype
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
-from cnr_jax.repository.store import numpy_dtype
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cnr_jax.format.tiles import PartRef, RowIds, Segment, Tile
-from cnr_jax.repository.joined import as_one, ids_of, joined_positions, runs
+from cnr_jax.repository.step_reader import as_one, ids_of, joined_positions, runs
 
 ROW_IDS = (
     RowIds(form="all", offset=0, bytes=0, count=8),

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.replay import fetch, leaves, merge, parts
-from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.codecs import codec_from
 from cnr_jax.state.layouts import layout_from
 
@@ -196,7 +195,7 @@ def test_every_way_gives_the_bits_of_a_plain_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     way(monkeypatch)
-    chain = resolve_chain(epath.Path(root), str(len(STEPS) - 1), "default")
+    chain = open_chain(epath.Path(root), str(len(STEPS) - 1), "default")
     assert len(chain) == len(STEPS)
     one = SingleDeviceSharding(jax.devices()[3])
     for entry in chain[0].manifest.tables:
@@ -219,7 +218,7 @@ def test_rows_that_nothing_holds_are_positive_zeros(
 ) -> None:
     """More stored rows are wanted than were saved: some devices hold padding alone."""
     way(monkeypatch)
-    chain = resolve_chain(epath.Path(root), "2", "default")
+    chain = open_chain(epath.Path(root), "2", "default")
     entry = chain[0].manifest.table("user")
     assert entry is not None
     padded = 2 * entry.rows
@@ -240,7 +239,7 @@ def test_another_dtype_is_converted_as_numpy_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     way(monkeypatch)
-    chain = resolve_chain(epath.Path(root), "2", "default")
+    chain = open_chain(epath.Path(root), "2", "default")
     entry = chain[0].manifest.table("user")
     assert entry is not None
     target = target_of(entry)
@@ -256,7 +255,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPU an array may share memory with numpy's: a donated step must not write there."""
-    chain = resolve_chain(epath.Path(root), "0", "default")
+    chain = open_chain(epath.Path(root), "0", "default")
     entry = chain[0].manifest.table("user")
     assert entry is not None
     target = target_of(entry)
@@ -277,7 +276,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
 
 def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> None:
     """Rows of another kind than most that were saved anew later are no patches."""
-    chain = resolve_chain(epath.Path(root), str(len(STEPS) - 1), "default")
+    chain = open_chain(epath.Path(root), str(len(STEPS) - 1), "default")
     entry = chain[0].manifest.table("user")
     assert entry is not None
     target = target_of(entry)

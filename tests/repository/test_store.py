@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository import array_writer, store
+from cnr_jax.repository import array_writer
 from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.array_writer import ArrayWriter
-from cnr_jax.repository.store import chunk_length
+from cnr_jax.repository.chunk_files import chunk_length, numpy_dtype
 
 LIMIT = 64
 
@@ -63,7 +63,7 @@ both_ways = pytest.mark.parametrize("compression", [None, "zstd"])
 def test_values_come_back_bit_for_bit_in_every_dtype(
     tmp_path: Path, dtype: str, compression: str | None
 ) -> None:
-    item = store.numpy_dtype(dtype)
+    item = numpy_dtype(dtype)
     raw = np.random.default_rng(0).integers(0, 256, 50 * item.itemsize, np.uint8)
     values = (raw & 1).view(item) if dtype == "bool" else raw.view(item)
     entry = write(tmp_path / "a", values, compression=compression)
@@ -205,9 +205,9 @@ def test_exact_array_that_is_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_dtype_is_a_format_error() -> None:
-    assert store.numpy_dtype("bfloat16") == ml_dtypes.bfloat16
+    assert numpy_dtype("bfloat16") == ml_dtypes.bfloat16
     with pytest.raises(errors.FormatError, match="float99"):
-        store.numpy_dtype("float99")
+        numpy_dtype("float99")
 
 
 @pytest.mark.parametrize("bounds", [(-1, 3), (0, 41), (30, 20)])

@@ -16,10 +16,9 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat import DenseStore, abstract_dense, place_of
 from cnr_jax.checkpointer.restoring import match
 from cnr_jax.format import names
-from cnr_jax.repository.chain import resolve_chain
 from cnr_jax.repository.checked import Seal, means_damage
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.touched import Touched, seeded
 from cnr_jax.state.table import Tables, check_tables
 
@@ -101,7 +100,7 @@ def read_back(
         StateMismatchError: if the state asked for does not match.
     """
     place = place_of(directory)
-    chain = resolve_chain(place.root, place.directory, place.item, verify=verify)
+    chain = open_chain(place.root, place.directory, place.item, verify=verify)
     seal = chain[-1].check_dense()
     manifest = chain[-1].manifest
     everything = state is None

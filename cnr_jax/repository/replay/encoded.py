@@ -11,6 +11,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import Box, PartRef, Segment
+from cnr_jax.repository.chunk_files import numpy_dtype
 from cnr_jax.repository.replay.overlap import (
     Index,
     Target,
@@ -20,8 +21,7 @@ from cnr_jax.repository.replay.overlap import (
     placement,
     shared_columns,
 )
-from cnr_jax.repository.step import StepReader
-from cnr_jax.repository.store import numpy_dtype
+from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw
 
 

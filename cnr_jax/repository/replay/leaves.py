@@ -39,7 +39,7 @@ from cnr_jax.repository.replay.parts import (
     shape_of,
 )
 from cnr_jax.repository.replay.small import host_boxes, placed, restore_small
-from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.gather.chunk import aligned_empty
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Box, Segment, Tile
-from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.state.layouts import RowLayout, layout_from
 
 Index = np.ndarray | slice

@@ -13,7 +13,7 @@ from cnr_jax.format.tiles import Box
 from cnr_jax.repository.replay.encoded import Held, Kind, Merged, held_rows
 from cnr_jax.repository.replay.merge import merge
 from cnr_jax.repository.replay.overlap import Target, split_columns
-from cnr_jax.repository.step import StepReader
+from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.tiling import boxes_of
 

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cnr_jax import errors
 from cnr_jax.format import names, rowids
@@ -23,21 +23,22 @@ from cnr_jax.format.tiles import (
     Tile,
     check_cover,
     lacking_rows,
-    load_process,
 )
-from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.checked import (
     accessing,
     check_dense_index,
     check_file,
-    check_process,
     check_size,
-    read_checked,
     unnamed_files,
 )
+from cnr_jax.repository.chunk_files import check_chunk_file, numpy_dtype
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.store import check_chunk_file, numpy_dtype
-from cnr_jax.rows.codecs import codec_from
+from cnr_jax.repository.step import read_process
+
+# What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
+# and to know what a root holds, takes neither.
+if TYPE_CHECKING:
+    from cnr_jax.repository.array_reader import ArrayReader
 
 Harm = Literal["none", "step", "chain"]
 
@@ -90,7 +91,10 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         data: whether every byte is read.
     """
     found: list[Finding] = []
-    processes = list(_read_processes(item, manifest, found))
+    processes: list[ProcessManifest] = []
+    for i, expected in enumerate(manifest.processes):
+        with _noted(found, item, expected.path):
+            processes.append(read_process(item, manifest, i))
     if len(processes) == len(manifest.processes):
         with _noted(found, item, names.MANIFEST):
             tiles = (tile for process in processes for tile in process.tiles)
@@ -122,17 +126,6 @@ def _noted(
     # ValueError: TensorStore's, for storage that does not give a file out.
     except (errors.CnrError, OSError, ValueError) as error:
         found.append(Finding.of(error, file, item, harms))
-
-
-def _read_processes(
-    item: AnyPath, manifest: Manifest, found: list[Finding]
-) -> Iterator[ProcessManifest]:
-    for i, expected in enumerate(manifest.processes):
-        with _noted(found, item, expected.path):
-            where = os.fspath(item / expected.path)
-            process = load_process(read_checked(item, expected), where)
-            check_process(process, i, manifest.uuid, where)
-            yield process
 
 
 def _array_checks(
@@ -171,6 +164,8 @@ def _check_chunk(
         check_chunk_file(item / array, entry, chunk)
         if data:
             if not reader:
+                from cnr_jax.repository.array_reader import ArrayReader
+
                 reader.append(ArrayReader(item / array, entry, cached=False))
             reader[0].check_chunk(chunk)
     return found
@@ -227,7 +222,11 @@ def _check_tiles(
     }
     rows = f"{names.rows_directory(process.process)}/{names.ROW_IDS_ARRAY}"
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
-    reader = ArrayReader(item / rows, ids, cached=False) if data and ids else None
+    reader: ArrayReader | None = None
+    if data and ids:
+        from cnr_jax.repository.array_reader import ArrayReader
+
+        reader = ArrayReader(item / rows, ids, cached=False)
     done: set[tuple[int, int]] = set()
     for tile in lacking_rows(process) if manifest.kind == "full" else ():
         text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
@@ -249,6 +248,8 @@ def _check_tiles(
 def _check_parts(
     process: ProcessManifest, tile: Tile, segment: Segment, dtype: str, where: str
 ) -> None:
+    from cnr_jax.rows.codecs import codec_from
+
     named = process.codecs[segment.codec]
     codec = codec_from(named.name, named.configuration)
     count = process.row_ids[segment.row_ids].count

@@ -1,0 +1,330 @@
+"""Reading the arrays of a checkpoint, and of the chain it rests on.
+
+Neighbouring tiles of one process are joined: their rows are read and placed in one go. A table
+that is split over the devices of a process has a tile for each of them, but their rows usually lie
+one after the other in the process's arrays. For a small table what counts is the number of tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.format import names, rowids
+from cnr_jax.format.manifest import Manifest, TableEntry
+from cnr_jax.format.tiles import RowIds, Segment, Tile
+from cnr_jax.repository.array_reader import ArrayReader, KeptChunks, Reading
+from cnr_jax.repository.chain import resolve_chain
+from cnr_jax.repository.checked import Seal, about, check_dense_index, sealed
+from cnr_jax.repository.chunk_files import numpy_dtype
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.step import read_processes, without_collections
+from cnr_jax.rows.codecs import Codec, codec_from
+
+
+def open_chain(
+    root: AnyPath, directory: str, item: str, *, verify: bool = True
+) -> tuple[StepReader, ...]:
+    """Readers of the checkpoints to replay, the full one first and `directory` last.
+
+    Args:
+        root: holds the step directories.
+        directory: name of the step directory to restore.
+        item: name of the item in each step directory.
+        verify: whether chunks are compared with the checksums in the manifests.
+
+    Raises:
+        ChainError, IntegrityError, ManifestError: as `resolve_chain`, and if a process manifest
+            of the chain is missing or damaged.
+    """
+    kept = KeptChunks()
+    readers: list[StepReader] = []
+    with without_collections():
+        for name, manifest in resolve_chain(root, directory, item):
+            where = root / name / item
+            with about(where):
+                readers.append(StepReader(where, manifest, verify=verify, kept=kept))
+    return tuple(readers)
+
+
+class StepReader:
+    """One checkpoint that is read from.
+
+    Args:
+        directory: of the item.
+        manifest: as `read_manifest` returned it.
+        verify: whether chunks are compared with the checksums in the manifest.
+        kept: holds chunks that small slices are cut from.
+    """
+
+    def __init__(
+        self,
+        directory: AnyPath,
+        manifest: Manifest,
+        *,
+        verify: bool,
+        kept: KeptChunks,
+    ) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.tables = {entry.name: entry for entry in manifest.tables}
+        self._verify, self._kept = verify, kept
+        self._arrays: dict[tuple[int, str], ArrayReader] = {}
+        self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        self._dtypes = {
+            (entry.name, leaf.name): numpy_dtype(leaf.dtype)
+            for entry in manifest.tables
+            for leaf in entry.leaves
+        }
+        self.processes = read_processes(directory, manifest)
+        self._joined: dict[tuple[str, str], list[tuple[int, Tile]]] = {}
+        self._joined_index: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+        self._joined_ids: list[tuple[tuple[int, int], ...]] = []
+        self._tiles: dict[tuple[str, str], list[tuple[int, Tile]]] = {}
+        for process in self.processes:
+            for tile in process.tiles:
+                found = self._tiles.setdefault((tile.table, tile.leaf), [])
+                found.append((process.process, tile))
+
+    def check_dense(self) -> Seal:
+        """Checks every dense file against its digest, and that there are no others or too few.
+
+        Returns:
+            What tells afterwards whether they are still the same.
+
+        Raises:
+            IntegrityError: at the first one that is missing, damaged or not named.
+        """
+        files = self.manifest.dense_files
+        check_dense_index(self.manifest.dense_leaves, files, self.directory)
+        return sealed(self.directory, names.DENSE, files)
+
+    def tiles(
+        self, table: TableEntry, leaf: str | None = None
+    ) -> list[tuple[int, Tile]]:
+        """Tiles of a table, or of one leaf of it, each with the process that wrote it.
+
+        Neighbours are joined where they can be, so these are not those of the manifests; but
+        they hold the same rows in the same places.
+
+        Raises:
+            FormatError: if a codec is not known.
+        """
+        names = [x.name for x in table.leaves] if leaf is None else [leaf]
+        found: list[tuple[int, Tile]] = []
+        for name in names:
+            key = (table.name, name)
+            if key not in self._joined:
+                self._joined[key] = list(self._join(key))
+            found += self._joined[key]
+        return found
+
+    def _join(self, key: tuple[str, str]) -> Iterator[tuple[int, Tile]]:
+        by_process = itertools.groupby(self._tiles[key], key=lambda each: each[0])
+        for process, group in by_process:
+            tiles = [tile for _, tile in group]
+            if len(tiles) == 1:
+                yield process, tiles[0]
+                continue
+            segment = tiles[0].segments[0] if tiles[0].segments else None
+            widths: Mapping[str, int] = {}
+            if segment is not None:
+                codec = self.codec(process, segment.codec)
+                widths = widths_of(codec, tiles[0].width, self._dtypes[key])
+            for run in runs(tiles, self.processes[process].row_ids, widths):
+                if len(run) == 1:
+                    yield process, run[0]
+                    continue
+                ids = ids_of(run)
+                # A table and its slots mostly hold the same rows: they are decoded once.
+                new = -1 - len(self._joined_ids)
+                index = self._joined_index.setdefault((process, ids), new)
+                if index == new:
+                    self._joined_ids.append(ids)
+                yield process, as_one(run, index)
+
+    def dtype(self, table: str, leaf: str) -> np.dtype:
+        """The dtype in which a leaf was saved."""
+        return self._dtypes[table, leaf]
+
+    def codec(self, process: int, index: int) -> Codec:
+        """A codec that a process manifest lists.
+
+        Raises:
+            FormatError: if it is not known, or its configuration does not fit it.
+        """
+        key = (process, index)
+        if key not in self._codecs:
+            named = self.processes[process].codecs[index]
+            with about(self.directory / names.process_manifest(process)):
+                self._codecs[key] = codec_from(named.name, named.configuration)
+        return self._codecs[key]
+
+    def read(self, process: int, array: str, start: int, stop: int) -> np.ndarray:
+        """Elements `start` to `stop` of an array of one process, checked."""
+        return self._array(process, array).read(start, stop)
+
+    def start(
+        self,
+        process: int,
+        array: str,
+        start: int,
+        stop: int,
+        out: np.ndarray | None = None,
+    ) -> Reading:
+        """Starts to read elements of an array of one process; see `ArrayReader.start`."""
+        return self._array(process, array).start(start, stop, out)
+
+    def check_stored(self, process: int, array: str, start: int, stop: int) -> None:
+        """Checks, before room is made for elements, that the files are there they come from.
+
+        Raises:
+            IntegrityError: if a file is missing, is none, or is too small.
+            FormatError: if the elements are not inside the array.
+        """
+        self._array(process, array).check_stored(start, stop)
+
+    def _array(self, process: int, array: str) -> ArrayReader:
+        key = (process, array)
+        if key not in self._arrays:
+            entry = self.processes[process].arrays[array]
+            path = self.directory / names.rows_directory(process) / array
+            self._arrays[key] = ArrayReader(
+                path, entry, verify=self._verify, kept=self._kept
+            )
+        return self._arrays[key]
+
+    def count(self, process: int, index: int) -> int:
+        """How many rows row ids `index` of a tile stand for; see `positions`."""
+        listed = self.processes[process].row_ids
+        if index >= 0:
+            return listed[index].count
+        return sum(listed[one].count for one, _ in self._joined_ids[-1 - index])
+
+    def positions(self, process: int, index: int, rows: int) -> np.ndarray | None:
+        """Sorted positions that row ids `index` stand for in a tile of `rows` rows.
+
+        Args:
+            process: the one that wrote the tile.
+            index: as it is in the tile's segment; negative in a tile that was joined.
+            rows: of the tile.
+
+        Returns:
+            int64 positions, or None for all rows.
+        """
+        key = (process, index, rows)
+        if key not in self._ids:
+            if index < 0:
+                ids = self._joined_ids[-1 - index]
+                decode = functools.partial(self._decode, process)
+                self._ids[key] = joined_positions(ids, decode)
+            else:
+                self._ids[key] = self._decode(process, index, rows)
+        return self._ids[key]
+
+    def _decode(self, process: int, index: int, rows: int) -> np.ndarray | None:
+        ids: RowIds = self.processes[process].row_ids[index]
+        data = np.empty(0, np.uint8)
+        if ids.bytes:
+            stop = ids.offset + ids.bytes
+            data = self.read(process, names.ROW_IDS_ARRAY, ids.offset, stop)
+        try:
+            if ids.form == "all" and ids.count == rows and not ids.bytes:
+                return None  # every row, without a list of them
+            return rowids.decode_rowids(ids.form, data, rows, ids.count)
+        except errors.FormatError as error:
+            path = self.directory / names.rows_directory(process) / names.ROW_IDS_ARRAY
+            where = os.fspath(path)
+            message = f"{where}: entry {index}: {error}"
+            raise errors.FormatError(message, kind=error.kind, path=where) from error
+
+
+def runs(
+    tiles: Sequence[Tile], row_ids: Sequence[RowIds], widths: Mapping[str, int]
+) -> Iterator[list[Tile]]:
+    """Cuts tiles of one process and leaf into runs, each of which is like one tile.
+
+    Args:
+        tiles: in the order of the manifest.
+        row_ids: of the process.
+        widths: elements that each part of a row has in the codec of the first tile.
+
+    Yields:
+        Tiles whose rows and whose places in the arrays follow each other.
+    """
+    run: list[Tile] = []
+    for tile in tiles:
+        if run and not _follows(run[-1], tile, row_ids, widths):
+            yield run
+            run = []
+        run.append(tile)
+    if run:
+        yield run
+
+
+def _follows(
+    before: Tile, tile: Tile, row_ids: Sequence[RowIds], widths: Mapping[str, int]
+) -> bool:
+    if len(before.segments) != 1 or len(tile.segments) != 1:
+        return False
+    if tile.box[0][0] != before.box[0][1] or tile.box[1:] != before.box[1:]:
+        return False
+    first, second = before.segments[0], tile.segments[0]
+    if first.codec != second.codec or first.parts.keys() != second.parts.keys():
+        return False
+    count = row_ids[first.row_ids].count
+    for name, part in first.parts.items():
+        other = second.parts[name]
+        if other.array != part.array or name not in widths:
+            return False
+        if other.offset != part.offset + count * widths[name]:
+            return False
+    return True
+
+
+def as_one(run: Sequence[Tile], row_ids: int) -> Tile:
+    """The tile that a run is like, its rows named by `row_ids`."""
+    first, last = run[0], run[-1]
+    box = ((first.box[0][0], last.box[0][1]), *first.box[1:])
+    segment: Segment = dataclasses.replace(first.segments[0], row_ids=row_ids)
+    return dataclasses.replace(first, box=box, segments=(segment,))
+
+
+def ids_of(run: Sequence[Tile]) -> tuple[tuple[int, int], ...]:
+    """Row ids of each tile of a run, and its number of rows."""
+    return tuple(
+        (tile.segments[0].row_ids, tile.box[0][1] - tile.box[0][0]) for tile in run
+    )
+
+
+def joined_positions(
+    ids: Sequence[tuple[int, int]], read: Callable[[int, int], np.ndarray | None]
+) -> np.ndarray | None:
+    """Sorted positions in a run of tiles, relative to its first row; None for all rows.
+
+    Args:
+        ids: as `ids_of` returned them.
+        read: positions of row ids in one tile of so many rows; None for all.
+    """
+    found = [read(index, rows) for index, rows in ids]
+    if all(each is None for each in found):
+        return None
+    parts: list[np.ndarray] = []
+    start = 0
+    for (_, rows), each in zip(ids, found, strict=True):
+        parts.append(start + (np.arange(rows) if each is None else each))
+        start += rows
+    return np.concatenate(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def widths_of(codec: Codec, width: int, dtype: np.dtype) -> Mapping[str, int]:
+    """Elements of each part of a row of `width` elements."""
+    return {name: part.width for name, part in codec.parts(width, dtype).items()}
