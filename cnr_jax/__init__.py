@@ -5,35 +5,42 @@ which rows change, and `CheckpointManager` saves those rows. README.md has the f
 code; cnr_jax/format/SPEC.md describes what is on disk.
 """
 
-from cnr_jax import args as args
-from cnr_jax import errors as errors
-from cnr_jax import optim as optim
-from cnr_jax.checkpointer.tuning import tune as tune
-from cnr_jax.handler import Restored as Restored
-from cnr_jax.manager import CheckpointManager as CheckpointManager
-from cnr_jax.options import Options as Options
-from cnr_jax.options import TableOptions as TableOptions
-from cnr_jax.policy import Consecutive as Consecutive
-from cnr_jax.policy import Decision as Decision
-from cnr_jax.policy import Full as Full
-from cnr_jax.policy import Intermittent as Intermittent
-from cnr_jax.policy import OneShot as OneShot
-from cnr_jax.policy import SaveRecord as SaveRecord
-from cnr_jax.policy import expected_restores as expected_restores
-from cnr_jax.registry import handler_registry as handler_registry
-from cnr_jax.repository.upkeep.verify import Problem as Problem
-from cnr_jax.repository.upkeep.verify import verify as verify
-from cnr_jax.rows.lookups import Lookup as Lookup
-from cnr_jax.rows.touched import Touched as Touched
-from cnr_jax.rows.touched import init_touched as init_touched
-from cnr_jax.rows.touched import record as record
-from cnr_jax.rows.touched import reset_touched as reset_touched
-from cnr_jax.state.find import find_tables as find_tables
-from cnr_jax.state.layouts import Identity as Identity
-from cnr_jax.state.layouts import ModSharded as ModSharded
-from cnr_jax.state.table import Tables as Tables
-from cnr_jax.state.table import TableSpec as TableSpec
-from cnr_jax.telemetry import SaveReport as SaveReport
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Type checkers and editors see where each name is from. When a program runs, a name is imported
+# when it is first asked for: what a root holds can be read without jax, Orbax and TensorStore,
+# which nearly everything else needs, and which take seconds to import.
+if TYPE_CHECKING:
+    from cnr_jax import args as args
+    from cnr_jax import errors as errors
+    from cnr_jax import optim as optim
+    from cnr_jax.checkpointer.tuning import tune as tune
+    from cnr_jax.handler import Restored as Restored
+    from cnr_jax.manager import CheckpointManager as CheckpointManager
+    from cnr_jax.options import Options as Options
+    from cnr_jax.options import TableOptions as TableOptions
+    from cnr_jax.policy import Consecutive as Consecutive
+    from cnr_jax.policy import Decision as Decision
+    from cnr_jax.policy import Full as Full
+    from cnr_jax.policy import Intermittent as Intermittent
+    from cnr_jax.policy import OneShot as OneShot
+    from cnr_jax.policy import SaveRecord as SaveRecord
+    from cnr_jax.policy import expected_restores as expected_restores
+    from cnr_jax.registry import handler_registry as handler_registry
+    from cnr_jax.repository.upkeep.verify import Problem as Problem
+    from cnr_jax.repository.upkeep.verify import verify as verify
+    from cnr_jax.rows.lookups import Lookup as Lookup
+    from cnr_jax.rows.touched import Touched as Touched
+    from cnr_jax.rows.touched import init_touched as init_touched
+    from cnr_jax.rows.touched import record as record
+    from cnr_jax.rows.touched import reset_touched as reset_touched
+    from cnr_jax.state.find import find_tables as find_tables
+    from cnr_jax.state.layouts import Identity as Identity
+    from cnr_jax.state.layouts import ModSharded as ModSharded
+    from cnr_jax.state.table import Tables as Tables
+    from cnr_jax.state.table import TableSpec as TableSpec
+    from cnr_jax.telemetry import SaveReport as SaveReport
 
 __all__ = [
     "CheckpointManager",
@@ -66,3 +73,36 @@ __all__ = [
     "tune",
     "verify",
 ]
+
+# Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
+_HOMES = {
+    "checkpointer.tuning": "tune",
+    "handler": "Restored",
+    "manager": "CheckpointManager",
+    "options": "Options TableOptions",
+    "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
+    "registry": "handler_registry",
+    "repository.upkeep.verify": "Problem verify",
+    "rows.lookups": "Lookup",
+    "rows.touched": "Touched init_touched record reset_touched",
+    "state.find": "find_tables",
+    "state.layouts": "Identity ModSharded",
+    "state.table": "TableSpec Tables",
+    "telemetry": "SaveReport",
+}
+
+# Not for type checkers: to them every name would be there.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = next((home for home in _HOMES if name in _HOMES[home].split()), None)
+        if home is None:
+            return importlib.import_module(f"{__name__}.{name}")
+        found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -13,7 +13,7 @@ import cnr_jax as cnr
 
 PACKAGE = Path(cnr.__file__).parent
 # Where a distribution is not imported by its own name.
-IMPORTED_AS = {"orbax-checkpoint": "orbax"}
+IMPORTED_AS = {"orbax-checkpoint": "orbax", "ml-dtypes": "ml_dtypes"}
 
 PUBLIC = {
     "CheckpointManager",
@@ -64,7 +64,7 @@ def test_import_starts_no_backend_and_leaves_the_global_handlers_of_orbax_alone(
     code = (
         "import jax, orbax.checkpoint as ocp\n"
         "before = ocp.type_handlers.get_type_handler(jax.Array)\n"
-        "import cnr_jax\n"
+        "from cnr_jax import *\n"
         "assert ocp.type_handlers.get_type_handler(jax.Array) is before\n"
         "assert before._use_replica_parallel\n"
         "from jax._src import xla_bridge\n"
