@@ -16,7 +16,8 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Totals,
 )
-from cnr_jax.repository.lineage.ledger import Entry, Ledger, entry_of
+from cnr_jax.repository.lineage.entries import Entry, entry_of
+from cnr_jax.repository.lineage.ledger import Ledger
 
 
 def table(rows: int = 8) -> TableEntry:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
-from cnr_jax.repository.lineage.ledger import Entry, Ledger, describe, entry_of
+from cnr_jax.repository.lineage.entries import Entry, describe, entry_of
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
 from cnr_jax.repository.upkeep.writer import Guard
 

@@ -18,7 +18,8 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving.save_in_flight import pending_entry
 from cnr_jax.policy import Consecutive, Full, OneShot
-from cnr_jax.repository.lineage.ledger import Entry, Ledger, entry_of
+from cnr_jax.repository.lineage.entries import Entry, entry_of
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Origin, Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation
 

@@ -17,7 +17,8 @@ from cnr_jax.format import names
 from cnr_jax.repository.checked import accessing, refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.ledger import Entry, Ledger
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.step import read_step
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from cnr_jax.checkpointer.saving.calls import alone
 from cnr_jax.checkpointer.saving.ending import EndingManager
 from cnr_jax.repository.files import exists, is_local
 from cnr_jax.repository.layout import step_directories
-from cnr_jax.repository.lineage.ledger import Entry
+from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify

@@ -18,7 +18,8 @@ from cnr_jax.checkpointer.saving.lifecycle import LastSave
 from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.repository.files import is_local
-from cnr_jax.repository.lineage.ledger import Ledger, entry_of
+from cnr_jax.repository.lineage.entries import entry_of
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.replay.leaves import restored_stamps
 from cnr_jax.rows.mesh import outside_mesh

@@ -24,7 +24,7 @@ from cnr_jax.checkpointer.saving.lifecycle import LastSave
 from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.ledger import entry_of
+from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.state.paths import flatten_paths
 

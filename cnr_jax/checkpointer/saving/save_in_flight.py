@@ -19,7 +19,7 @@ from cnr_jax.checkpointer.tracking.tracker import Found
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import Facts
-from cnr_jax.repository.lineage.ledger import Entry
+from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.rows.gather.rounding import RowErrors

@@ -6,18 +6,17 @@ asks it what must be kept; the planner asks it which parents still exist.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.layout import (
     is_checkpoint,
@@ -25,137 +24,18 @@ from cnr_jax.repository.layout import (
     may_be_step,
     step_directories,
 )
+from cnr_jax.repository.lineage.entries import (
+    NOWHERE,
+    Derived,
+    Entry,
+    derive,
+    entry_of,
+    is_sound,
+    parent_of,
+)
 from cnr_jax.repository.step import read_committed, read_step, without_collections
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One step directory.
-
-    Attributes:
-        manifest: None for a save that is still being written.
-        run: that it belongs to; empty: the one of all steps whose manifests name none.
-    """
-
-    directory: str
-    step: int
-    uuid: str
-    generation: int
-    parent: ParentRef | None
-    manifest: Manifest | None = None
-    run: str = ""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Newest last: a later generation is newer, whatever its step numbers."""
-        return self.generation, self.step
-
-
-def entry_of(directory: str, manifest: Manifest) -> Entry:
-    """The entry of a committed checkpoint."""
-    return Entry(
-        directory=directory,
-        step=manifest.step,
-        uuid=manifest.uuid,
-        generation=manifest.generation,
-        parent=manifest.parent,
-        manifest=manifest,
-        run=manifest.run or "",
-    )
-
-
-class _Standing(NamedTuple):
-    """What the chain of an entry comes to.
-
-    Attributes:
-        depth: entries in it, itself included.
-        rooted: it leads to one without a parent.
-        whole: it does so without damage, and without a save that is being written.
-    """
-
-    depth: int
-    rooted: bool
-    whole: bool
-
-
-_NOWHERE = _Standing(depth=0, rooted=False, whole=False)
-
-
-@dataclasses.dataclass(slots=True)
-class _Derived:
-    """What follows from the entries and the known damage, by one pass over them.
-
-    Attributes:
-        version: of the ledger, when the pass began.
-        committed: newest last.
-        restorable: newest last.
-        by_step: entries of each step, mostly one.
-        children: directories of the entries that rest on an entry, by its directory.
-        wanted: directories of parents that are not there, or were not.
-        standing: of all entries, by directory.
-    """
-
-    version: int
-    committed: list[Entry]
-    restorable: list[Entry]
-    by_step: dict[int, list[Entry]]
-    children: dict[str, list[str]]
-    wanted: set[str]
-    standing: dict[str, _Standing]
-
-    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
-        """Takes in an entry, if no other rests on it and none that is committed is newer.
-
-        Saves add such an entry, and take it away again: a pass for each would cost more than
-        all else that a save does in a root of thousands.
-
-        Args:
-            entry: of a directory that has none.
-            above: its parent, if it is known.
-            sound: whether it is committed and free of damage.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        newest = self.committed[-1].order if self.committed else entry.order
-        if entry.directory in self.wanted or above is entry or entry.order < newest:
-            return False
-        depth, rooted, whole = self.standing[above.directory] if above else _NOWHERE
-        is_full = entry.parent is None
-        whole = (whole or is_full) and sound
-        self.standing[entry.directory] = _Standing(depth + 1, rooted or is_full, whole)
-        self.by_step.setdefault(entry.step, []).append(entry)
-        if above is not None:
-            self.children.setdefault(above.directory, []).append(entry.directory)
-        elif entry.parent is not None:
-            self.wanted.add(entry.parent.directory)
-        if entry.manifest is not None:
-            self.committed.append(entry)
-            if whole:
-                self.restorable.append(entry)
-        return True
-
-    def shrink(self, entry: Entry, above: Entry | None) -> bool:
-        """Drops an entry, if no other rests on it and none that is committed is newer.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        if self.children.get(entry.directory):
-            return False
-        if entry.manifest is not None:
-            if self.committed[-1] is not entry:
-                return False
-            self.committed.pop()
-            if self.restorable and self.restorable[-1] is entry:
-                self.restorable.pop()
-        del self.standing[entry.directory]
-        self.by_step[entry.step].remove(entry)
-        if above is not None:
-            self.children[above.directory].remove(entry.directory)
-        return True
 
 
 class Ledger:
@@ -192,7 +72,7 @@ class Ledger:
         self.run: str | None = None
         # Of the entries and the known damage; counts their changes.
         self._version = 0
-        self._derived: _Derived | None = None
+        self._derived: Derived | None = None
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -248,7 +128,7 @@ class Ledger:
         return ledger
 
     def refresh(self, root: AnyPath, item: str) -> bool:
-        """Takes in what has come to the root or gone from it by other hands than ours.
+        """Takes in which steps others have put into the root or taken from it.
 
         Returns:
             Whether anything has.
@@ -300,8 +180,11 @@ class Ledger:
         self._entries[entry.directory] = entry
         self._changed()
         if derived is not None and entry.uuid not in self._spoilt:
-            sound = self._is_sound(entry)
-            if derived.grow(entry, self._above(entry), sound=sound):
+            above, sound = (
+                parent_of(entry, self._entries),
+                is_sound(entry, self._damaged),
+            )
+            if derived.grow(entry, above, sound=sound):
                 derived.version = self._version
 
     def begin(self, entry: Entry) -> None:
@@ -351,7 +234,10 @@ class Ledger:
         try:
             manifest = manifest or read_committed(root, entry.directory, item)
         except (errors.CnrError, OSError) as error:
-            if committed or (committed is None and not _is_missing(error)):
+            # Not there, rather than damaged or out of reach.
+            kind = getattr(error, "kind", None)
+            gone = kind in ("manifest_missing", "not_committed")
+            if committed or (committed is None and not gone):
                 self._let_go(doomed)
             return None
         # An older step may stand where a failed save was to be.
@@ -381,7 +267,7 @@ class Ledger:
         entry = self._entries.get(directory)
         if entry is None:
             return
-        derived, above = self._current(), self._above(entry)
+        derived, above = self._current(), parent_of(entry, self._entries)
         del self._entries[directory]
         self._changed()
         if derived is not None and derived.shrink(entry, above):
@@ -476,32 +362,21 @@ class Ledger:
     def chain(self, entry: Entry) -> list[Entry]:
         """An entry and those it rests on, as far as they are known, itself first."""
         found, seen = [entry], set[str]()
-        while (above := self._above(found[-1])) is not None:
+        while (above := parent_of(found[-1], self._entries)) is not None:
             if above.directory in seen or above == entry:
                 break
             seen.add(above.directory)
             found.append(above)
         return found
 
-    def _above(self, entry: Entry) -> Entry | None:
-        """The parent of an entry, if it is known."""
-        parent = entry.parent
-        above = self._entries.get(parent.directory) if parent is not None else None
-        same = parent is not None and above is not None and above.uuid == parent.uuid
-        return above if same else None
-
     def is_whole(self, entry: Entry) -> bool:
         """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
         if self._entries.get(entry.directory) is entry:
             return self._derive().standing[entry.directory].whole
-        above = self._above(entry)
-        return self._is_sound(entry) and (
+        above = parent_of(entry, self._entries)
+        return is_sound(entry, self._damaged) and (
             entry.parent is None or (above is not None and self.is_whole(above))
         )
-
-    def _is_sound(self, entry: Entry) -> bool:
-        """Whether an entry by itself is committed and not known to be damaged."""
-        return entry.manifest is not None and entry.uuid not in self._damaged
 
     def orphans(self) -> list[Entry]:
         """Entries that cannot be restored for want of a parent, oldest first."""
@@ -524,7 +399,7 @@ class Ledger:
 
     def depth(self, directory: str) -> int:
         """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
-        return self._derive().standing.get(directory, _NOWHERE).depth
+        return self._derive().standing.get(directory, NOWHERE).depth
 
     def closure(self, directories: Iterable[str]) -> set[str]:
         """The given directories and all that they rest on."""
@@ -533,7 +408,7 @@ class Ledger:
             entry = self._entries.get(directory)
             while entry is not None and entry.directory not in above:
                 above.add(entry.directory)
-                entry = self._above(entry)
+                entry = parent_of(entry, self._entries)
         return kept | above
 
     def _changed(self) -> None:
@@ -543,81 +418,17 @@ class Ledger:
         """
         self._version += 1
 
-    def _current(self) -> _Derived | None:
+    def _current(self) -> Derived | None:
         """What follows from the entries as they are now, if that is known."""
         known = self._derived
         return known if known is not None and known.version == self._version else None
 
-    def _derive(self) -> _Derived:
+    def _derive(self) -> Derived:
         """What follows from the entries as they are now."""
         known = self._current()
         if known is not None:
             return known
-        version, entries = self._version, list(self._entries.values())
-        committed = sorted(
-            (entry for entry in entries if entry.manifest is not None),
-            key=lambda entry: entry.order,
-        )
-        by_step: dict[int, list[Entry]] = {}
-        children: dict[str, list[str]] = {}
-        wanted: set[str] = set()
-        above = {entry.directory: self._above(entry) for entry in entries}
-        for entry in entries:
-            by_step.setdefault(entry.step, []).append(entry)
-            parent = above[entry.directory]
-            if parent is not None:
-                children.setdefault(parent.directory, []).append(entry.directory)
-            elif entry.parent is not None:
-                wanted.add(entry.parent.directory)
-        standing = self._standing(entries, above)
-        self._derived = _Derived(
-            version=version,
-            committed=committed,
-            restorable=[
-                entry
-                for entry in committed
-                if standing[entry.directory].whole and entry.uuid not in self._spoilt
-            ],
-            by_step=by_step,
-            children=children,
-            wanted=wanted,
-            standing=standing,
+        self._derived = derive(
+            self._version, list(self._entries.values()), self._damaged, self._spoilt
         )
         return self._derived
-
-    def _standing(
-        self, entries: Iterable[Entry], above: Mapping[str, Entry | None]
-    ) -> dict[str, _Standing]:
-        """What all chains come to, parents first: each entry is looked at once."""
-        found: dict[str, _Standing] = {}
-        for entry in entries:
-            path: list[Entry] = []
-            each: Entry | None = entry
-            while each is not None and each.directory not in found:
-                # What a chain that is a circle meets when it comes round.
-                found[each.directory] = _NOWHERE
-                path.append(each)
-                each = above[each.directory]
-            depth, rooted, whole = found[each.directory] if each else _NOWHERE
-            for below in reversed(path):
-                is_full = below.parent is None
-                depth, rooted = depth + 1, rooted or is_full
-                whole = (whole or is_full) and self._is_sound(below)
-                found[below.directory] = _Standing(depth, rooted, whole)
-        return found
-
-
-def _is_missing(error: Exception) -> bool:
-    """Whether a step is not there, rather than damaged or out of reach."""
-    return getattr(error, "kind", None) in ("manifest_missing", "not_committed")
-
-
-def describe(entries: Collection[Entry]) -> str:
-    """Step directories for an error text, oldest first."""
-    ordered = sorted(entries, key=lambda entry: entry.order)
-    return ", ".join(entry.directory for entry in ordered)
-
-
-def aside_name(entry: Entry) -> str:
-    """What a step directory is called once it is moved out of the way."""
-    return names.abandoned(entry.directory, entry.generation, entry.uuid)

@@ -21,7 +21,8 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
-from cnr_jax.repository.lineage.ledger import Entry, Ledger, describe
+from cnr_jax.repository.lineage.entries import Entry, describe
+from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 _SPARE_PARENTS = 16

@@ -18,7 +18,8 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, read_small, replace_durably
 from cnr_jax.repository.layout import may_be_step
-from cnr_jax.repository.lineage.ledger import Entry, Ledger
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 # Far more than a root has steps to name; a file that is larger is none of ours.

@@ -20,7 +20,8 @@ from cnr_jax.repository.files import (
     sync_made,
 )
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.ledger import Entry, Ledger, aside_name
+from cnr_jax.repository.lineage.entries import Entry, aside_name
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep import leftovers
 from cnr_jax.repository.upkeep.claim import (

@@ -1,0 +1,233 @@
+"""The checkpoints of a root, and what follows from which rests on which: pure, without disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest, ParentRef
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One step directory.
+
+    Attributes:
+        manifest: None for a save that is still being written.
+        run: that it belongs to; empty: the one of all steps whose manifests name none.
+    """
+
+    directory: str
+    step: int
+    uuid: str
+    generation: int
+    parent: ParentRef | None
+    manifest: Manifest | None = None
+    run: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest last: a later generation is newer, whatever its step numbers."""
+        return self.generation, self.step
+
+
+def entry_of(directory: str, manifest: Manifest) -> Entry:
+    """The entry of a committed checkpoint."""
+    return Entry(
+        directory=directory,
+        step=manifest.step,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        parent=manifest.parent,
+        manifest=manifest,
+        run=manifest.run or "",
+    )
+
+
+class Standing(NamedTuple):
+    """What the chain of an entry comes to.
+
+    Attributes:
+        depth: entries in it, itself included.
+        rooted: it leads to one without a parent.
+        whole: it does so without damage, and without a save that is being written.
+    """
+
+    depth: int
+    rooted: bool
+    whole: bool
+
+    def with_child(self, entry: Entry, *, sound: bool) -> Standing:
+        """What the chain comes to with one more entry; of a full one that is the whole chain."""
+        is_full = entry.parent is None
+        whole = (self.whole or is_full) and sound
+        return Standing(self.depth + 1, self.rooted or is_full, whole)
+
+
+NOWHERE = Standing(depth=0, rooted=False, whole=False)
+
+
+@dataclasses.dataclass(slots=True)
+class Derived:
+    """What follows from the entries and the known damage, by one pass over them.
+
+    Attributes:
+        version: of the ledger, when the pass began.
+        committed: newest last.
+        restorable: newest last.
+        by_step: entries of each step, mostly one.
+        children: directories of the entries that rest on an entry, by its directory.
+        wanted: directories of parents that are not there, or were not.
+        standing: of all entries, by directory.
+    """
+
+    version: int
+    committed: list[Entry]
+    restorable: list[Entry]
+    by_step: dict[int, list[Entry]]
+    children: dict[str, list[str]]
+    wanted: set[str]
+    standing: dict[str, Standing]
+
+    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
+        """Takes in an entry, if no other rests on it and none that is committed is newer.
+
+        Saves add such an entry, and take it away again: a pass for each would cost more than
+        all else that a save does in a root of thousands.
+
+        Args:
+            entry: of a directory that has none.
+            above: its parent, if it is known.
+            sound: whether it is committed and free of damage.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        newest = self.committed[-1].order if self.committed else entry.order
+        if entry.directory in self.wanted or above is entry or entry.order < newest:
+            return False
+        standing = self.standing[above.directory] if above else NOWHERE
+        standing = standing.with_child(entry, sound=sound)
+        self.standing[entry.directory] = standing
+        self.by_step.setdefault(entry.step, []).append(entry)
+        if above is not None:
+            self.children.setdefault(above.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            self.wanted.add(entry.parent.directory)
+        if entry.manifest is not None:
+            self.committed.append(entry)
+            if standing.whole:
+                self.restorable.append(entry)
+        return True
+
+    def shrink(self, entry: Entry, above: Entry | None) -> bool:
+        """Drops an entry, if no other rests on it and none that is committed is newer.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        if self.children.get(entry.directory):
+            return False
+        if entry.manifest is not None:
+            if self.committed[-1] is not entry:
+                return False
+            self.committed.pop()
+            if self.restorable and self.restorable[-1] is entry:
+                self.restorable.pop()
+        del self.standing[entry.directory]
+        self.by_step[entry.step].remove(entry)
+        if above is not None:
+            self.children[above.directory].remove(entry.directory)
+        return True
+
+
+def derive(
+    version: int,
+    entries: Sequence[Entry],
+    damaged: Collection[str],
+    spoilt: Collection[str],
+) -> Derived:
+    """What follows from all entries of a ledger.
+
+    Args:
+        version: of the ledger.
+        entries: one for each directory.
+        damaged: uuids of those that cannot be restored, nor what rests on them.
+        spoilt: uuids of those that cannot be restored themselves.
+    """
+    known = {entry.directory: entry for entry in entries}
+    above = {entry.directory: parent_of(entry, known) for entry in entries}
+    by_step: dict[int, list[Entry]] = {}
+    children: dict[str, list[str]] = {}
+    wanted: set[str] = set()
+    for entry in entries:
+        by_step.setdefault(entry.step, []).append(entry)
+        parent = above[entry.directory]
+        if parent is not None:
+            children.setdefault(parent.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            wanted.add(entry.parent.directory)
+    standing = _standing(entries, above, damaged)
+    committed = [entry for entry in entries if entry.manifest is not None]
+    committed.sort(key=lambda entry: entry.order)
+    return Derived(
+        version=version,
+        committed=committed,
+        restorable=[
+            entry
+            for entry in committed
+            if standing[entry.directory].whole and entry.uuid not in spoilt
+        ],
+        by_step=by_step,
+        children=children,
+        wanted=wanted,
+        standing=standing,
+    )
+
+
+def _standing(
+    entries: Sequence[Entry],
+    above: Mapping[str, Entry | None],
+    damaged: Collection[str],
+) -> dict[str, Standing]:
+    """What all chains come to, parents first: each entry is looked at once."""
+    found: dict[str, Standing] = {}
+    for entry in entries:
+        path: list[Entry] = []
+        each: Entry | None = entry
+        while each is not None and each.directory not in found:
+            # What a chain that is a circle meets when it comes round.
+            found[each.directory] = NOWHERE
+            path.append(each)
+            each = above[each.directory]
+        standing = found[each.directory] if each else NOWHERE
+        for below in reversed(path):
+            standing = standing.with_child(below, sound=is_sound(below, damaged))
+            found[below.directory] = standing
+    return found
+
+
+def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
+    """The entry that one rests on, if it is known."""
+    if entry.parent is None:
+        return None
+    above = entries.get(entry.parent.directory)
+    return above if above is not None and above.uuid == entry.parent.uuid else None
+
+
+def is_sound(entry: Entry, damaged: Collection[str]) -> bool:
+    """Whether an entry by itself is committed and not known to be damaged."""
+    return entry.manifest is not None and entry.uuid not in damaged
+
+
+def describe(entries: Collection[Entry]) -> str:
+    """Step directories for an error text, oldest first."""
+    ordered = sorted(entries, key=lambda entry: entry.order)
+    return ", ".join(entry.directory for entry in ordered)
+
+
+def aside_name(entry: Entry) -> str:
+    """What a step directory is called once it is moved out of the way."""
+    return names.abandoned(entry.directory, entry.generation, entry.uuid)
