@@ -46,8 +46,9 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import write_manifest
 from cnr_jax.repository.layout import other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Origin, Plan, Planner, Request
+from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
+from cnr_jax.repository.lineage.runs import Origin
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather.buffers import Buffers
 from cnr_jax.rows.mesh import outside_mesh
@@ -216,7 +217,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return plan
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
-        """Makes sure that a state may be saved to a root; see `Planner.check_origin`.
+        """Makes sure that a state may be saved to a root; see `Runs.check_origin`.
 
         Raises:
             UsedRootError: if the root holds checkpoints of another run.
@@ -224,11 +225,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         ledger = self.open(root, item)
         # Else no train step is waited for.
         if ledger.checkpoints() or self._other_checkpoints(root):
-            self._planner.check_origin(ledger, self._origin(root, args.touched))
+            self._planner.runs.check_origin(ledger, self._origin(root, args.touched))
 
     def _other_checkpoints(self, root: Any) -> tuple[str, ...]:
         """Checkpoints that are not listed; once it is known whose root it is, none matters."""
-        if self._planner.run is not None:
+        if self._planner.runs.current is not None:
             return ()
         return other_checkpoints(root, self.served.is_step)
 

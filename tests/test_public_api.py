@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -51,6 +52,35 @@ PUBLIC = {
 def test_public_names_are_exactly_these():
     assert set(cnr.__all__) == PUBLIC
     assert all(hasattr(cnr, name) for name in PUBLIC)
+
+
+def test_type_checkers_see_the_names_that_programs_get():
+    tree = ast.parse(Path(cnr.__file__).read_text("utf-8"))
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cnr_jax")
+        for alias in node.names
+    }
+    assert set(seen) == PUBLIC
+    for name, module in seen.items():
+        if module == "cnr_jax":
+            assert getattr(cnr, name) is importlib.import_module(f"cnr_jax.{name}")
+        else:
+            found = getattr(importlib.import_module(module), name)
+            assert getattr(cnr, name) is found
+
+
+def test_names_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, cnr_jax\n"
+        f"assert {PUBLIC} <= set(dir(cnr_jax))\n"
+        "assert issubclass(cnr_jax.errors.SaveError, OSError)\n"
+        "assert not {'jax', 'orbax', 'tensorstore'} & sys.modules.keys()\n"
+        "assert cnr_jax.args.Save and cnr_jax.optim.__name__ == 'cnr_jax.optim'\n"
+        "assert not hasattr(cnr_jax, 'no_such_name')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_every_public_name_has_a_docstring():

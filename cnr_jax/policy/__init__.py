@@ -9,50 +9,23 @@ without talking.
 
 from __future__ import annotations
 
-from cnr_jax.policy.baseline import (
-    Consecutive,
-    Decision,
-    Full,
-    Kind,
-    OneShot,
-    Policy,
-    SaveRecord,
-    since_baseline,
-)
-from cnr_jax.policy.bits import (
-    bits_after,
-    bits_for,
-    expected_restores,
-    small_tables,
-)
-from cnr_jax.policy.intermittent import Cost, Intermittent, Predictor
-from cnr_jax.policy.predictor import (
-    CycleCosts,
-    cycle_costs,
-    forecast_next,
-    full_is_due,
-    should_take_full,
-)
-
-__all__ = [
-    "Consecutive",
-    "Cost",
-    "CycleCosts",
-    "Decision",
-    "Full",
-    "Intermittent",
-    "Kind",
-    "OneShot",
-    "Policy",
-    "Predictor",
-    "SaveRecord",
-    "bits_after",
-    "bits_for",
-    "cycle_costs",
-    "expected_restores",
-    "forecast_next",
-    "full_is_due",
-    "should_take_full",
-    "since_baseline",
-    "small_tables",
-]
+from cnr_jax.policy.baseline import Consecutive as Consecutive
+from cnr_jax.policy.baseline import Decision as Decision
+from cnr_jax.policy.baseline import Full as Full
+from cnr_jax.policy.baseline import Kind as Kind
+from cnr_jax.policy.baseline import OneShot as OneShot
+from cnr_jax.policy.baseline import Policy as Policy
+from cnr_jax.policy.baseline import SaveRecord as SaveRecord
+from cnr_jax.policy.baseline import since_baseline as since_baseline
+from cnr_jax.policy.bits import bits_after as bits_after
+from cnr_jax.policy.bits import bits_for as bits_for
+from cnr_jax.policy.bits import expected_restores as expected_restores
+from cnr_jax.policy.bits import small_tables as small_tables
+from cnr_jax.policy.intermittent import Cost as Cost
+from cnr_jax.policy.intermittent import Intermittent as Intermittent
+from cnr_jax.policy.intermittent import Predictor as Predictor
+from cnr_jax.policy.predictor import CycleCosts as CycleCosts
+from cnr_jax.policy.predictor import cycle_costs as cycle_costs
+from cnr_jax.policy.predictor import forecast_next as forecast_next
+from cnr_jax.policy.predictor import full_is_due as full_is_due
+from cnr_jax.policy.predictor import should_take_full as should_take_full

@@ -188,7 +188,7 @@ def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> li
         named: paths of files.
     """
     files = set(named)
-    parents = {path[:at] for path in files for at in _slashes(path)}
+    parents = {path[:i] for path in files for i, x in enumerate(path) if x == "/"}
     found: list[str] = []
     left = [prefix]
     while left:
@@ -229,10 +229,6 @@ def check_dense_index(
             kind="dense_unfinished",
             path=where,
         )
-
-
-def _slashes(path: str) -> list[int]:
-    return [at for at, letter in enumerate(path) if letter == "/"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from cnr_jax.repository.chunk_files import numpy_dtype
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
-from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
+from cnr_jax.rows.gather.encode import encode_chunks
 from cnr_jax.rows.gather.rounding import Comparison
 
 
@@ -157,9 +157,10 @@ class RowsWriter:
         self._offsets: list[dict[str, PartRef]] = []
         self._writers = self._open_writers()
 
-    def _lay_out(self) -> dict[tuple[str, str], int]:
-        """Sets where the parts of each run start; returns elements by array and dtype."""
+    def _open_writers(self) -> dict[str, ArrayWriter]:
+        """Sets where the parts of each run start, and opens the arrays that hold them."""
         lengths: dict[tuple[str, str], int] = {}
+        escapes: dict[tuple[str, str], int] = {}
         for plan in self._with_rows:
             refs: dict[str, PartRef] = {}
             for part in _part_arrays(plan.codec, plan.width, plan.dtype):
@@ -168,18 +169,13 @@ class RowsWriter:
                 refs[part.part] = PartRef(array=part.array, offset=start)
                 lengths[key] = start + plan.count * part.width
             self._offsets.append(refs)
-        return lengths
-
-    def _open_writers(self) -> dict[str, ArrayWriter]:
-        writers = {
-            array: self._open(array, dtype, length)
-            for (array, dtype), length in self._lay_out().items()
-        }
-        escapes: dict[tuple[str, str], int] = {}
-        for plan in self._with_rows:
             if not isinstance(plan.codec, Raw):
                 key = _escape_array(plan.dtype)
                 escapes[key] = escapes.get(key, 0) + plan.count * plan.width
+        writers = {
+            array: self._open(array, dtype, length)
+            for (array, dtype), length in lengths.items()
+        }
         for (array, dtype), length in escapes.items():
             writers[array] = self._open(array, dtype, length, exact=False)
         return writers
@@ -211,7 +207,12 @@ class RowsWriter:
         done = 0
         for chunk, encoded in encode_chunks(chunks, device):
             compared.add(chunk, encoded, done)
-            done = self._write_chunk(chunk, encoded, done)
+            for name, values in encoded.parts.items():
+                array = names.array_name(chunk.codec.name, name, values.dtype.name)
+                self._writers[array].append(values)
+            if encoded.rows is not None:
+                self._write_escaped(encoded.escaped + done, encoded.rows)
+            done += chunk.count
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
         tiles = tuple(self._tile(plan) for plan in self._plans)
@@ -232,7 +233,10 @@ class RowsWriter:
             ),
         )
         if arrays:
-            self._sync_array_directories(arrays)
+            # TensorStore syncs files and the directory of each; the ones above are ours.
+            for name in arrays:
+                sync_directory(self._rows / name)
+            sync_directory(self._rows)
         path = self._directory / names.process_manifest(self._process)
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
@@ -242,14 +246,6 @@ class RowsWriter:
         """Waits until nothing is being written: a failed save's folder may be removed."""
         for writer in self._writers.values():
             writer.stop()
-
-    def _write_chunk(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> int:
-        for name, values in encoded.parts.items():
-            array = names.array_name(chunk.codec.name, name, values.dtype.name)
-            self._writers[array].append(values)
-        if encoded.rows is not None:
-            self._write_escaped(encoded.escaped + done, encoded.rows)
-        return done + chunk.count
 
     def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
         """Stores escaped rows raw, remembering for each run which rows and where."""
@@ -323,9 +319,3 @@ class RowsWriter:
             self._writers[name].append(data)
         entries = {name: writer.finish() for name, writer in self._writers.items()}
         return {name: entry for name, entry in entries.items() if entry is not None}
-
-    def _sync_array_directories(self, arrays: Iterable[str]) -> None:
-        """TensorStore syncs files and the directory of each; the ones above are ours."""
-        for name in arrays:
-            sync_directory(self._rows / name)
-        sync_directory(self._rows)

@@ -20,8 +20,9 @@ from cnr_jax.checkpointer.saving.save_in_flight import pending_entry
 from cnr_jax.policy import Consecutive, Full, OneShot
 from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Origin, Planner, Request
+from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation
+from cnr_jax.repository.lineage.runs import Origin
 
 from .conftest import make_manifest, table
 

@@ -158,9 +158,9 @@ class Planning:
 
     def _decide(self, request: Request, doubt: str) -> Plan:
         committed = self._last_save.settle()
-        if self._planner.run is None:
+        if self._planner.runs.current is None:
             # First: who claims a root ends the saves of the run that is at work there.
-            self._planner.check_origin(self._served.look(), request.origin)
+            self._planner.runs.check_origin(self._served.look(), request.origin)
         # A plain manager of Orbax is making the folder of this save by now.
         own = None if self._last_save.managed else request.directory
         ledger = self._served.begin(own)

@@ -4,10 +4,6 @@ The policy proposes; this module knows what is legal. A parent is legal for a st
 `touched` rows are counted from it: it was saved in the same lineage, or is the step that was
 restored, or rests beneath that. Whatever is not provably legal becomes a full save, with the
 reason in the log and the manifest: doubt costs bytes, never rows.
-
-It also knows of which run a save is. Retention deletes steps of that run only, so a save joins a
-run where that is known (its root was restored, or its touched rows come from there), and never
-begins one in a root that holds checkpoints, unless that is asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.repository.lineage.entries import Entry, describe
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.runs import Origin, Runs
 
 _log = logging.getLogger(__name__)
 _SPARE_PARENTS = 16
@@ -99,27 +96,6 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a state comes from that is about to be saved, as far as that is known.
-
-    Attributes:
-        root: that it is saved to, for errors.
-        touched: lineage and clock of the touched rows that go with it; None without any.
-        restored: run of the step of this root that a restore in this process gave these
-            touched rows with; None if none did.
-        new_run: it begins a new run, though the root holds checkpoints.
-        others: step directories that the ledger does not know, for their names are formed in
-            another way.
-    """
-
-    root: str = ""
-    touched: tuple[str, int] | None = None
-    restored: str | None = None
-    new_run: bool = False
-    others: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is about to be saved.
 
@@ -145,7 +121,7 @@ class Request:
     guarded: bool
     urgent: bool = False
     doubt: str = ""
-    origin: Origin = Origin()
+    origin: Origin = dataclasses.field(default_factory=Origin)
 
 
 class Planner:
@@ -156,7 +132,8 @@ class Planner:
         nonce: 24 hex digits that are unique to this run of the program.
 
     Attributes:
-        run: that was restored or saved last; None: this planner has done neither.
+        runs: tells of which run a save is.
+        branches: of each lineage that may go on, what is known of it.
     """
 
     def __init__(self, policy: Policy, nonce: str | None = None) -> None:
@@ -164,13 +141,8 @@ class Planner:
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
         self._most_restores = 0
-        self.run: str | None = None
-        # Whether that was restored, so that no other can begin here.
-        self._joined = False
-        self._is_new_run_refused = False
+        self.runs = Runs(self._nonce)
         self.branches: dict[str, Branch] = {}
-        # Of each lineage that was saved or restored here, for as long as this planner lives.
-        self._runs: dict[str, str] = {}
 
     def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
         """Decides about one save.
@@ -184,11 +156,11 @@ class Planner:
             request = dataclasses.replace(request, lineage=secrets.token_hex(16))
         self._attempt += 1
         uuid = f"{self._nonce}{self._attempt:08x}"
-        run, left = self._run(ledger, request, uuid)
+        run, left = self.runs.of_save(ledger, request.origin, request.step, uuid)
         branch = self._branch(request)
         branch.forget_parents(ledger)
         generation = self._generation(ledger, branch)
-        begins = run != self.run and bool(left)
+        begins = run != self.runs.current and bool(left)
         abandoned = [*left]
         if all(entry.directory != request.directory for entry in left):
             abandoned += self._in_the_way(ledger, branch, request, generation, run)
@@ -212,83 +184,10 @@ class Planner:
             committed=committed,
             known=tuple(sorted(ledger.directories())),
             run=run,
-            earlier=names.earlier_run(uuid) if left and self.run is None else "",
+            earlier=names.earlier_run(uuid)
+            if left and self.runs.current is None
+            else "",
         )
-
-    def check_origin(self, ledger: Ledger, origin: Origin) -> None:
-        """Makes sure that a save of a state from there is of a run that may save here.
-
-        Raises:
-            UsedRootError: if the root holds checkpoints, and neither was one restored, nor
-                does the state come from there, nor is a new run asked for.
-        """
-        if self.run is not None or origin.new_run:
-            return
-        there = [*origin.others, *ledger.checkpoints()]
-        if there and self._joinable(ledger, origin) is None:
-            raise _used_root(ledger, origin.root, there)
-
-    def _run(
-        self, ledger: Ledger, request: Request, uuid: str
-    ) -> tuple[str, list[Entry]]:
-        """The run of a save, and the steps that go aside because it is a new one.
-
-        A new run is called after the save that it begins with.
-        """
-        self.check_origin(ledger, request.origin)
-        if self.run is None:
-            if request.origin.new_run:
-                there = [*request.origin.others, *ledger.checkpoints()]
-                return uuid, [ledger.movable(name) for name in there]
-            known = self._joinable(ledger, request.origin)
-            return (uuid if known is None else known), []
-        if request.origin.new_run and self._joined and not self._is_new_run_refused:
-            _log.warning(
-                "new_run=True is ignored: a step of %s was restored, and its run goes on",
-                request.origin.root,
-            )
-            self._is_new_run_refused = True
-        whose = self._whose(ledger, request.origin)
-        if whose is not None or request.origin.touched is None:
-            return (self.run if whose is None else whose), []
-        later = self._later(ledger, request.step)
-        return (uuid if later else self.run), later
-
-    def _whose(self, ledger: Ledger, origin: Origin) -> str | None:
-        """The run that touched rows belong to; None if it is not known."""
-        if origin.touched is None:
-            return None
-        lineage, clock = origin.touched
-        if lineage in self._runs:
-            return self._runs[lineage]
-        if origin.restored is not None:
-            return origin.restored
-        for entry in reversed(ledger.committed()):
-            found = entry.manifest
-            if found is not None and found.lineage == lineage:
-                if found.recorded_clock is not None and found.recorded_clock <= clock:
-                    return entry.run
-        return None
-
-    def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
-        """The run that a first save joins; None if there is none that it goes on with."""
-        # A save of this planner may be there, though storage did not show it at first.
-        own = [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
-        return own[-1] if own else self._whose(ledger, origin)
-
-    def _later(self, ledger: Ledger, step: int) -> list[Entry]:
-        """Steps of the current run from one on, if it has got that far, dependents first.
-
-        Fresh touched rows at such a step are of a loop that begins again from nothing: what
-        retention counts for it is none of the steps before.
-        """
-        own = [entry for entry in ledger.committed() if entry.run == self.run]
-        if not own or step > own[-1].step:
-            return []
-        found = {e.uuid: e for e in own if e.step >= step}
-        for entry in [*found.values()]:
-            found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
-        return sorted(found.values(), key=lambda entry: entry.order, reverse=True)
 
     def saved(self, plan: Plan, entry: Entry) -> None:
         """Notes a committed save: from now on it may be a parent in its lineage."""
@@ -297,7 +196,7 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
-        self.run = self._runs[plan.lineage] = plan.run
+        self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.went_back = entry.manifest.history, ""
 
     def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
@@ -314,8 +213,7 @@ class Planner:
         """
         tip = chain[-1]
         assert tip.manifest is not None
-        self.run = self._runs[lineage] = tip.run
-        self._joined = True
+        self.runs.restored(lineage, tip.run)
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
         self.end_lineages(branch.restores)
         if exact:
@@ -490,33 +388,3 @@ def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
         )
         found += [record] * entry.saves
     return found
-
-
-def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
-    """The error for a save into a root of which nothing was restored."""
-    ours = ledger.committed()
-    steps = sorted(names.step_number(directory) for directory in found)
-    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
-    lines = [
-        f"{root} holds checkpoints, and none was restored: a new run would mix with theirs",
-        f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
-        "  expected an empty root, or a restore before the first save; nothing was changed",
-    ]
-    if set(found) <= ledger.foreign:
-        lines[1] += ", saved by plain Orbax"
-    elif ours:
-        lines.append(
-            "  hint: to go on with them, state, touched = manager.restore(None,"
-            " args=cnr_jax.args.Restore(state))"
-        )
-        lines.append(
-            "  hint: to go on with a state of that run in memory, pass its touched rows:"
-            " Save(state, touched)"
-        )
-    else:
-        lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
-    lines.append(
-        "  hint: to begin anew, save into another root; or Options(new_run=True), which moves"
-        " them into a folder of this one"
-    )
-    return errors.UsedRootError("\n".join(lines))

@@ -69,26 +69,28 @@ class ChainPreservation:
         ledger = self._ledger()
         if ledger is None or self._inner is None:
             return [True] * len(checkpoints)
-        lost = _lost(ledger) | _of_other_runs(ledger)
+        others = {e.step for e in ledger.committed() if e.run != ledger.run}
+        lost = _lost(ledger) | others
+        known = {info.step: ledger.by_step(info.step) for info in checkpoints}
         ordered = sorted(
             (info for info in checkpoints if info.step not in lost),
-            key=lambda info: _order(ledger, info.step),
+            key=lambda info: e.order if (e := known[info.step]) else (0, info.step),
         )
         kept = self._inner.should_preserve(ordered, context=context)
         wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
         all_steps = [info.step for info in checkpoints]
         steps = _with_parents(ledger, wanted | lost)
-        unsafe = _unsafe(ledger, all_steps)
+        # What steps up to the newest unreadable one rest on is not known.
+        newest = max(map(step_number, ledger.unreadable), default=-1)
+        unsafe = {step for step in all_steps if step <= newest}
         if not unsafe <= steps:
             self._say_what_is_spared(ledger, sorted(unsafe - steps))
             steps = _with_parents(ledger, steps | unsafe)
-        result = [step in steps for step in all_steps]
-        dropped = [ledger.by_step(step) for step in all_steps if step not in steps]
-        for entry in dropped:
-            # What is about to be deleted must not become a parent any more.
-            if entry is not None:
+        # What is about to be deleted must not become a parent any more.
+        for step, entry in known.items():
+            if step not in steps and entry is not None:
                 ledger.doom(entry.directory)
-        return result
+        return [step in steps for step in all_steps]
 
     def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
         """Says that the disk fills, why, and what to do."""
@@ -121,21 +123,11 @@ def _with_parents(ledger: Ledger, steps: set[int]) -> set[int]:
     return {e.step for d, e in ledger.entries.items() if d in closure} | steps
 
 
-def _order(ledger: Ledger, step: int) -> tuple[int, int]:
-    entry = ledger.by_step(step)
-    return entry.order if entry else (0, step)
-
-
 def _lost(ledger: Ledger) -> set[int]:
     """Steps that cannot be restored: without parent or manifest, or found damaged."""
     unreadable = {step_number(directory) for directory in ledger.unreadable}
     good = {entry.step for entry in ledger.restorable()}
     return {entry.step for entry in ledger.committed()} - good | unreadable
-
-
-def _of_other_runs(ledger: Ledger) -> set[int]:
-    """Steps of runs that retention is not to decide about."""
-    return {entry.step for entry in ledger.committed() if entry.run != ledger.run}
 
 
 def blockers(ledger: Ledger, directory: str) -> list[str]:
@@ -158,9 +150,3 @@ def blockers(ledger: Ledger, directory: str) -> list[str]:
     ]
     found = {*known, *named, *unknown}
     return sorted(found, key=lambda name: (step_number(name), name), reverse=True)
-
-
-def _unsafe(ledger: Ledger, steps: Sequence[int]) -> set[int]:
-    """Steps up to and including the newest one whose dependencies are not known."""
-    newest = max((step_number(name) for name in ledger.unreadable), default=-1)
-    return {step for step in steps if step <= newest}

@@ -226,7 +226,7 @@ class _Item:
                 f"  got uuid {other.uuid}, expected {parent.uuid}"
             )
             return [Finding(names.MANIFEST, "foreign_parent", text, "chain")]
-        if self._is_circle(step):
+        if step in self._chain(parent.directory):
             text = "the parents lead in a circle"
             return [Finding(names.MANIFEST, "circle", text, "chain")]
         if other.tables != manifest.tables:
@@ -240,34 +240,22 @@ class _Item:
             return [Finding(names.MANIFEST, "generation", text, "none")]
         return []
 
-    def _is_circle(self, step: str) -> bool:
-        seen: set[str] = set()
+    def _chain(self, step: str) -> set[str]:
+        """A step and those it rests on, as far as they are known."""
+        found: set[str] = set()
         at: str | None = step
-        while at is not None and at not in seen:
-            seen.add(at)
+        # Parents may lead in a circle.
+        while at is not None and at not in found:
+            found.add(at)
             manifest = self._manifests.get(at)
-            parent = manifest.parent if manifest else None
-            at = parent.directory if parent else None
-        return at == step
+            at = manifest.parent.directory if manifest and manifest.parent else None
+        return found
 
     def _problem(self, step: str, finding: Finding, known: Collection[str]) -> Problem:
         harmed: tuple[str, ...] = ()
         if finding.harms == "step":
             harmed = (step,)
         elif finding.harms == "chain":
-            harmed = tuple(name for name in known if self._rests_on(name, step))
+            harmed = tuple(name for name in known if step in self._chain(name))
         file = f"{self._item}/{finding.file}".rstrip("/")
         return Problem(step, file, finding.kind, harmed, finding.message)
-
-    def _rests_on(self, step: str, below: str) -> bool:
-        """Whether a step is, or rests on, another one."""
-        seen: set[str] = set()
-        at: str | None = step
-        while at is not None and at not in seen:
-            if at == below:
-                return True
-            seen.add(at)
-            manifest = self._manifests.get(at)
-            parent = manifest.parent if manifest else None
-            at = parent.directory if parent else None
-        return False

@@ -79,7 +79,9 @@ class Finding:
         return cls(file, kind, str(error), harms)
 
 
-Check = Callable[[], list[Finding]]
+# A file, what cannot be restored if it is damaged, and a function that raises if it is; that may
+# also return what else it has found.
+Check = tuple[str, Harm, Callable[[], list[Finding] | None]]
 
 
 def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Finding]:
@@ -106,14 +108,25 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
             checks += _array_checks(item, f"{rows}/{name}", entry, data)
-        checks.append(partial(_check_tiles, item, manifest, process, data))
+        look = partial(_check_tiles, item, manifest, process, data)
+        checks.append((names.process_manifest(process.process), "chain", look))
     for digest in manifest.dense_files:
-        checks.append(partial(_check_dense, item, digest, data))
-    checks.append(partial(_check_unnamed, item, manifest, processes))
+        look = partial(_check_dense, item, digest, data)
+        checks.append((digest.path, "step", look))
+    look = partial(_check_unnamed, item, manifest, processes)
+    checks.append(("", "none", look))
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "cnr_verify") as pool:
-        for findings in pool.map(lambda check: check(), checks):
+        for findings in pool.map(partial(_findings, item), checks):
             found += findings
     return list(dict.fromkeys(found))
+
+
+def _findings(item: AnyPath, check: Check) -> list[Finding]:
+    file, harms, look = check
+    found: list[Finding] = []
+    with _noted(found, item, file, harms):
+        found += look() or []
+    return found
 
 
 @contextlib.contextmanager
@@ -131,53 +144,39 @@ def _noted(
 def _array_checks(
     item: AnyPath, array: str, entry: ArrayEntry, data: bool
 ) -> Iterator[Check]:
-    yield partial(_check_metadata, item, array, entry)
-    reader: list[ArrayReader] = []
-    for chunk in range(len(entry.crc32c)):
-        yield partial(_check_chunk, item, array, entry, chunk, reader, data)
-
-
-def _check_metadata(item: AnyPath, array: str, entry: ArrayEntry) -> list[Finding]:
-    """`zarr.json` is for other programs: a restore goes by the manifest."""
-    found: list[Finding] = []
-    expected = FileDigest(
+    metadata = FileDigest(
         path=f"{array}/zarr.json",
         bytes=entry.metadata_bytes,
         sha256=entry.metadata_sha256,
     )
-    with _noted(found, item, expected.path, "none"):
-        check_file(item, expected)
-    return found
+    # It is for other programs: a restore goes by the manifest.
+    yield metadata.path, "none", partial(check_file, item, metadata)
+    readers: list[ArrayReader] = []
+    for chunk in range(len(entry.crc32c)):
+        look = partial(_check_chunk, item / array, entry, chunk, readers, data)
+        yield f"{array}/c/{chunk}", "chain", look
 
 
 def _check_chunk(
-    item: AnyPath,
-    array: str,
+    array: AnyPath,
     entry: ArrayEntry,
     chunk: int,
-    reader: list[ArrayReader],
+    readers: list[ArrayReader],
     data: bool,
-) -> list[Finding]:
-    found: list[Finding] = []
-    file = f"{array}/c/{chunk}"
-    with _noted(found, item, file):
-        check_chunk_file(item / array, entry, chunk)
-        if data:
-            if not reader:
-                from cnr_jax.repository.array_reader import ArrayReader
+) -> None:
+    check_chunk_file(array, entry, chunk)
+    if data:
+        if not readers:
+            from cnr_jax.repository.array_reader import ArrayReader
 
-                reader.append(ArrayReader(item / array, entry, cached=False))
-            reader[0].check_chunk(chunk)
-    return found
+            readers.append(ArrayReader(array, entry, cached=False))
+        readers[0].check_chunk(chunk)
 
 
-def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> list[Finding]:
-    found: list[Finding] = []
-    with _noted(found, item, digest.path, "step"):
-        check_size(item / digest.path, digest.bytes)
-        if data:
-            check_file(item, digest)
-    return found
+def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> None:
+    check_size(item / digest.path, digest.bytes)
+    if data:
+        check_file(item, digest)
 
 
 def _check_unnamed(

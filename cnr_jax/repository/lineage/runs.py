@@ -1,0 +1,177 @@
+"""Of which run of training a save is.
+
+Retention deletes steps of that run only, so a save joins a run where that is known (its root was
+restored, or its touched rows come from there), and never begins one in a root that holds
+checkpoints, unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a state comes from that is about to be saved, as far as that is known.
+
+    Attributes:
+        root: that it is saved to, for errors.
+        touched: lineage and clock of the touched rows that go with it; None without any.
+        restored: run of the step of this root that a restore in this process gave these
+            touched rows with; None if none did.
+        new_run: it begins a new run, though the root holds checkpoints.
+        others: step directories that the ledger does not know, for their names are formed in
+            another way.
+    """
+
+    root: str = ""
+    touched: tuple[str, int] | None = None
+    restored: str | None = None
+    new_run: bool = False
+    others: tuple[str, ...] = ()
+
+
+class Runs:
+    """The runs of one root, as the process that decides about its saves knows them.
+
+    Args:
+        nonce: that uuids of saves of this process begin with.
+
+    Attributes:
+        current: the run that was restored or saved last; None: neither was done here.
+    """
+
+    def __init__(self, nonce: str) -> None:
+        self._nonce = nonce
+        self.current: str | None = None
+        # Whether that was restored, so that no other can begin here.
+        self._is_restored = False
+        self._is_new_run_refused = False
+        # Of each lineage that was saved or restored here, for as long as this process lives.
+        self._known: dict[str, str] = {}
+
+    def saved(self, lineage: str, run: str) -> None:
+        """Notes a committed save."""
+        self.current = self._known[lineage] = run
+
+    def restored(self, lineage: str, run: str) -> None:
+        """Notes that a step of a run goes on as `lineage`."""
+        self.saved(lineage, run)
+        self._is_restored = True
+
+    def check_origin(self, ledger: Ledger, origin: Origin) -> None:
+        """Makes sure that a save of a state from there is of a run that may save here.
+
+        Raises:
+            UsedRootError: if the root holds checkpoints, and neither was one restored, nor
+                does the state come from there, nor is a new run asked for.
+        """
+        if self.current is not None or origin.new_run:
+            return
+        there = [*origin.others, *ledger.checkpoints()]
+        if there and self._joinable(ledger, origin) is None:
+            raise _used_root(ledger, origin.root, there)
+
+    def of_save(
+        self, ledger: Ledger, origin: Origin, step: int, uuid: str
+    ) -> tuple[str, list[Entry]]:
+        """The run of a save, and the steps that go aside because it is a new one.
+
+        A new run is called after the save that it begins with.
+
+        Raises:
+            UsedRootError: see `check_origin`.
+        """
+        self.check_origin(ledger, origin)
+        if self.current is None:
+            if origin.new_run:
+                there = [*origin.others, *ledger.checkpoints()]
+                return uuid, [ledger.movable(name) for name in there]
+            known = self._joinable(ledger, origin)
+            return (uuid if known is None else known), []
+        if origin.new_run and self._is_restored and not self._is_new_run_refused:
+            _log.warning(
+                "new_run=True is ignored: a step of %s was restored, and its run goes on",
+                origin.root,
+            )
+            self._is_new_run_refused = True
+        whose = self._whose(ledger, origin)
+        if whose is not None or origin.touched is None:
+            return (self.current if whose is None else whose), []
+        later = self._later(ledger, step)
+        return (uuid if later else self.current), later
+
+    def _whose(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that touched rows belong to; None if it is not known."""
+        if origin.touched is None:
+            return None
+        lineage, clock = origin.touched
+        if lineage in self._known:
+            return self._known[lineage]
+        if origin.restored is not None:
+            return origin.restored
+        for entry in reversed(ledger.committed()):
+            found = entry.manifest
+            if found is not None and found.lineage == lineage:
+                if found.recorded_clock is not None and found.recorded_clock <= clock:
+                    return entry.run
+        return None
+
+    def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
+        """The run that a first save joins; None if there is none that it goes on with."""
+        # A save of this planner may be there, though storage did not show it at first.
+        own = [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
+        return own[-1] if own else self._whose(ledger, origin)
+
+    def _later(self, ledger: Ledger, step: int) -> list[Entry]:
+        """Steps of the current run from one on, if it has got that far, dependents first.
+
+        Fresh touched rows at such a step are of a loop that begins again from nothing: what
+        retention counts for it is none of the steps before.
+        """
+        own = [entry for entry in ledger.committed() if entry.run == self.current]
+        if not own or step > own[-1].step:
+            return []
+        found = {e.uuid: e for e in own if e.step >= step}
+        for entry in [*found.values()]:
+            found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
+        return sorted(found.values(), key=lambda entry: entry.order, reverse=True)
+
+
+def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
+    """The error for a save into a root of which nothing was restored."""
+    ours = ledger.committed()
+    steps = sorted(names.step_number(directory) for directory in found)
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+    lines = [
+        f"{root} holds checkpoints, and none was restored: a new run would mix with theirs",
+        f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
+        "  expected an empty root, or a restore before the first save; nothing was changed",
+    ]
+    if set(found) <= ledger.foreign:
+        lines[1] += ", saved by plain Orbax"
+    elif ours:
+        lines.append(
+            "  hint: to go on with them, state, touched = manager.restore(None,"
+            " args=cnr_jax.args.Restore(state))"
+        )
+        lines.append(
+            "  hint: to go on with a state of that run in memory, pass its touched rows:"
+            " Save(state, touched)"
+        )
+    else:
+        lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
+    lines.append(
+        "  hint: to begin anew, save into another root; or Options(new_run=True), which moves"
+        " them into a folder of this one"
+    )
+    return errors.UsedRootError("\n".join(lines))
