@@ -23,6 +23,7 @@ from cnr_jax.repository.files import (
     exists,
     is_directory,
     is_local,
+    mode_of,
     size_of,
 )
 
@@ -112,14 +113,9 @@ def refuse_pipe(path: AnyPath) -> None:
         IntegrityError: if it is a pipe, a socket or a device.
         OSError: if the storage does not say.
     """
-    where = os.fspath(path)
-    try:
-        mode = os.stat(where).st_mode if is_local(path) else stat.S_IFREG
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return
-        raise
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    mode = mode_of(path) if is_local(path) else None
+    if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        where = os.fspath(path)
         raise errors.IntegrityError(
             f"{where} is not a file", kind="file_damaged", path=where
         )

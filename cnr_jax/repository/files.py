@@ -91,7 +91,7 @@ def exists(path: AnyPath) -> bool:
         >>> exists(Path("/")), exists(Path("/no such folder/file"))
         (True, False)
     """
-    return _mode(path) is not None if is_local(path) else path.exists()
+    return mode_of(path) is not None if is_local(path) else path.exists()
 
 
 def is_directory(path: AnyPath) -> bool:
@@ -102,7 +102,7 @@ def is_directory(path: AnyPath) -> bool:
     """
     if not is_local(path):
         return path.is_dir()
-    mode = _mode(path)
+    mode = mode_of(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
@@ -114,23 +114,22 @@ def is_named(path: AnyPath) -> bool:
     """
     if not is_local(path):
         return path.exists()
-    try:
-        os.lstat(os.fspath(path))
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
-        return False
-    return True
+    return mode_of(path, follow=False) is not None
 
 
 # No such name, or one that can lead nowhere: nothing that storage may show the next time.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
-def _mode(path: AnyPath) -> int | None:
-    """What is at a local path; None: nothing."""
+def mode_of(path: AnyPath, *, follow: bool = True) -> int | None:
+    """What is at a local path, as the system tells it; None: nothing.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    look = os.stat if follow else os.lstat
     try:
-        return os.stat(os.fspath(path)).st_mode
+        return look(os.fspath(path)).st_mode
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
@@ -167,11 +166,11 @@ def read_small(path: AnyPath, limit_bytes: int) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise errors.FormatError(f"{where} is not a file", path=where)
-        with open(descriptor, "rb") as stream:
-            data = stream.read(limit_bytes + 1)
+        stream = open(descriptor, "rb")
     else:
-        with path.open("rb") as stream:
-            data = stream.read(limit_bytes + 1)
+        stream = path.open("rb")
+    with stream:
+        data = stream.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise errors.FormatError(
             f"{where} is too large: more than {limit_bytes:,} bytes", path=where
