@@ -17,6 +17,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
+from cnr_jax.policy.baseline import full_because
 from cnr_jax.repository.lineage.entries import Entry, describe
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
@@ -160,11 +161,12 @@ class Planner:
         branch = self._branch(request)
         branch.forget_parents(ledger)
         generation = self._generation(ledger, branch)
+        is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
         abandoned = [*left]
         if all(entry.directory != request.directory for entry in left):
             abandoned += self._in_the_way(ledger, branch, request, generation, run)
-        decision, reason = self._decide(ledger, branch, request, begins)
+        decision = self._decide(ledger, branch, request, begins)
         parent = self._parent(ledger, branch, decision)
         return Plan(
             uuid=uuid,
@@ -177,16 +179,14 @@ class Planner:
             generation=generation,
             codec=decision.codec,
             policy=self._policy.name,
-            reason=reason,
+            reason=decision.reason,
             history=branch.history if decision.kind == "delta" else (),
             restores=branch.restores,
             abandoned=tuple(entry.directory for entry in abandoned),
             committed=committed,
             known=tuple(sorted(ledger.directories())),
             run=run,
-            earlier=names.earlier_run(uuid)
-            if left and self.runs.current is None
-            else "",
+            earlier=names.earlier_run(uuid) if left and is_first else "",
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -318,24 +318,24 @@ class Planner:
 
     def _decide(
         self, ledger: Ledger, branch: Branch, request: Request, begins: bool
-    ) -> tuple[Decision, str]:
-        obstacle = self._obstacle(ledger, branch, request, begins)
-        if obstacle is not None:
-            _log.info("step %d is saved full: %s", request.step, obstacle)
-            return Decision(kind="full", parent=None, reason=obstacle), obstacle
-        decision = self._policy.decide(records(branch.history))
-        if request.urgent and decision.kind == "full" and branch.tip is not None:
-            reason = "the run is about to end, and a delta is written sooner"
-            urgent = dataclasses.replace(
-                decision, kind="delta", parent=branch.tip.step, reason=reason
-            )
-            if self._parent(ledger, branch, urgent) is not None:
-                return urgent, reason
-        if decision.kind == "delta" and self._parent(ledger, branch, decision) is None:
+    ) -> Decision:
+        reason = self._obstacle(ledger, branch, request, begins)
+        if reason is None:
+            decision = self._policy.decide(records(branch.history))
+            if request.urgent and decision.kind == "full" and branch.tip is not None:
+                urgent = dataclasses.replace(
+                    decision,
+                    kind="delta",
+                    parent=branch.tip.step,
+                    reason="the run is about to end, and a delta is written sooner",
+                )
+                if self._parent(ledger, branch, urgent) is not None:
+                    return urgent
+            if decision.kind == "full" or self._parent(ledger, branch, decision):
+                return decision
             reason = f"step {decision.parent} is not a legal parent any more"
-            _log.info("step %d is saved full: %s", request.step, reason)
-            return Decision(kind="full", parent=None, reason=reason), reason
-        return decision, decision.reason
+        _log.info("step %d is saved full: %s", request.step, reason)
+        return full_because(reason)
 
     def _obstacle(
         self, ledger: Ledger, branch: Branch, request: Request, begins: bool
