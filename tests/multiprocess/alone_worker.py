@@ -48,8 +48,8 @@ def save_items(manager: cnr.CheckpointManager, run: Run) -> str:
             items["state"] = cnr.args.Save(run.state, run.touched)
         assert manager.save(step, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
-    with manager._all_directories():
-        return f"items {manager.all_steps()}"
+    there = sorted(int(p.name) for p in Path(manager.directory).glob("[0-9]"))
+    return f"items {there}"
 
 
 def fails_unlike(manager: cnr.CheckpointManager, run: Run, process: int) -> str:
