@@ -22,7 +22,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.multihost.agreement import all_succeed
 from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, Place, place_of
+from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.resume import Resuming, run_restored
 from cnr_jax.checkpointer.save_errors import save_error
@@ -44,7 +44,7 @@ from cnr_jax.checkpointer.tracking.tracker import Found, Moment, Tracker
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import write_manifest
-from cnr_jax.repository.layout import other_checkpoints
+from cnr_jax.repository.layout import Place, other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving

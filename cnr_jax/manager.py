@@ -26,7 +26,6 @@ from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat import (
     DEFAULT_ITEM,
     ExactPath,
-    Place,
     is_distributed,
     shorten_logs,
     step_names,
@@ -47,6 +46,7 @@ from cnr_jax.options import Options, checked
 from cnr_jax.registry import handler_registry
 from cnr_jax.repository.files import exists, missing_directories, sync_made
 from cnr_jax.repository.layout import (
+    Place,
     check_is_no_file,
     check_is_root,
     check_is_there,

@@ -17,7 +17,7 @@ import pytest
 from etils import epath
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat import Place
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step_reader import open_chain
 

@@ -1,7 +1,8 @@
-"""What a root may be, which directories in it may be steps, and which item holds checkpoints."""
+"""Where a checkpoint lies: what a root may be, and which step and item in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import urllib.parse
@@ -18,6 +19,26 @@ from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 # pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT_SCHEME = re.compile(r"(gs|gcs|s3|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item of a step lies, or will lie once it is committed.
+
+    Attributes:
+        root: holds the step directories.
+        directory: name of the step directory.
+        item: name of the item's directory in it.
+    """
+
+    root: AnyPath
+    directory: str
+    item: str
+
+    @property
+    def path(self) -> AnyPath:
+        """The item's directory."""
+        return self.root / self.directory / self.item
 
 
 def open_root(root: str | os.PathLike[str]) -> epath.Path:

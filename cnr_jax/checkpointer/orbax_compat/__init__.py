@@ -17,7 +17,6 @@ from cnr_jax.checkpointer.orbax_compat.exact import ExactPath as ExactPath
 from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs as shorten_logs
 from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere as told_elsewhere
 from cnr_jax.checkpointer.orbax_compat.places import DEFAULT_ITEM as DEFAULT_ITEM
-from cnr_jax.checkpointer.orbax_compat.places import Place as Place
 from cnr_jax.checkpointer.orbax_compat.places import (
     checkpoint_infos as checkpoint_infos,
 )

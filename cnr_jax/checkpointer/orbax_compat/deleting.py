@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from cnr_jax.format.names import step_number as step_number
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.upkeep.removal import children_first
 

@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 
 from cnr_jax.checkpointer.orbax_compat.exact import ExactPath
 from cnr_jax.format import names
-from cnr_jax.format.names import step_number as step_number
 from cnr_jax.repository.files import AnyPath, exists
 
 

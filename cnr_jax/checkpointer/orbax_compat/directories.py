@@ -12,8 +12,6 @@ import jax
 from orbax.checkpoint._src.futures import future as signals
 from orbax.checkpoint._src.futures import signaling_client, synchronization
 
-from cnr_jax.format.names import step_number as step_number
-
 
 class Directories:
     """The directories of the save that starts, which Orbax makes in threads of its own.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import logging
 from collections.abc import Callable
@@ -12,35 +11,14 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_manager
 
 from cnr_jax.format import names
-from cnr_jax.format.names import step_number as step_number
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.layout import Place, open_root
 
 _log = logging.getLogger(__name__)
 DEFAULT_ITEM = "default"
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where an item of a step lies, or will lie once it is committed.
-
-    Attributes:
-        root: holds the step directories.
-        directory: name of the step directory.
-        item: name of the item's directory in it.
-    """
-
-    root: AnyPath
-    directory: str
-    item: str
-
-    @property
-    def path(self) -> AnyPath:
-        """The item's directory."""
-        return self.root / self.directory / self.item
 
 
 def place_of(directory: AnyPath) -> Place:
@@ -86,7 +64,7 @@ def step_names(
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,
     )
-    return lambda name: written.build_name(step_number(name)) == name
+    return lambda name: written.build_name(names.step_number(name)) == name
 
 
 def refuse_pipes(step: AnyPath) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from cnr_jax.format.names import step_number as step_number
-
 # Where Orbax waits for all processes before and after the commit of a save.
 COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
 

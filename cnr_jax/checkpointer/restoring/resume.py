@@ -11,13 +11,14 @@ from typing import Any
 
 from cnr_jax.checkpointer.multihost.agreement import settle
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import Place, end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat import end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.lifecycle import LastSave
 from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.repository.files import is_local
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner

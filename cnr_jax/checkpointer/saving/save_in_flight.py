@@ -11,7 +11,6 @@ import jax
 from jax.core import Tracer
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import Place
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.background import Background
@@ -19,6 +18,7 @@ from cnr_jax.checkpointer.tracking.tracker import Found
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import Facts
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written

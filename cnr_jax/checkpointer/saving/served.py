@@ -11,8 +11,8 @@ import jax
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import Place
 from cnr_jax.repository.files import exists
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.lineage.suspects import forget_gone
