@@ -39,7 +39,6 @@ from cnr_jax.checkpointer.saving.save_in_flight import (
     check_concrete,
     is_alive,
 )
-from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.checkpointer.tracking.tracker import Found, Moment, Tracker
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
@@ -47,9 +46,9 @@ from cnr_jax.repository.commit import write_manifest
 from cnr_jax.repository.layout import Place, other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
-from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.gather.buffers import Buffers
 from cnr_jax.rows.mesh import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
@@ -90,7 +89,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             check_tables(tables)
             self.options.check_tables(tables)
         self._entries = capture.table_entries(tables or Tables({}))
-        self.served = Served()
+        self.served = RootWriter(lambda: jax.process_index() == 0)
         self.guarded = False
         self._planner = Planner(self.options.policy)
         self.last_save = LastSave(self.served, self._planner, tables, self.options)
@@ -150,20 +149,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             restores = found[-1].restores + 1 if found else 0
         return self._widening.bits(restores)
 
-    def preservation_policy(self, inner: Preserving | None) -> ChainPreservation:
-        """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
-
-        Until a manager has asked this policy, the handler writes only full checkpoints,
-        because plain retention would delete parents.
-
-        Args:
-            inner: such as `ocp.checkpoint_managers.LatestN(3)`; None keeps everything.
-        """
-
-        def consulted() -> None:
-            self.guarded = True
-
-        return ChainPreservation(inner, lambda: self.ledger, consulted)
+    def guard(self) -> None:
+        """Lets saves be deltas: from now on something sees to it that parents are kept."""
+        self.guarded = True
 
     @outside_mesh()
     def prepare(self, place: Place, args: Save, *, urgent: bool = False) -> Plan:

@@ -30,8 +30,12 @@ from cnr_jax.checkpointer.orbax_compat import (
     shorten_logs,
     step_names,
 )
-from cnr_jax.checkpointer.orbax_compat.keeping import deleter, with_safety
-from cnr_jax.checkpointer.orbax_compat.options import check_orbax_options, inner_policy
+from cnr_jax.checkpointer.orbax_compat.options import (
+    check_orbax_options,
+    deleter,
+    with_retention,
+    with_safety,
+)
 from cnr_jax.checkpointer.restoring.choose_step import Restorer
 from cnr_jax.checkpointer.restoring.listing import ListingManager
 from cnr_jax.checkpointer.save_errors import as_save_errors
@@ -56,8 +60,8 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.leftovers import find_leftovers, report
-from cnr_jax.repository.upkeep.writer import recover
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
 
@@ -120,8 +124,7 @@ class CheckpointManager(ListingManager):
         self._course = Course(self._handler.uses)
         self._root = ExactPath(open_root(root))
         self._channel.name = f"saves in {self._root.name}"
-        self._handler.served.root = self._root
-        self._handler.served.is_step = step_names(orbax_options)
+        self._handler.served.bind(self._root, step_names(orbax_options))
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
@@ -137,15 +140,10 @@ class CheckpointManager(ListingManager):
         else:
             self._item = self._open(item)  # maybe on one process alone, to look at it
         self._skips_when_busy = options.when_busy == "skip"
-        inner = inner_policy(options, orbax_options)
         orbax_options = orbax_options or ocp.CheckpointManagerOptions()
         orbax_options = dataclasses.replace(
-            orbax_options,
+            with_retention(orbax_options, options, registry.preservation_policy),
             async_options=self._with_barriers(orbax_options.async_options),
-            max_to_keep=None,
-            keep_period=None,
-            keep_time_interval=None,
-            preservation_policy=self._handler.preservation_policy(inner),
         )
         super().__init__(
             self._root,
@@ -155,12 +153,10 @@ class CheckpointManager(ListingManager):
         shorten_logs(self._checkpointer)
         self._handler.guarded = self._handler.last_save.managed = True
         self._deleter = deleter(
-            self._root,
+            self._handler.served,
             orbax_options,
             self._checkpoint_deleter,
-            name_of=self._existing_directory,
-            ledger=lambda: self._ledger,
-            check=self._handler.served.check_claim,
+            self._existing_directory,
         )
         self._checkpoint_deleter = self._deleter
         # Whether the first save may be of the run that it is, as all processes found alike.

@@ -16,8 +16,15 @@ class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
     handler: CnrHandler
 
     def preservation_policy(self, inner: Preserving | None = None) -> ChainPreservation:
-        """The policy to give to `ocp.CheckpointManagerOptions`; see `CnrHandler`."""
-        return self.handler.preservation_policy(inner)
+        """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
+
+        Until a manager has asked this policy, which is to be in its options, the handler writes
+        only full checkpoints, because plain retention would delete parents.
+
+        Args:
+            inner: such as `ocp.checkpoint_managers.LatestN(3)`; None keeps everything.
+        """
+        return ChainPreservation(inner, lambda: self.handler.ledger, self.handler.guard)
 
 
 def handler_registry(

@@ -374,7 +374,7 @@ class PlainRun(Run):
     def open(self, **options: Any) -> None:
         settings = {"codec": "raw", "policy": cnr.Consecutive(), "audit_bytes": LIMIT}
         registry = cnr.handler_registry(self.tables, cnr.Options(**settings | options))
-        keep = registry.handler.preservation_policy(None)
+        keep = registry.preservation_policy(None)
         self.manager = ocp.CheckpointManager(
             self.root,
             handler_registry=registry,

@@ -21,7 +21,7 @@ import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.repository.upkeep import unfinished
+from cnr_jax.repository.upkeep import leftovers
 
 ITEM = "default"
 
@@ -437,7 +437,7 @@ def test_what_a_failed_save_has_written_is_deleted_behind_training(
     def fail(*args: Any) -> Any:
         raise OSError("no space")
 
-    monkeypatch.setattr(unfinished, "ROOM_SECS", 0.1)
+    monkeypatch.setattr(leftovers, "ROOM_SECS", 0.1)
     with open_manager(tmp_path, run) as manager:
         run.run(manager, [1])
         monkeypatch.setattr(os, "unlink", held)

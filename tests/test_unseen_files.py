@@ -20,7 +20,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat import DenseStore
 from cnr_jax.repository.upkeep.claim import Claim
-from cnr_jax.repository.upkeep.writer import Guard
+from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
@@ -262,9 +262,9 @@ def test_folder_that_orbax_is_making_for_a_save_is_no_leftover(
     """A plain manager of Orbax makes it before the save is planned."""
     run = tiny_run()
     (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
-    tidy_up = Guard._tidy_up
+    tidy_up = RootWriter._tidy_up
 
-    def when_made(self: Guard, *args: Any) -> None:
+    def when_made(self: RootWriter, *args: Any) -> None:
         deadline = time.monotonic() + 60
         path = tmp_path / "0.orbax-checkpoint-tmp" / "default.orbax-checkpoint-tmp"
         while not path.exists() and time.monotonic() < deadline:
@@ -273,7 +273,7 @@ def test_folder_that_orbax_is_making_for_a_save_is_no_leftover(
         still_there.append(path.exists())
 
     still_there: list[bool] = []
-    monkeypatch.setattr(Guard, "_tidy_up", when_made)
+    monkeypatch.setattr(RootWriter, "_tidy_up", when_made)
     Claim(tmp_path).take()  # another manager was here
     registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
     with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:

@@ -1,4 +1,4 @@
-"""The last step of a save: look at what all processes wrote, then write `manifest.json`."""
+"""The last steps of a save: look at what all wrote, write `manifest.json`, make it all durable."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from cnr_jax.repository.files import (
     digest_tree,
     exists,
     sync_directory,
+    sync_files,
+    sync_step,
     sync_tree,
     write_durably,
 )
@@ -91,6 +93,47 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
     return digest.bytes
+
+
+def sync_uncommitted(root: AnyPath, directory: str, item: str) -> bool:
+    """Makes a step durable that Orbax is about to rename.
+
+    Returns:
+        Whether it is to be renamed: not where a file in it says that it is committed.
+    """
+    path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
+    if not exists(path):
+        return False
+    sync_step(path, item)
+    return True
+
+
+def sync_committed(root: AnyPath, directory: str, item: str, *, whole: bool) -> None:
+    """Makes a step and its name durable once it is renamed.
+
+    Args:
+        root: of the manager.
+        directory: of the step.
+        item: that holds our checkpoint.
+        whole: whether it was not synced before it was renamed.
+
+    Raises:
+        IntegrityError: if there is no such step.
+    """
+    path = root / directory
+    if not exists(path):
+        raise errors.IntegrityError(
+            f"step {directory} was not committed; nothing is deleted in its favour\n"
+            f"  {os.fspath(path)} is missing\n"
+            "  hint: wait_until_finished() says why a save failed; an error that"
+            " check_for_errors() raised before is not raised again",
+            kind="not_committed",
+        )
+    if whole:
+        sync_step(path, item)
+    else:
+        sync_files(path)
+    sync_directory(root)
 
 
 def _read_processes(

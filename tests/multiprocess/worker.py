@@ -32,8 +32,8 @@ import cnr_jax as cnr
 import cnr_jax.checkpointer.orbax_compat
 import cnr_jax.checkpointer.saving.capture
 import cnr_jax.handler
-from cnr_jax.checkpointer.orbax_compat import ChainDeleter
 from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.upkeep.removal import ChainDeleter
 
 ROWS = {"user": 512, "item": 128}
 # Also a table that `bits="auto"` takes for small, whole on every device.

@@ -13,10 +13,10 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository import files
-from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.claim import Aside, Claim, read_writer
 from cnr_jax.repository.upkeep.lock import WritingLock
-from cnr_jax.repository.upkeep.writer import Guard, recover
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 MOVED = names.abandoned("2", 1, "b" * 32)
 ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", MOVED),))
@@ -158,18 +158,19 @@ def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
     other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cnr_jax.repository.upkeep.writer.HAND_OVER_SECS", 0.1)
-    guard, ledger = Guard(tmp_path, "state"), Ledger()
+    writer = RootWriter(lambda: True)
+    writer.open(tmp_path, "state")
     temporary = tmp_path / f"3{names.TEMPORARY_SUFFIX}"
     temporary.mkdir()
     with pytest.raises(errors.WriterError, match=f"process {other.pid}") as caught:
-        guard.begin(ledger)
+        writer.begin()
     assert caught.value.kind == "writer_busy"
     assert temporary.exists(), "somebody is writing it"
     other.kill()
     other.wait()
     # The system frees a dead one's lock, at the latest when it has been waited for.
-    guard.begin(ledger)
-    guard.close()
+    writer.begin()
+    writer.close()
     assert not temporary.exists()
 
 
@@ -200,8 +201,26 @@ def test_an_unfinished_rollback_is_undone_at_a_start_unless_somebody_writes(
     claim.check()
 
 
-def test_the_guard_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None:
-    guard = Guard(tmp_path / "a" / "b", "state")
-    guard.begin(Ledger())
+def test_the_writer_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None:
+    writer = RootWriter(lambda: True)
+    writer.open(tmp_path / "a" / "b", "state")
+    writer.begin()
     assert (tmp_path / "a" / "b" / names.WRITER).exists()
-    guard.close()
+    writer.close()
+
+
+def test_only_the_first_process_touches_the_root(tmp_path: Path) -> None:
+    nobody, other = RootWriter(lambda: True), RootWriter(lambda: False)
+    other.open(tmp_path / "a", "state")
+    (tmp_path / "a" / f"3{names.TEMPORARY_SUFFIX}").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for writer in (nobody, other):
+        writer.check_claim()
+        writer.committed()
+        writer.discard("3")
+        writer.undo()
+        writer.end_writing()
+        writer.take_over()
+        writer.close()
+        assert not writer.writes and not writer.changed
+    assert sorted(tmp_path.rglob("*")) == before

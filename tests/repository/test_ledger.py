@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cnr_jax.format.manifest import Manifest, ParentRef, dump
 from cnr_jax.repository.lineage.entries import Entry, describe, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
-from cnr_jax.repository.upkeep.writer import Guard
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 from .conftest import make_manifest
 
@@ -202,11 +203,18 @@ def test_older_step_in_the_place_of_a_failed_save_is_known_as_what_it_is(
 
 
 def move_aside(root: Path, entry: Entry) -> None:
-    guard = Guard(root, ITEM)
-    guard.begin(Ledger.load(root, ITEM))
-    guard.move_aside("f" * 32, entry.directory, [entry])
-    guard.committed()
-    guard.close()
+    plan: Any = SimpleNamespace(
+        uuid="f" * 32,
+        directory=entry.directory,
+        abandoned=(entry.directory,),
+        earlier="",
+    )
+    writer = RootWriter(lambda: True)
+    writer.open(root, ITEM)
+    writer.begin()
+    writer.move_aside(plan)
+    writer.committed()
+    writer.close()
 
 
 def test_step_moved_aside_is_whole_there_and_no_step_any_more(

@@ -48,8 +48,8 @@ def test_a_removed_directory_and_all_in_it_are_gone(
 ) -> None:
     make_step(tmp_path, "1")
     make_step(tmp_path, "2")
-    remover = Remover(tmp_path, background=background, threads=3)
-    remover.remove("1")
+    remover = Remover(tmp_path)
+    remover.remove("1", background=background)
     assert "1" not in left(tmp_path)
     remover.close()
     assert left(tmp_path) == {"2"}
@@ -74,7 +74,9 @@ def test_before_a_file_is_deleted_the_directory_is_renamed_and_the_root_synced(
 
     monkeypatch.setattr(os, "unlink", note_unlink)
     monkeypatch.setattr(os, "fsync", note_fsync)
-    Remover(tmp_path, threads=1).remove("7")
+    remover = Remover(tmp_path)
+    remover.threads = 1
+    remover.remove("7", background=False)
     assert seen == [f"sync {tmp_path}", *["unlink"] * 4]
 
 
@@ -95,12 +97,12 @@ def test_a_directory_whose_new_name_cannot_be_synced_is_there_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_in: str | None
 ) -> None:
     make_step(tmp_path, "1")
-    remover = Remover(tmp_path, keep_in=keep_in)
+    remover = Remover(tmp_path)
     if keep_in:
         (tmp_path / keep_in).mkdir()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "no")))
     with pytest.raises(OSError, match="no"):
-        remover.remove("1")
+        remover.keep("1", keep_in) if keep_in else remover.remove("1")
     assert step_directories(tmp_path) == ["1"]
     assert (tmp_path / "1" / "a" / "b" / "deep").exists()
 
@@ -110,7 +112,7 @@ def test_what_no_reader_lists_is_discarded_also_where_nothing_can_be_synced(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "no")))
     make_step(tmp_path, "1.orbax-checkpoint-tmp")
-    remover = Remover(tmp_path, background=True)
+    remover = Remover(tmp_path)
     remover.discard("1.orbax-checkpoint-tmp")
     assert not (tmp_path / "1.orbax-checkpoint-tmp").exists()
     remover.close()
@@ -125,11 +127,13 @@ def test_files_that_cannot_be_deleted_are_reported_and_are_no_step(
         broken = refuse(OSError(5, "no luck"), "deep")
         patch.setattr(os, "unlink", broken(os.unlink))
         with caplog.at_level(logging.ERROR, logger="cnr_jax"):
-            Remover(tmp_path).remove("1")
+            Remover(tmp_path).remove("1", background=False)
     assert "no luck" in caplog.text and "4 of its files and folders" in caplog.text
     (name,) = left(tmp_path)
     assert names.REMOVED_MARK in name and step_directories(tmp_path) == []
-    Remover(tmp_path).purge_later(name)
+    remover = Remover(tmp_path)
+    remover.purge_later(name)
+    remover.close()
     assert left(tmp_path) == set()
 
 
@@ -139,7 +143,7 @@ def test_what_cannot_be_deleted_in_the_background_is_tried_again(
     """Such as a folder that somebody was still writing into."""
     for name in ("1", "2", "3"):
         make_step(tmp_path, name)
-    remover = Remover(tmp_path, background=True)
+    remover = Remover(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse(OSError(5, "no luck"), "1.")(os.unlink))
         remover.remove("1")
@@ -163,7 +167,7 @@ def test_deletion_in_the_background_goes_on_after_any_error(
 ) -> None:
     for name in ("1", "2"):
         make_step(tmp_path, name)
-    remover = Remover(tmp_path, background=True)
+    remover = Remover(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "walk", _fail)
         remover.remove("1")
@@ -182,11 +186,10 @@ def test_deletion_needs_no_more_threads(
     """A system that has none left: what one thread can delete is deleted, the rest later."""
     for name in ("1", "2", "3"):
         make_step(tmp_path, name)
-    remover = Remover(tmp_path, background=True)
-    foreground = Remover(tmp_path, background=False)
+    remover = Remover(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _fail)
-        foreground.remove("1")
+        remover.remove("1", background=False)
         remover.remove("2")
         assert remover.wait(60)
         assert {name[0] for name in left(tmp_path)} == {"2", "3"}
@@ -211,7 +214,7 @@ def test_waiting_for_deletion_ends(
 
     monkeypatch.setattr(os, "unlink", held)
     make_step(tmp_path, "1")
-    remover = Remover(tmp_path, background=True)
+    remover = Remover(tmp_path)
     assert remover.wait(60)
     remover.remove("1")
     assert not remover.wait(0.01)
@@ -222,10 +225,10 @@ def test_waiting_for_deletion_ends(
 
 
 def test_removed_steps_are_kept_in_a_folder_if_so_wished(tmp_path: Path) -> None:
-    remover = Remover(tmp_path, keep_in="trash")
+    remover = Remover(tmp_path)
     for text in ("first", "second"):
         make_step(tmp_path, "1").joinpath("top").write_text(text)
-        remover.remove("1")
+        remover.keep("1", "trash")
     assert left(tmp_path) == {"trash"} and step_directories(tmp_path) == []
     kept = {path.name: path for path in (tmp_path / "trash").iterdir()}
     assert kept.pop("1").joinpath("top").read_text() == "first"

@@ -9,8 +9,8 @@ import pytest
 from etils import epath
 
 from cnr_jax.format.names import TEMPORARY_SUFFIX
+from cnr_jax.repository.upkeep.leftovers import Unfinished
 from cnr_jax.repository.upkeep.removal import Remover
-from cnr_jax.repository.upkeep.unfinished import Unfinished
 
 NAME = f"2{TEMPORARY_SUFFIX}"
 
@@ -20,6 +20,12 @@ def unfinished(request: pytest.FixtureRequest, tmp_path: Path) -> Unfinished:
     if request.param == "deleted":
         return Unfinished(epath.Path(tmp_path), None)
     return Unfinished(tmp_path, Remover(tmp_path))
+
+
+def clear(unfinished: Unfinished) -> None:
+    """Takes out of the way what is there, and waits until it is deleted."""
+    unfinished.clear()
+    unfinished.wait_for_room()
 
 
 def write(root: Path) -> None:
@@ -32,10 +38,10 @@ def test_a_folder_that_comes_back_is_removed_before_the_next_save(
 ) -> None:
     write(tmp_path)
     unfinished.add("2")
-    unfinished.clear()  # when the save has failed
+    clear(unfinished)  # when the save has failed
     assert not list(tmp_path.iterdir())
     write(tmp_path)  # by a thread that had not ended
-    unfinished.clear()  # when the next save begins
+    clear(unfinished)  # when the next save begins
     assert not list(tmp_path.iterdir())
 
 
@@ -43,10 +49,10 @@ def test_a_folder_of_a_later_save_is_left_alone(
     unfinished: Unfinished, tmp_path: Path
 ) -> None:
     unfinished.add("2")
-    unfinished.clear()
-    unfinished.clear()
+    clear(unfinished)
+    clear(unfinished)
     write(tmp_path)
-    unfinished.clear()
+    clear(unfinished)
     assert (tmp_path / NAME / "default" / "array").exists()
 
 
@@ -58,12 +64,12 @@ def test_what_cannot_be_removed_is_looked_for_twice_after_it_can(
     unfinished.add("2")
     with monkeypatch.context() as context:
         context.setattr(os, "rename", _refuse)
-        unfinished.clear()
+        clear(unfinished)
     assert (tmp_path / NAME).exists()
-    unfinished.clear()
+    clear(unfinished)
     assert not list(tmp_path.iterdir())
     write(tmp_path)
-    unfinished.clear()
+    clear(unfinished)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,6 @@ runs and what tells when they are there, which client the processes of a run coo
 what an interrupt leaves behind, and that its paths are made from the one it is given.
 """
 
-from cnr_jax.checkpointer.orbax_compat.deleting import ChainDeleter as ChainDeleter
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore as DenseStore
 from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense as abstract_dense
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local as digest_of_local

@@ -1,13 +1,20 @@
-"""The preservation policy that a user gave, from whichever options hold it."""
+"""Orbax's options: what a user may give, and what a manager makes of them."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
+from cnr_jax.format.names import step_number
 from cnr_jax.options import Options
+from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.upkeep.removal import ChainDeleter
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 
 def check_orbax_options(orbax_options: object) -> None:
@@ -33,16 +40,22 @@ def check_orbax_options(orbax_options: object) -> None:
         )
 
 
-def inner_policy(
-    options: Options, orbax_options: ocp.CheckpointManagerOptions | None
-) -> Any:
-    """The user's own preservation policy; None keeps everything.
+def with_retention(
+    orbax_options: ocp.CheckpointManagerOptions,
+    options: Options,
+    wrap: Callable[[Any], Any],
+) -> ocp.CheckpointManagerOptions:
+    """Options in which a single policy retains steps, whichever way the user asked for one.
+
+    Args:
+        orbax_options: the user's.
+        options: the user's own policy may be here instead.
+        wrap: makes the policy from the user's own, which is None where all is to be kept.
 
     Raises:
-        OptionError: if it is given twice.
+        OptionError: if retention is given twice.
     """
-    if orbax_options is None:
-        return options.preservation_policy
+    own, theirs = options.preservation_policy, orbax_options.preservation_policy
     classic = any(
         (
             orbax_options.max_to_keep,
@@ -50,16 +63,21 @@ def inner_policy(
             orbax_options.keep_time_interval,
         )
     )
-    theirs = orbax_options.preservation_policy
-    if options.preservation_policy is not None and (theirs is not None or classic):
+    if own is not None and (theirs is not None or classic):
         raise errors.OptionError(
             "retention is given twice: options.preservation_policy and orbax_options"
         )
-    if options.preservation_policy is not None:
-        return options.preservation_policy
-    if theirs is None and classic:
-        theirs = _classic_policy(orbax_options)
-    return theirs
+    if own is None:
+        own = theirs
+    if own is None and classic:
+        own = _classic_policy(orbax_options)
+    return dataclasses.replace(
+        orbax_options,
+        max_to_keep=None,
+        keep_period=None,
+        keep_time_interval=None,
+        preservation_policy=wrap(own),
+    )
 
 
 def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
@@ -85,3 +103,78 @@ def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
         secs = int(orbax_options.keep_time_interval.total_seconds())
         found.append(policies.EveryNSeconds(secs))
     return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
+
+
+def with_safety(
+    root: AnyPath,
+    options: ocp.CheckpointManagerOptions,
+    before_commit: Callable[[], None],
+) -> ocp.CheckpointManagerOptions:
+    """Options with which `before_commit` runs when a step is written but not yet renamed.
+
+    Only asynchronous saves, which are the default, have such a place. In local roots Orbax does
+    not delete temporary directories at a start: somebody may be writing them. The first save
+    does, if nobody is.
+    """
+    if is_local(root):
+        options = dataclasses.replace(options, cleanup_tmp_directories=False)
+    if not options.enable_async_checkpointing:
+        return options
+    given = options.async_options or ocp.AsyncOptions()
+    theirs = given.post_finalization_callback
+
+    def both() -> None:
+        before_commit()
+        if theirs is not None:
+            theirs()
+
+    own = dataclasses.replace(given, post_finalization_callback=both)
+    return dataclasses.replace(options, async_options=own)
+
+
+def deleter(
+    writer: RootWriter,
+    options: ocp.CheckpointManagerOptions,
+    theirs: Any,
+    name_of: Callable[[int], str],
+) -> ChainDeleter:
+    """What a manager is to delete steps through, in the place of Orbax's deleter.
+
+    Args:
+        writer: of the manager's root.
+        options: of the manager: where removed steps go, and who deletes their files.
+        theirs: Orbax's deleter. It still deletes in storage services, where directories
+            cannot be renamed at once.
+        name_of: the step directory of a step.
+
+    Raises:
+        OptionError: if removed steps are to go where they cannot.
+    """
+    remover, folder = writer.remover, options.todelete_subdir
+
+    def remove(directory: str) -> None:
+        if remover is None:
+            theirs.delete(step_number(directory))
+        elif folder is not None:
+            remover.keep(directory, folder)
+        else:
+            remover.remove(directory, background=options.enable_background_delete)
+
+    if remover is not None:
+        theirs.close()
+        if options.todelete_full_path is not None:
+            raise errors.OptionError(
+                "todelete_full_path works in gs:// only, which this root is not\n"
+                f"  got {options.todelete_full_path!r} for {writer.root}\n"
+                "  hint: todelete_subdir keeps removed steps in a folder of the root"
+            )
+        remover.threads = options.num_deletion_threads or remover.threads
+    primary = options.multiprocessing_options.primary_host
+    return ChainDeleter(
+        remove,
+        name_of=name_of,
+        ledger=lambda: writer.ledger or Ledger(),
+        check=writer.check_claim,
+        close=theirs.close if remover is None else remover.close,
+        primary=ocp.multihost.is_primary_host(primary),
+    )

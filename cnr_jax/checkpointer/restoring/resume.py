@@ -15,7 +15,6 @@ from cnr_jax.checkpointer.orbax_compat import end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.lifecycle import LastSave
-from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import Place
@@ -23,6 +22,7 @@ from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.replay.leaves import restored_stamps
+from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.mesh import outside_mesh
 from cnr_jax.rows.touched import Touched, lineage_hex
 from cnr_jax.state.table import Tables
@@ -83,7 +83,7 @@ class Resuming:
     def __init__(
         self,
         channel: Channel,
-        served: Served,
+        served: RootWriter,
         last_save: LastSave,
         planner: Planner,
         tracker: Tracker,

@@ -16,17 +16,17 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat import (
     COMMIT_BARRIERS,
-    ChainDeleter,
     end_interrupted_tasks,
     told_elsewhere,
 )
-from cnr_jax.checkpointer.orbax_compat.keeping import sync_committed, sync_uncommitted
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import refuse_in_on_save
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.handler import CnrHandler
+from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.upkeep.removal import ChainDeleter
 
 _log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from cnr_jax.checkpointer.saving.save_in_flight import (
     pending_entry,
     report_of,
 )
-from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.options import Options
 from cnr_jax.repository.lineage.planner import Plan, Planner
+from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import Listener, SaveReport
 
@@ -47,7 +47,7 @@ class LastSave:
 
     def __init__(
         self,
-        served: Served,
+        served: RootWriter,
         planner: Planner,
         tables: Tables | None,
         options: Options,
@@ -113,7 +113,7 @@ class LastSave:
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
-        if self._served.is_guarded:
+        if self._served.writes:
             if self.flight is not None:
                 self.flight.stop()
             self._served.end_writing()
@@ -141,7 +141,7 @@ class LastSave:
             return None
         self._failure = None
         dropped, seen = flight.place.directory in ledger.doomed, None
-        if self._served.is_guarded and self.managed:
+        if self._served.writes and self.managed:
             seen = self._seen == flight.plan.uuid
             dropped = dropped and seen
         place = flight.place

@@ -21,11 +21,11 @@ from cnr_jax.checkpointer.orbax_compat import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.auto_bits import Widening
 from cnr_jax.checkpointer.saving.lifecycle import LastSave
-from cnr_jax.checkpointer.saving.served import Served
 from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
+from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.state.paths import flatten_paths
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Planning:
     def __init__(
         self,
         channel: Channel,
-        served: Served,
+        served: RootWriter,
         last_save: LastSave,
         planner: Planner,
         widening: Widening,

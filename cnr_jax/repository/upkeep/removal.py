@@ -13,7 +13,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from cnr_jax.format import names
@@ -40,43 +40,48 @@ class Remover:
 
     Args:
         root: holds the step directories.
-        threads: how many delete files at a time; None: half the cores, at most 16.
-        keep_in: name of a folder below the root that removed steps are moved to instead of
-            being deleted.
-        background: delete files in a thread of its own; `close` waits for it.
+
+    Attributes:
+        threads: how many delete files at a time.
     """
 
-    def __init__(
-        self,
-        root: AnyPath,
-        *,
-        threads: int | None = None,
-        keep_in: str | None = None,
-        background: bool = False,
-    ) -> None:
+    def __init__(self, root: AnyPath) -> None:
         self._root = Path(os.fspath(root))
-        self._threads = threads or min(16, max(1, (os.cpu_count() or 4) // 2))
-        self._keep_in = keep_in
-        self._purger = _Purger(self.purge) if background else None
+        self.threads = min(16, max(1, (os.cpu_count() or 4) // 2))
+        self._purger = _Purger(self.purge)
 
-    def remove(self, directory: str) -> None:
+    def remove(self, directory: str, *, background: bool = True) -> None:
         """Removes a directory: it is gone for every reader when this returns.
 
         Of a link only the link goes: what it leads to may belong to somebody else.
+
+        Args:
+            directory: its name.
+            background: delete its files in another thread; `close` waits for it.
 
         Raises:
             OSError: if it cannot be renamed; then it is there as before. That files of it
                 cannot be deleted is logged; the next start tries again.
         """
         renamed = self.set_aside(directory)
-        if renamed.is_symlink():
-            _log.warning(
-                "%s is removed, but was a link: what it leads to stays, %s",
-                self._root / directory,
-                self._root / os.readlink(renamed),
-            )
-        if self._keep_in is None:
+        if background:
             self.purge_later(renamed.name)
+        else:
+            self.purge(renamed)
+
+    def keep(self, directory: str, folder: str) -> None:
+        """Moves a directory to a folder of the root, where it is no step any more, durably.
+
+        Raises:
+            OSError: as `remove`.
+        """
+        if not exists(self._root / folder):
+            (self._root / folder).mkdir(parents=True)
+            sync_directory(self._root)
+        target = self._root / folder / directory
+        if exists(target):
+            target = self._root / folder / _removed(directory)
+        self._rename(directory, target)
 
     def discard(self, directory: str) -> None:
         """Removes a directory that no reader lists, so that its name is free.
@@ -87,16 +92,13 @@ class Remover:
         Raises:
             OSError: if it cannot be renamed; then it is there as before.
         """
-        target = self._root / names.removed(directory, secrets.token_hex(8))
+        target = self._root / _removed(directory)
         os.rename(self._root / directory, target)
         self.purge_later(target.name)
 
     def purge_later(self, name: str) -> None:
-        """Deletes a directory that no reader lists, in the background if so wished."""
-        if self._purger is not None:
-            self._purger.put(self._root / name)
-        else:
-            self.purge(self._root / name)
+        """Deletes a directory that no reader lists, in the background."""
+        self._purger.put(self._root / name)
 
     def set_aside(self, directory: str) -> Path:
         """Renames a directory so that it is no step any more, durably; returns its new path.
@@ -104,7 +106,12 @@ class Remover:
         Raises:
             OSError: if it cannot be renamed, or that not be synced; then it is there as before.
         """
-        source, target = self._root / directory, self._target(directory)
+        target = self._root / _removed(directory)
+        self._rename(directory, target)
+        return target
+
+    def _rename(self, directory: str, target: Path) -> None:
+        source = self._root / directory
         os.rename(source, target)
         try:
             if target.parent != self._root:
@@ -115,26 +122,19 @@ class Remover:
             with contextlib.suppress(OSError):
                 os.rename(target, source)
             raise
-        return target
-
-    def _target(self, directory: str) -> Path:
-        if self._keep_in is None:
-            return self._root / names.removed(directory, secrets.token_hex(8))
-        folder = self._root / self._keep_in
-        if not exists(folder):
-            folder.mkdir(parents=True)
-            sync_directory(self._root)
-        target = folder / directory
-        if exists(target):
-            target = folder / names.removed(directory, secrets.token_hex(8))
-        return target
+        if target.is_symlink():
+            _log.warning(
+                "%s is removed, but was a link: what it leads to stays, %s",
+                source,
+                self._root / os.readlink(target),
+            )
 
     def purge(self, path: Path) -> bool:
         """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
         failed: list[OSError] = []
         folders, files = _walk(path, failed)
         try:
-            with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
                 failed += [error for error in pool.map(_unlink, files) if error]
         except RuntimeError:  # the system has no more threads
             failed += [error for error in map(_unlink, files) if error]
@@ -163,12 +163,16 @@ class Remover:
 
     def wait(self, timeout_secs: float) -> bool:
         """Waits for what is being deleted in the background; returns whether that is over."""
-        return self._purger is None or self._purger.wait(timeout_secs)
+        return self._purger.wait(timeout_secs)
 
     def close(self) -> None:
         """Waits until all removed files are deleted."""
-        if self._purger is not None:
-            self._purger.close()
+        self._purger.close()
+
+
+def _removed(directory: str) -> str:
+    """A name for a removed directory that no other has."""
+    return names.removed(directory, secrets.token_hex(8))
 
 
 def _walk(path: Path, failed: list[OSError]) -> tuple[list[Path], list[Path]]:
@@ -261,3 +265,69 @@ class _Purger:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+
+
+class ChainDeleter:
+    """What an Orbax manager deletes steps through: children first, and only its own.
+
+    Args:
+        remove: removes a step directory, by name.
+        name_of: the step directory of a step.
+        ledger: returns the ledger of the root.
+        check: raises `WriterError` if another manager has taken over the root.
+        close: frees what `remove` needs.
+        primary: whether this process removes anything.
+    """
+
+    def __init__(
+        self,
+        remove: Callable[[str], None],
+        *,
+        name_of: Callable[[int], str],
+        ledger: Callable[[], Ledger],
+        check: Callable[[], None],
+        close: Callable[[], None],
+        primary: bool,
+    ) -> None:
+        self._remove, self._name_of, self._ledger = remove, name_of, ledger
+        self._check, self._close, self._primary = check, close, primary
+        self._failed: list[Exception] = []
+
+    def delete(self, step: int) -> None:
+        """Removes one step; what fails is kept for `take_failures`."""
+        self.delete_steps([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Removes steps, those first that others do not depend on.
+
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
+        the save that made the steps superfluous is committed all the same.
+        """
+        if not self._primary:
+            return
+        ledger, stay = self._ledger(), set[str]()
+        directories = [self._name_of(step) for step in steps]
+        for directory in children_first(ledger, directories):
+            try:
+                if directory not in stay:
+                    self._check()
+                    self._remove(directory)
+                    continue
+            except FileNotFoundError:
+                _log.warning("step %s is gone already", directory)
+                continue
+            except Exception as error:
+                self._failed.append(error)
+                _log.error("step %s is not removed and stays: %s", directory, error)
+            # It counts on, and the next retention decides about it again.
+            ledger.doomed.discard(directory)
+            stay |= ledger.closure([directory])
+
+    def take_failures(self) -> list[Exception]:
+        """Why steps were not removed since this was asked last."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def close(self) -> None:
+        """Waits for what is being deleted in the background."""
+        self._close()

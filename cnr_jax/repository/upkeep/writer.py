@@ -1,78 +1,163 @@
-"""What one process of a run does so that a root is never harmed by a crash or a second writer."""
+"""The writer of a root, which neither a crash nor a second writer can make it harm."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, final_name
+from cnr_jax.format.names import final_name
 from cnr_jax.repository.files import (
     AnyPath,
+    exists,
     is_local,
-    is_named,
     missing_directories,
-    sync_directory,
     sync_made,
 )
-from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry, aside_name
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep import leftovers
-from cnr_jax.repository.upkeep.claim import (
-    Aside,
-    Claim,
-    Writer,
-    other_writer,
-    read_writer,
-)
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.lineage.suspects import forget_gone
+from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside
+from cnr_jax.repository.upkeep.claim import Aside, Claim, Writer, other_writer
+from cnr_jax.repository.upkeep.leftovers import Unfinished, clear, find_leftovers
 from cnr_jax.repository.upkeep.lock import WritingLock
 from cnr_jax.repository.upkeep.removal import Remover
-from cnr_jax.repository.upkeep.unfinished import Unfinished
 
 _log = logging.getLogger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.
 HAND_OVER_SECS = 60.0
 
 
-class Guard:
-    """Watches over the saves of one manager in one root; lives on the first process only.
+class RootWriter:
+    """The writer of one item of one root, always the same from the first save on.
 
-    A save goes `begin` (nothing is decided yet), maybe `move_aside`, `check` (right before the
-    commit), then `committed` or `failed`, and `end`.
+    Until then, or until a manager or a restore says which, there is none. Each process of a run
+    has a writer, and all know the same steps, but that of the first process alone touches the
+    root: only there `look`, `begin` and `move_aside` are called, and what ends a save does
+    nothing on the others.
+
+    A save goes `begin` (nothing is decided yet), maybe `move_aside`, `check_claim` (right before
+    the commit), then `committed` or `undo`, and `end_writing`.
+
+    Args:
+        is_first: whether this is the first process; asked once the item is known.
+
+    Attributes:
+        root: of the manager, which may hold nothing yet; None: that of the first save or
+            restore.
+        is_step: tells names of step directories from others; None: all that end in a digit.
+        remover: deletes what is not needed in the root; None as long as there is no root, and
+            in storage services, where directories cannot be renamed at once.
+        place: the root and the item, without a step.
+        ledger: what the root holds.
+        writes: whether this is the process that touches the root, once it is known which.
+        changed: whether steps may have come, or gone, that the other processes do not know.
+        noted: whether steps of the root may be noted as suspect.
     """
 
-    def __init__(self, root: AnyPath, item: str) -> None:
-        self._root, self._item = root, item
-        self._claim, self._lock = Claim(root), WritingLock(root)
-        self._remover = Remover(root, background=True) if is_local(root) else None
-        self._unfinished = Unfinished(root, self._remover)
+    # Made together with the place; nothing is claimed or locked before `begin`.
+    _claim: Claim
+    _lock: WritingLock
+    _unfinished: Unfinished
+
+    def __init__(self, is_first: Callable[[], bool]) -> None:
+        self._is_first = is_first
+        self.root: AnyPath | None = None
+        self.is_step: Callable[[str], bool] | None = None
+        self.remover: Remover | None = None
+        self.place: Place | None = None
+        self.ledger: Ledger | None = None
+        self.writes, self.changed, self.noted = False, False, True
         self._tidy = False
         # Whether steps may be there, or gone, that the ledger does not know to be.
         self._doubtful = False
         self._before: Writer | None = None
 
-    def begin(self, ledger: Ledger, own: str | None = None) -> bool:
-        """Makes sure that this manager alone writes, and that the ledger is what is there.
+    def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
+        """Saves go to this root, if there are any; to which item is said later."""
+        self.root, self.is_step = root, is_step
+        self.remover = Remover(root) if is_local(root) else None
+
+    def open(self, root: AnyPath, item: str) -> Ledger:
+        """Reads what the root holds; later calls return the same ledger.
+
+        Raises:
+            OptionError: if saves go to another root or item already.
+            OSError: if the root cannot be read; nothing has changed then.
+        """
+        if self.place is None or self.ledger is None:
+            ledger = Ledger.load(root, item, self.is_step)
+            self.serve(root, item, ledger)
+            return ledger
+        if not self.is_at(root, item):
+            raise errors.OptionError(
+                "a handler serves one item of one root\n"
+                f"  got {root}, item {item!r}; it serves {self.place.root},"
+                f" item {self.place.item!r}\n"
+                "  hint: make a handler registry for each manager, save one state in it"
+            )
+        return self.ledger
+
+    def serve(self, root: AnyPath, item: str, ledger: Ledger) -> None:
+        """Saves go to this item of this root from now on."""
+        if self.root is None:
+            self.bind(root)
+        self._claim, self._lock = Claim(root), WritingLock(root)
+        self._unfinished = Unfinished(root, self.remover)
+        self.place, self.ledger = Place(root=root, directory="", item=item), ledger
+        self.writes = self._is_first()
+
+    def is_at(self, root: AnyPath, item: str) -> bool:
+        """Whether saves go to this item of this root."""
+        own = self.place
+        return own is not None and (str(own.root), own.item) == (str(root), item)
+
+    def ledger_to_be(self, place: Place) -> Ledger | None:
+        """The ledger of a restored place, if saves are to go there but none has come yet."""
+        if self.place is None and self.root in (None, place.root):
+            return Ledger.load(place.root, place.item, self.is_step)
+        return None
+
+    def _known(self) -> tuple[AnyPath, str, Ledger]:
+        """The root, the item and the ledger."""
+        assert self.place is not None and self.ledger is not None
+        return self.place.root, self.place.item, self.ledger
+
+    def know(self, directories: tuple[str, ...]) -> None:
+        """Holds the same steps as the first process, whoever brought them to the root."""
+        root, item, ledger = self._known()
+        ledger.match(root, item, directories)
+
+    def look(self) -> Ledger:
+        """The ledger as the root now is, without claiming it.
+
+        Raises:
+            OSError: if the root cannot be read.
+        """
+        root, item, ledger = self._known()
+        if exists(root):
+            self.changed |= ledger.refresh(root, item)
+        return ledger
+
+    def begin(self, own: str | None = None) -> Ledger:
+        """Claims the root for a save, so that this manager alone writes there.
 
         Args:
-            ledger: of the root.
             own: step directory of a save that is being made already: no leftover.
 
         Returns:
-            Whether steps have come or gone by other hands.
+            The ledger, which is what is there.
 
         Raises:
             WriterError: if another manager has taken over, or is still writing.
+            OSError: if the root cannot be read or claimed.
         """
-        made = missing_directories(self._root)
-        if made or not is_local(self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
+        root, _, ledger = self._known()
+        made = missing_directories(root)
+        if made or not is_local(root):
+            root.mkdir(parents=True, exist_ok=True)
         sync_made(made)
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
@@ -80,7 +165,7 @@ class Guard:
         self._claim.check()
         if not self._lock.acquire(HAND_OVER_SECS):
             raise errors.WriterError(
-                f"another manager is writing a save in {os.fspath(self._root)}\n"
+                f"another manager is writing a save in {os.fspath(root)}\n"
                 f"  it is {self._before or 'not known which'}; waited {HAND_OVER_SECS:g} s\n"
                 f"  hint: {other_writer(self._before)}; then save again",
                 kind="writer_busy",
@@ -91,146 +176,102 @@ class Guard:
             self._unfinished.forget(own)
         self._unfinished.clear()
         self._unfinished.wait_for_room()
-        changed = self._bring_back(ledger)
+        changed = self._bring_back()
         if not self._tidy:
-            self._tidy_up(ledger, own)
+            self._tidy_up(own)
             self._tidy = True
-        return self._refresh(ledger) or changed
+        changed |= self._refresh()
+        self.changed |= changed
+        if self.noted:
+            self.noted = forget_gone(root, ledger)
+        return ledger
 
-    def _refresh(self, ledger: Ledger) -> bool:
+    def _refresh(self) -> bool:
         """Looks at the root before each save where that is cheap; else only in doubt."""
-        if not self._doubtful and not is_local(self._root):
+        root, item, ledger = self._known()
+        if not self._doubtful and not is_local(root):
             return False
-        changed = ledger.refresh(self._root, self._item)
+        changed = ledger.refresh(root, item)
         self._doubtful = False
         return changed
 
-    def _tidy_up(self, ledger: Ledger, own: str | None) -> None:
+    def _tidy_up(self, own: str | None) -> None:
         """Deletes what kills have left."""
-        if self._remover is None:
+        root, _, ledger = self._known()
+        if self.remover is None:
             return
         # Without locks, one that is not known to have ended may still be writing.
         before = self._before
         alone = before is not None and (self._lock.is_proof or before.is_dead)
-        found = leftovers.find_leftovers(self._root, ledger)
-        others = [name for name in found.temporary if final_name(name) != own]
-        found = dataclasses.replace(found, temporary=tuple(others))
-        leftovers.clear(self._remover, found, temporary=alone)
+        found = find_leftovers(root, ledger)
+        temporary = [n for n in found.temporary if alone and final_name(n) != own]
+        clear(self.remover, found, temporary)
 
-    def check(self) -> None:
+    def move_aside(self, plan: Plan) -> None:
+        """Makes room for a save, until it is committed or undone."""
+        if not plan.abandoned:
+            return
+        root, item, ledger = self._known()
+        entries = [ledger.movable(directory) for directory in plan.abandoned]
+        aside = Aside(
+            uuid=plan.uuid,
+            directory=plan.directory,
+            item=item,
+            moved=names_aside(root, entries, plan.earlier),
+        )
+        # First: whoever comes after a kill is to know what to bring back.
+        self._claim.note_aside(aside)
+        move_aside(root, aside, plan.earlier)
+
+    def check_claim(self) -> None:
         """Right before a commit or a removal.
 
         Raises:
-            WriterError: if another manager has taken over.
+            WriterError: if another manager has taken over the root.
         """
-        self._claim.check()
-
-    def move_aside(
-        self,
-        uuid: str,
-        directory: str,
-        entries: Sequence[Entry],
-        earlier: str = "",
-    ) -> None:
-        """Moves steps of an abandoned branch out of the way of a save, dependents first.
-
-        What is moved is noted in the claim before, so that it comes back if the save fails.
-
-        Args:
-            uuid: of the save.
-            directory: of the save.
-            entries: in the order in which they are moved.
-            earlier: folder of the root that they are moved into, and with them what earlier
-                rollbacks have moved aside, and which of them may lack rows; empty: they
-                stay in the root under other names.
-        """
-        if not entries:
-            return
-        moved = [(entry.directory, aside_name(entry)) for entry in entries]
-        for entry in entries if earlier else ():
-            self._check_movable(entry.directory)
-        if earlier:
-            left = [p.name for p in self._root.iterdir() if ABANDONED_MARK in p.name]
-            own = [*(entry.directory for entry in entries), *sorted(left)]
-            moved = [(name, f"{earlier}/{name}") for name in own]
-        aside = Aside(
-            uuid=uuid, directory=directory, item=self._item, moved=tuple(moved)
-        )
-        self._claim.note_aside(aside)
-        if earlier:
-            (self._root / earlier).mkdir()
-            sync_directory(self._root)
-            suspects.copy(self._root, self._root / earlier)
-        why = f"left behind as the run went back, makes way for the save of step {directory}"
-        way = (
-            "to have it back, give that folder its name again, {} in the root, while no"
-            " program saves there and no other folder has that name"
-        )
-        if earlier:
-            why = f"of an earlier run, makes way for the new run of step {directory}"
-            way = "restore(directory=) and cnr_jax.verify read the folder that it is in"
-        for name, now in moved:
-            (self._root / name).rename(self._root / now)
-            _log.warning(
-                "step %s, %s: it is now %s. Nothing is deleted: %s",
-                name,
-                why,
-                os.fspath(self._root / now),
-                way.format(name),
-            )
-        if earlier:
-            sync_directory(self._root / earlier)
-        sync_directory(self._root)
-
-    def _check_movable(self, directory: str) -> None:
-        """Makes sure that a step is not a link that leads elsewhere from another folder.
-
-        Raises:
-            OptionError: if it is.
-        """
-        path = self._root / directory
-        if is_local(path) and os.path.islink(path):
-            leads = os.readlink(path)
-            if not os.path.isabs(leads):
-                raise errors.OptionError(
-                    f"step {directory} cannot be moved aside for a new run: {os.fspath(path)}"
-                    f" is a relative link\n  got {leads!r}, expected a folder, or a link with"
-                    " an absolute path\n  hint: save into another root, or put the folder"
-                    " itself in the place of the link"
-                )
+        if self.writes:
+            self._claim.check()
 
     def committed(self) -> None:
         """The save is durable: what was moved out of its way stays there."""
-        if self._claim.aside is not None and self.is_own():
+        if self.writes and self._claim.aside is not None and self._is_own():
             try:
                 self._claim.note_aside(None)
             except OSError as error:
                 # Whether the save is committed can be seen, as long as it is there.
                 _log.warning("cannot note that a rollback is committed: %s", error)
 
-    def failed(self, ledger: Ledger) -> bool:
-        """Brings back what was moved aside for a save that is not there.
+    def undo(self) -> None:
+        """Leaves the root as it was before a save that is not there.
 
         It may be there after all: storage that fails to show its manifest looks alike. So the
         next save looks at the root first, whatever that costs.
+        """
+        if not self.writes:
+            return
+        self._doubtful = True
+        try:
+            self.changed |= self._bring_back()
+        except OSError as error:
+            _log.error(
+                "steps that were moved aside for a failed save cannot be brought back; the"
+                " next save tries again: %s",
+                error,
+            )
 
-        Args:
-            ledger: of the root.
+    def _bring_back(self) -> bool:
+        """Brings back what was moved aside for a save that is not there.
 
         Returns:
-            Whether steps are back.
+            Whether steps have come or gone.
         """
-        self._doubtful = True
-        return self._bring_back(ledger)
-
-    def _bring_back(self, ledger: Ledger) -> bool:
         aside = self._claim.aside
-        if aside is None or not self.is_own():
+        if aside is None or not self._is_own():
             return False
-        bring_back(self._root, aside)
+        bring_back(self._known()[0], aside)
         self._doubtful = True
         self._claim.note_aside(None)
-        return self._refresh(ledger)
+        return self._refresh()
 
     def discard(self, directory: str) -> None:
         """Removes what a failed save has written, at once if nobody is writing, else later.
@@ -238,11 +279,13 @@ class Guard:
         Args:
             directory: step directory of the save, which is not there.
         """
+        if not self.writes:
+            return
         self._unfinished.add(directory)
         held = self._lock.is_held
         try:
             # Whoever takes over uses the same names, but writes with the lock only.
-            if self._lock.acquire(0) and self.is_own():
+            if self._lock.acquire(0) and self._is_own():
                 self._unfinished.clear()
         except OSError as error:
             _log.warning(
@@ -252,7 +295,7 @@ class Guard:
             if not held:
                 self._lock.release()
 
-    def is_own(self) -> bool:
+    def _is_own(self) -> bool:
         """Whether the claim still holds; who takes over also takes what was moved aside."""
         try:
             self._claim.check()
@@ -260,86 +303,18 @@ class Guard:
             return False
         return True
 
-    def end(self) -> None:
-        """Nothing is being written any more."""
-        self._lock.release()
+    def end_writing(self) -> None:
+        """Lets other managers write: nothing is being written any more."""
+        if self.writes:
+            self._lock.release()
 
-    def give_up(self) -> None:
-        """Lets the next save claim the root anew."""
-        self._claim.give_up()
+    def take_over(self) -> None:
+        """Lets the next save claim the root, also from a manager that did so since."""
+        if self.writes:
+            self._claim.give_up()
 
     def close(self) -> None:
         """Waits for what is being deleted and frees what is held."""
-        self.end()
-        if self._remover is not None:
-            self._remover.close()
-
-
-def bring_back(root: AnyPath, aside: Aside) -> None:
-    """Undoes a move aside unless the save that it was for is committed, parents first.
-
-    Raises:
-        OSError: if storage does not say whether it is, or cannot undo it.
-    """
-    try:
-        found = read_committed(root, aside.directory, aside.item)
-        if found.uuid == aside.uuid:
-            return
-    except errors.CnrError:
-        pass
-    back: list[str] = []
-    for name, now in reversed(aside.moved):
-        if is_named(root / now) and not is_named(root / name):
-            (root / now).rename(root / name)
-            back.append(name)
-    for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
-        # Stays if somebody has put something there, or if it was never made.
-        with contextlib.suppress(OSError):
-            _remove_if_empty(root / folder)
-    if back:
-        sync_directory(root)
-        _log.warning(
-            "steps %s are back: the save that they were moved aside for was not committed",
-            ", ".join(back),
-        )
-
-
-def _remove_if_empty(folder: AnyPath) -> None:
-    """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
-    held = [path.name for path in folder.iterdir()]
-    if all(name.startswith(SUSPECTS) for name in held):
-        for name in held:
-            os.unlink(folder / name)
-    os.rmdir(folder)
-
-
-def recover(root: AnyPath) -> None:
-    """Brings back what a killed save had moved aside, if surely nobody is writing.
-
-    For a manager that starts and may save: without claiming the root, and again at will. Where
-    it may not write, what was moved stays where it is.
-
-    Raises:
-        OSError: if it cannot be seen or undone: the newest steps may be among what was moved.
-    """
-    writer = read_writer(root)
-    if writer is None or writer.aside is None:
-        return
-    lock = WritingLock(root)
-    try:
-        free = lock.acquire(0)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        _log.warning(
-            "steps that a save has moved aside in %s, which was not committed, stay"
-            " there: %s",
-            os.fspath(root),
-            error,
-        )
-        return
-    try:
-        if free and (lock.is_proof or writer.is_dead):
-            bring_back(root, writer.aside)
-    finally:
-        lock.release()
+        self.end_writing()
+        if self.remover is not None:
+            self.remover.close()

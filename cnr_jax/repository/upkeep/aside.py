@@ -1,0 +1,159 @@
+"""Steps that are moved out of the way of a save, and back unless it is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS
+from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
+from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.lineage.entries import Entry, aside_name
+from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.upkeep.claim import Aside, read_writer
+from cnr_jax.repository.upkeep.lock import WritingLock
+
+_log = logging.getLogger(__name__)
+
+
+def names_aside(
+    root: AnyPath, entries: Sequence[Entry], earlier: str
+) -> tuple[tuple[str, str], ...]:
+    """What is to be moved aside: names before and then, in the order of moving.
+
+    Args:
+        root: holds the steps.
+        entries: steps in the order in which they are moved.
+        earlier: folder of the root that they are moved into, and with them what earlier
+            rollbacks have moved aside; empty: they stay in the root under other names.
+
+    Raises:
+        OptionError: if a step is a link that leads elsewhere from another folder.
+    """
+    if not earlier:
+        return tuple((entry.directory, aside_name(entry)) for entry in entries)
+    for entry in entries:
+        path = root / entry.directory
+        if not is_local(path) or not os.path.islink(path):
+            continue
+        leads = os.readlink(path)
+        if not os.path.isabs(leads):
+            raise errors.OptionError(
+                f"step {entry.directory} cannot be moved aside for a new run:"
+                f" {os.fspath(path)} is a relative link\n"
+                f"  got {leads!r}, expected a folder, or a link with an absolute path\n"
+                "  hint: save into another root, or put the folder itself in the place of"
+                " the link"
+            )
+    left = [path.name for path in root.iterdir() if ABANDONED_MARK in path.name]
+    own = [*(entry.directory for entry in entries), *sorted(left)]
+    return tuple((name, f"{earlier}/{name}") for name in own)
+
+
+def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
+    """Moves steps out of the way of a save, dependents first.
+
+    Args:
+        root: holds the steps.
+        aside: what `names_aside` has found; noted in the claim, so that it comes back if the
+            save fails.
+        earlier: folder of the root that they are moved into, with what is noted of steps that
+            may lack rows; empty: they stay in the root.
+    """
+    why = f"left behind as the run went back, makes way for the save of step {aside.directory}"
+    way = (
+        "to have it back, give that folder its name again, {} in the root, while no"
+        " program saves there and no other folder has that name"
+    )
+    if earlier:
+        why = f"of an earlier run, makes way for the new run of step {aside.directory}"
+        way = "restore(directory=) and cnr_jax.verify read the folder that it is in"
+        (root / earlier).mkdir()
+        sync_directory(root)
+        suspects.copy(root, root / earlier)
+    for name, now in aside.moved:
+        (root / name).rename(root / now)
+        _log.warning(
+            "step %s, %s: it is now %s. Nothing is deleted: %s",
+            name,
+            why,
+            os.fspath(root / now),
+            way.format(name),
+        )
+    if earlier:
+        sync_directory(root / earlier)
+    sync_directory(root)
+
+
+def bring_back(root: AnyPath, aside: Aside) -> None:
+    """Undoes a move aside unless the save that it was for is committed, parents first.
+
+    Raises:
+        OSError: if storage does not say whether it is, or cannot undo it.
+    """
+    try:
+        found = read_committed(root, aside.directory, aside.item)
+        if found.uuid == aside.uuid:
+            return
+    except errors.CnrError:
+        pass
+    back: list[str] = []
+    for name, now in reversed(aside.moved):
+        if is_named(root / now) and not is_named(root / name):
+            (root / now).rename(root / name)
+            back.append(name)
+    for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
+        # Stays if somebody has put something there, or if it was never made.
+        with contextlib.suppress(OSError):
+            _remove_if_empty(root / folder)
+    if back:
+        sync_directory(root)
+        _log.warning(
+            "steps %s are back: the save that they were moved aside for was not committed",
+            ", ".join(back),
+        )
+
+
+def _remove_if_empty(folder: AnyPath) -> None:
+    """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
+    held = [path.name for path in folder.iterdir()]
+    if all(name.startswith(SUSPECTS) for name in held):
+        for name in held:
+            os.unlink(folder / name)
+    os.rmdir(folder)
+
+
+def recover(root: AnyPath) -> None:
+    """Brings back what a killed save had moved aside, if surely nobody is writing.
+
+    For a manager that starts and may save: without claiming the root, and again at will. Where
+    it may not write, what was moved stays where it is.
+
+    Raises:
+        OSError: if it cannot be seen or undone: the newest steps may be among what was moved.
+    """
+    writer = read_writer(root)
+    if writer is None or writer.aside is None:
+        return
+    lock = WritingLock(root)
+    try:
+        free = lock.acquire(0)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        _log.warning(
+            "steps that a save has moved aside in %s, which was not committed, stay"
+            " there: %s",
+            os.fspath(root),
+            error,
+        )
+        return
+    try:
+        if free and (lock.is_proof or writer.is_dead):
+            bring_back(root, writer.aside)
+    finally:
+        lock.release()
