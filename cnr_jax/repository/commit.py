@@ -132,6 +132,7 @@ def sync_committed(root: AnyPath, directory: str, item: str, *, whole: bool) -> 
     if whole:
         sync_step(path, item)
     else:
+        # What Orbax writes right before it renames the step.
         sync_files(path)
     sync_directory(root)
 

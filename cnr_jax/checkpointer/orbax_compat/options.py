@@ -73,6 +73,7 @@ def with_retention(
         own = _classic_policy(orbax_options)
     return dataclasses.replace(
         orbax_options,
+        # What is to be kept is for the one policy to say, which knows parents.
         max_to_keep=None,
         keep_period=None,
         keep_time_interval=None,
@@ -161,7 +162,7 @@ def deleter(
             remover.remove(directory, background=options.enable_background_delete)
 
     if remover is not None:
-        theirs.close()
+        theirs.close()  # it may have a thread, which nothing would end
         if options.todelete_full_path is not None:
             raise errors.OptionError(
                 "todelete_full_path works in gs:// only, which this root is not\n"

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def names_aside(
     root: AnyPath, entries: Sequence[Entry], earlier: str
 ) -> tuple[tuple[str, str], ...]:
-    """What is to be moved aside: names before and then, in the order of moving.
+    """What is to be moved aside: names before and after, in the order of moving.
 
     Args:
         root: holds the steps.
@@ -75,6 +75,7 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
         (root / earlier).mkdir()
         sync_directory(root)
         suspects.copy(root, root / earlier)
+    # Whichever of these last in a power cut: all are noted, and each comes back by itself.
     for name, now in aside.moved:
         (root / name).rename(root / now)
         _log.warning(
@@ -100,7 +101,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
         if found.uuid == aside.uuid:
             return
     except errors.CnrError:
-        pass
+        pass  # but not OSError: storage that does not answer is no proof
     back: list[str] = []
     for name, now in reversed(aside.moved):
         if is_named(root / now) and not is_named(root / name):
@@ -153,6 +154,7 @@ def recover(root: AnyPath) -> None:
         )
         return
     try:
+        # Without locks, one that has not ended may be about to commit.
         if free and (lock.is_proof or writer.is_dead):
             bring_back(root, writer.aside)
     finally:

@@ -1,4 +1,4 @@
-"""The writer of a root, which neither a crash nor a second writer can make it harm."""
+"""The writer of a root: what keeps a crash or a second writer from harming it."""
 
 from __future__ import annotations
 
