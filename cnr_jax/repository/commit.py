@@ -31,7 +31,6 @@ from cnr_jax.repository.files import (
     digest_tree,
     exists,
     sync_directory,
-    sync_files,
     sync_step,
     sync_tree,
     write_durably,
@@ -133,7 +132,7 @@ def sync_committed(root: AnyPath, directory: str, item: str, *, whole: bool) -> 
         sync_step(path, item)
     else:
         # What Orbax writes right before it renames the step.
-        sync_files(path)
+        sync_tree(path, deep=False)
     sync_directory(root)
 
 

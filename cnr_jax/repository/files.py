@@ -225,27 +225,16 @@ def sync_directory(path: AnyPath) -> None:
         os.close(descriptor)
 
 
-def sync_files(directory: AnyPath) -> None:
-    """Makes the files right in a local directory durable, and its entries."""
-    if not is_local(directory):
-        return
-    for path in directory.iterdir():
-        if not is_directory(path):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_directory(directory)
-
-
-def sync_tree(directory: AnyPath) -> None:
-    """Makes all files and directories below a local directory durable."""
+def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
+    """Makes all that is below a local directory durable; or the files right in it alone."""
     if not is_local(directory):
         return
     for entry in directory.iterdir():
-        if is_directory(entry):
-            sync_tree(entry)
-        else:
+        if not is_directory(entry):
             with entry.open("rb") as file:
                 os.fsync(file.fileno())
+        elif deep:
+            sync_tree(entry)
     sync_directory(directory)
 
 
@@ -261,10 +250,10 @@ def sync_step(directory: AnyPath, item: str) -> None:
         return
     for path in directory.iterdir():
         if path.name == item:
-            sync_files(path)
+            sync_tree(path, deep=False)
         elif is_directory(path):
             sync_tree(path)
-    sync_files(directory)
+    sync_tree(directory, deep=False)
 
 
 def missing_directories(root: AnyPath) -> list[AnyPath]:
