@@ -98,7 +98,7 @@ def test_last_block_that_overlaps_counts_its_rows_once() -> None:
     _, arrays, tiles = _tables([10], [1])
     watch = Rotation(10**6)
     groups = rotation.group_tiles(tiles)
-    watch._rings = (rotation._Ring(((1, "uint32"),), Window(10, 4, 3), groups, 0),)
+    watch._rings = (rotation.Ring(((1, "uint32"),), Window(10, 4, 3), groups, 0),)
     same = arrays["table0"]["table"]
     way: Any = lambda device, size: "host"  # noqa: E731
     watch.keep(watch.look(tiles, shards_of(arrays), way), 0)
@@ -132,13 +132,13 @@ def test_tables_of_one_shape_are_compared_together_and_told_apart(
     _, arrays, tiles = _tables(rows, [2] * 40 + [3, 2])
     watch, compared = Rotation(20_000), []
     way: Any = lambda device, size: "host"  # noqa: E731
-    differing = rotation._Ring.differing
+    differing = rotation.Ring.differing
 
     def counted(ring: Any, *args: Any) -> Any:
         compared.append(ring)
         return differing(ring, *args)
 
-    monkeypatch.setattr(rotation._Ring, "differing", counted)
+    monkeypatch.setattr(rotation.Ring, "differing", counted)
     first = watch.look(tiles, shards_of(arrays), way)
     assert len(compared) == 4
     watch.keep(first, 0)

@@ -1,0 +1,228 @@
+"""Which blocks of rows a look at a part of them reads, and the hashes that are kept of all.
+
+Everything here is arithmetic of numpy on positions and hashes; see rotation.py for how rows are
+read, and for why two windows are read at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cnr_jax.rows.fingerprints.hash import row_words
+from cnr_jax.rows.fingerprints.watch import Differing, Group
+from cnr_jax.rows.tiling import OwnTile, bytes_in
+
+# Blocks of a window, and bytes below which a block is not cut: a page of memory.
+_BLOCKS = 8
+_BLOCK_BYTES = 4096
+# The only block of a group that is read whole.
+_WHOLE = np.zeros(1, np.int64)
+
+# For each leaf of a group, the words of a row and their dtype.
+Words = tuple[tuple[int, str], ...]
+
+
+def words_of(tiles: Iterable[OwnTile]) -> Words:
+    """The words that rows of these tiles are hashed as."""
+    found = []
+    for tile in tiles:
+        shape = [stop - start for start, stop in tile.piece.box[1:]]
+        size = math.prod(shape) * tile.leaf.dtype.itemsize
+        words = row_words(np.empty((0, size), np.uint8))
+        found.append((words.shape[1], words.dtype.name))
+    return tuple(found)
+
+
+class Window(NamedTuple):
+    """How the rows of a group are read.
+
+    Attributes:
+        rows: of the group.
+        block: rows of a block. The last one overlaps the one before it, if it must.
+        blocks: that are read at once.
+    """
+
+    rows: int
+    block: int
+    blocks: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of the group."""
+        return -(-self.rows // self.block)
+
+    @property
+    def read_rows(self) -> int:
+        """Rows that a look reads, at most."""
+        return self.block * min(self.count, 2 * self.blocks)
+
+    def first(self, block: ArrayLike) -> Any:
+        """The row at which a block starts, or each of several."""
+        return np.minimum(np.multiply(block, self.block), self.rows - self.block)
+
+    def visited(self, number: int, start: int) -> list[int]:
+        """Blocks of the window of this number, in rounds that begin at `start`."""
+        count, step = self.count, _stride(self.count)
+        first = start + number * self.blocks
+        visits = range(first, first + min(self.blocks, count))
+        return [visit * step % count for visit in visits]
+
+
+@functools.cache
+def _stride(count: int) -> int:
+    """A step through so many blocks that meets each of them, neighbours far apart."""
+    step = max(1, round(count * 0.618))
+    while math.gcd(step, count) > 1:
+        step += 1
+    return step
+
+
+def windows_of(
+    groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int
+) -> dict[Group, Window]:
+    """How the rows of each group are read.
+
+    All groups of a device have the same share; what a small one leaves is for the others.
+
+    Args:
+        groups: of one process.
+        limit_bytes: that a look reads on each device; two rows of each group are read even
+            where its share does not hold them.
+    """
+    sizes = {group: bytes_in(tiles) for group, tiles in groups.items()}
+    number = Counter(group.device for group in groups)
+    left = dict.fromkeys(number, limit_bytes)
+    found: dict[Group, Window] = {}
+    for group in sorted(groups, key=lambda group: sizes[group]):
+        rows, device = group.rows[1] - group.rows[0], group.device
+        share, row_bytes = left[device] // number[device], sizes[group] // rows
+        window = Window(rows, rows, 1)
+        if rows * max(1, row_bytes) > share:
+            wanted = max(1, share // (2 * max(1, row_bytes)))
+            least = min(wanted, -(-_BLOCK_BYTES // max(1, row_bytes)))
+            block = max(least, wanted // _BLOCKS)
+            window = Window(rows, block, max(1, wanted // block))
+        left[device] -= min(share, window.read_rows * row_bytes)
+        number[device] -= 1
+        found[group] = window
+    return {group: found[group] for group in groups}
+
+
+class Read(NamedTuple):
+    """Blocks of some groups: uint32[groups, blocks, rows], uint8[..., leaves]."""
+
+    blocks: np.ndarray
+    hashes: np.ndarray
+    tags: np.ndarray
+
+
+class Ring:
+    """What is kept of the rows of groups of the same words that are cut alike.
+
+    What a table costs is Python's time for it: tables of one shape are compared together.
+
+    Args:
+        words: of the groups.
+        window: how they are read.
+        groups: with their tiles.
+        start: of the first round.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        window: Window,
+        groups: Mapping[Group, Sequence[OwnTile]],
+        start: int,
+    ) -> None:
+        self.words, self.window, self.groups = words, window, tuple(groups)
+        self._names = [tuple(t.leaf.name for t in own) for own in groups.values()]
+        self._number, self._start = 0, start % window.count
+        self._row_bytes: Counter[jax.Device] = Counter()
+        for group, own in groups.items():
+            size = bytes_in(own) // (group.rows[1] - group.rows[0])
+            self._row_bytes[group.device] += size
+        shape = (len(groups), window.count, window.block)
+        # Memory that is not written to yet is none.
+        self._hashes = np.empty(shape, np.uint32)
+        self._tags = np.empty((*shape, len(words)), np.uint8)
+        # At which the hashes of each block were taken; -1: not yet.
+        self._clocks = np.full(window.count, -1, np.int64)
+
+    def due(self) -> np.ndarray:
+        """Blocks to be read now: those of the window that was read last, and of the next."""
+        if self.window.count == 1:
+            return _WHOLE
+        numbers = range(max(0, self._number - 1), self._number + 1)
+        blocks = [b for n in numbers for b in self.window.visited(n, self._start)]
+        return np.array(list(dict.fromkeys(blocks)), np.int64)
+
+    def bytes_in(self, read: Read) -> dict[jax.Device, int]:
+        """Bytes that were read, by device."""
+        rows = len(read.blocks) * self.window.block
+        return {device: rows * size for device, size in self._row_bytes.items()}
+
+    def differing(self, read: Read) -> dict[Group, Differing]:
+        """What differs from what is kept, of all groups."""
+        known = self._clocks[read.blocks] >= 0
+        compared = min(self.window.rows, int(known.sum()) * self.window.block)
+        differ = self._hashes[:, read.blocks] != read.hashes
+        differ &= known[:, None]
+        # Of most groups nothing differs: these have one answer.
+        found = dict.fromkeys(
+            self.groups, self._differing(read, 0, differ[0][:0], compared)
+        )
+        for number in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
+            group = self.groups[number]
+            found[group] = self._differing(read, number, differ[number], compared)
+        return found
+
+    def _differing(
+        self, read: Read, number: int, differ: np.ndarray, compared: int
+    ) -> Differing:
+        at, offsets = np.nonzero(differ)
+        blocks = read.blocks[at]
+        # Where the last block overlaps another, a row may come twice.
+        rows, first = np.unique(self.window.first(blocks) + offsets, return_index=True)
+        at, offsets, blocks = at[first], offsets[first], blocks[first]
+
+        def leaves(which: np.ndarray) -> np.ndarray:
+            then = self._tags[number, blocks[which], offsets[which]]
+            return then != read.tags[number, at[which], offsets[which]]
+
+        return Differing(
+            rows=rows,
+            since=self._clocks[read.blocks][at],
+            names=self._names[number],
+            leaves=leaves,
+            compared=compared,
+        )
+
+    def keep(self, read: Read, clock: int) -> None:
+        """Remembers what was read at a clock."""
+        self._hashes[:, read.blocks] = read.hashes
+        self._tags[:, read.blocks] = read.tags
+        self._clocks[read.blocks] = clock
+        self._number += 1
+
+
+def rings_of(
+    groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int, start: int
+) -> tuple[Ring, ...]:
+    """Rings of nothing yet, for all groups at once: how much is read of one rests on the others."""
+    windows = windows_of(groups, limit_bytes)
+    alike: dict[tuple[Words, Window], dict[Group, Sequence[OwnTile]]] = {}
+    for group, own in groups.items():
+        alike.setdefault((words_of(own), windows[group]), {})[group] = own
+    return tuple(
+        Ring(words, window, members, start)
+        for (words, window), members in alike.items()
+    )
