@@ -302,7 +302,11 @@ def test_fingerprints_take_twelve_bytes_a_row(world: Any) -> None:
     run = world()
     run.save(0)
     # Here the slot lies on one device and the table on four, cut to the same rows.
-    assert run.manager._handler._tracker.nbytes == 12 * ROWS
+    watch = run.manager._handler._tracker._watch
+    hashed = [seen.hashed for seen in watch._seen.values()]
+    assert all(each.tags is None for each in hashed)
+    held = [chunk for each in hashed for chunk in each.hashes]
+    assert sum(x.nbytes for x in [*held, *watch._stamps.values()]) == 12 * ROWS
 
 
 # The mode.
@@ -505,10 +509,11 @@ def test_audit_can_be_switched_off(world: Any) -> None:
     for step in range(2):
         run.train([step], recorded=[9])
         report = run.save(step, touched=True)
-        assert run.manager._handler._tracker.nbytes == 0
+        tracker = run.manager._handler._tracker
+        assert tracker._watch is None and tracker._rotation is None
         assert report.fingerprint_secs == 0
     run.restore(1)
-    assert run.manager._handler._tracker.nbytes == 0
+    assert tracker._watch is None and tracker._rotation is None
 
 
 def test_older_state_put_back_by_hand_is_told_or_stops_the_save(world: Any) -> None:

@@ -25,7 +25,6 @@ import numpy as np
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
-from cnr_jax.rows.fingerprints.tiles import bytes_of
 from cnr_jax.rows.fingerprints.watch import RowWatch
 from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.state.split import split
@@ -83,11 +82,20 @@ class Pass:
         arrays = split(state, self._tables)[0]
         look = self._watch.look(self._tiles, arrays, "host")
         hashed = [seen.hashed for seen in look.seen.values()]
-        new = sum(sum(map(bytes_of, (x.hashes, x.differ))) for x in hashed)
-        self.peak = self._watch.nbytes + new
+        new = sum(bytes_of(x.hashes) + bytes_of(x.differ) for x in hashed)
+        self.peak = self._held() + new
         self._watch.keep(look, len(self.found) + 1)
-        self.kept = self._watch.nbytes
+        self.kept = self._held()
         self.found.append(sum(len(rows) for rows in look.changed.values()))
+
+    def _held(self) -> int:
+        hashes = sum(bytes_of(x.hashed.hashes) for x in self._watch._seen.values())
+        return hashes + bytes_of(list(self._watch._stamps.values()))
+
+
+def bytes_of(chunks: Any) -> int:
+    """Bytes of hashes or positions in host memory, which are there by chunk; None: 0."""
+    return sum(chunk.nbytes for chunk in chunks or ())
 
 
 def sum_all() -> Callable[[Any], None]:

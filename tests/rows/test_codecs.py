@@ -17,7 +17,6 @@ from cnr_jax.rows.codecs import (
     Raw,
     at_dim,
     codec_from,
-    codec_spec,
     make_codec,
 )
 from cnr_jax.rows.codecs.bitpack import unpack
@@ -203,7 +202,7 @@ def test_refits_are_as_many_as_bits_and_columns_need(bits, dim, refits):
     left, given = Asymmetric(bits=bits), Asymmetric(bits=bits, refits=refits)
     assert left.at_dim(dim) == given and given.at_dim(dim + 999) == given
     with pytest.raises(ValueError, match="leaves refits to the columns"):
-        codec_spec(left)
+        left.configuration()
 
 
 def test_rows_are_encoded_with_the_refits_of_their_columns():
@@ -306,18 +305,16 @@ def test_raw_refuses_to_convert():
 )
 def test_spec_leads_back_to_an_equal_codec(codec):
     stored = at_dim(codec, DIM)
-    spec = codec_spec(stored)
-    again = codec_from(spec["name"], spec["configuration"])
+    again = codec_from(stored.name, stored.configuration())
     assert again == stored and hash(again) == hash(stored)
     assert isinstance(codec, Codec)
 
 
 def test_stored_names_and_configurations_do_not_change():
-    assert codec_spec(Raw()) == {"name": "cnr.raw", "configuration": {}}
-    assert codec_spec(at_dim(make_codec("adaptive", 4), 64)) == {
-        "name": "cnr.asymmetric",
-        "configuration": {"bits": 4, "refits": 3, "metadata_bits": 16},
-    }
+    assert (Raw().name, Raw().configuration()) == ("cnr.raw", {})
+    adaptive = at_dim(make_codec("adaptive", 4), 64)
+    assert adaptive.name == "cnr.asymmetric"
+    assert adaptive.configuration() == {"bits": 4, "refits": 3, "metadata_bits": 16}
     assert make_codec("asymmetric", 8) == Asymmetric(bits=8, refits=0, metadata_bits=32)
     assert make_codec("raw", 4) == Raw()
 

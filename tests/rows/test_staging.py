@@ -23,6 +23,17 @@ def in_thread(work) -> threading.Thread:
     return thread
 
 
+class Watched(Stage[Item]):
+    """A stage that knows the most that it held."""
+
+    peak_bytes = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_held":
+            self.peak_bytes = max(self.peak_bytes, self._held)
+
+
 def waits(thread: threading.Thread) -> bool:
     """Whether a thread is still there after a while: it waits for something."""
     thread.join(0.05)
@@ -42,7 +53,7 @@ def ends(thread: threading.Thread) -> bool:
 def test_items_come_through_in_order_and_within_the_limit(
     sizes: list[int], limit: int
 ) -> None:
-    stage: Stage[Item] = Stage(limit, timeout_secs=20)
+    stage = Watched(limit, timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     for number, size in enumerate(sizes):

@@ -108,11 +108,6 @@ class Tracker:
         asked = self._options.tracking or self._mode
         return asked or ("fingerprint" if touched is None else "recorded")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that hashes and their stamps take, on devices and the host of this process."""
-        return sum(each.nbytes for each in (self._watch, self._rotation) if each)
-
     def find(
         self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
     ) -> Found:

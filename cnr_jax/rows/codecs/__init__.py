@@ -1,8 +1,8 @@
 """Codecs for table rows and optimizer slots, and their names.
 
 Two kinds of names: options use short ones ("raw", "asymmetric", "adaptive"); stored
-codecs are `{"name": "cnr....", "configuration": {...}}`, which `codec_spec` writes and
-`codec_from` reads. A stored name and the meaning of its configuration never change.
+codecs are `{"name": "cnr....", "configuration": {...}}`, which `codec_from` reads. A stored
+name and the meaning of its configuration never change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ __all__ = [
     "Symmetric",
     "at_dim",
     "codec_from",
-    "codec_spec",
     "make_codec",
 ]
 
@@ -93,21 +92,8 @@ def at_dim(codec: Codec, dim: int) -> Codec:
     return codec.at_dim(dim) if isinstance(codec, Asymmetric) else codec
 
 
-def codec_spec(codec: Codec) -> dict[str, Any]:
-    """Returns `{"name": ..., "configuration": {...}}`, the codec for a manifest.
-
-    Args:
-        codec: with nothing left open, see `at_dim`.
-
-    Example:
-        >>> codec_spec(Raw())
-        {'name': 'cnr.raw', 'configuration': {}}
-    """
-    return {"name": codec.name, "configuration": codec.configuration()}
-
-
 def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
-    """Returns the codec that `codec_spec` described.
+    """Returns the codec of a manifest.
 
     Raises:
         FormatError: if the name is not known, or a configuration value is missing,

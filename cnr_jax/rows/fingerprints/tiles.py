@@ -168,14 +168,6 @@ def tags_of(tags: Hashes, positions: np.ndarray) -> np.ndarray:
     return whole[positions]
 
 
-def bytes_of(hashes: Hashes | None) -> int:
-    """Bytes held."""
-    if hashes is None:
-        return 0
-    parts = hashes if isinstance(hashes, list) else [hashes]
-    return sum(part.nbytes for part in parts)
-
-
 @functools.cache
 def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
     def bits(now: jax.Array, before: jax.Array) -> jax.Array:

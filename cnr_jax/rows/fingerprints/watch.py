@@ -21,7 +21,6 @@ import numpy as np
 from cnr_jax.rows.fingerprints.tiles import (
     Arrays,
     Hashed,
-    bytes_of,
     changed_of,
     hash_tiles,
     settled,
@@ -126,13 +125,6 @@ class RowWatch:
         self._seen: Mapping[Group, Seen] = {}
         # Columns of a row may lie on several devices; its stamp is one.
         self._stamps: dict[Rows, np.ndarray] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, on devices and the host."""
-        hashed = [seen.hashed for seen in self._seen.values()]
-        held = sum(bytes_of(x.hashes) + bytes_of(x.tags) for x in hashed)
-        return held + sum(stamps.nbytes for stamps in self._stamps.values())
 
     def look(
         self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where | Way

@@ -55,7 +55,6 @@ class Stage(Generic[T]):
         self._closed = False
         self._failed = False
         self._started = not patient
-        self.peak_bytes = 0
 
     def put(self, item: T) -> bool:
         """Adds an item, waiting for room; returns False if the reader has given up.
@@ -75,7 +74,6 @@ class Stage(Generic[T]):
                 return False
             self._items.append(item)
             self._held += item.nbytes
-            self.peak_bytes = max(self.peak_bytes, self._held)
             self._changed.notify_all()
             return True
 
