@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.codec_tuning import Variant, cheapest, mean_error, variants
+from cnr_jax.checkpointer.tuning import Variant, cheapest, mean_error, variants
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs import Asymmetric, Greedy, KMeans, Symmetric
 

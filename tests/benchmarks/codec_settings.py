@@ -11,7 +11,7 @@ from codec_errors import Report, norms
 from codec_tables import Tables
 from results import print_mark, print_table
 
-from cnr_jax.checkpointer.codec_tuning import cheapest, mean_error, variants
+from cnr_jax.checkpointer.tuning import cheapest, mean_error, variants
 from cnr_jax.rows.codecs import Greedy, make_codec
 
 BINS = (5, 10, 15, 25, 35, 45, 100, 200)
