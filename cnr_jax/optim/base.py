@@ -18,13 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from cnr_jax.errors import OptionError
-from cnr_jax.optim.rows import (
-    explicit_sharding,
-    read_rows,
-    slot_dtype,
-    sum_by_row,
-    write_rows,
-)
+from cnr_jax.optim.rows import read_rows, slot_dtype, sum_by_row, write_rows
+from cnr_jax.rows.lookups import explicit_sharding
 
 # A pytree whose leaves are tables, or that has one value for each table.
 Tree: TypeAlias = Any

@@ -6,16 +6,22 @@ reading it gives zeros, and what is written to it is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import OptionError
+from cnr_jax.rows.lookups import (
+    as_array,
+    broadcasts_to,
+    explicit_sharding,
+    in_range,
+    replicated,
+)
 
 
 def sum_by_row(
@@ -38,7 +44,9 @@ def sum_by_row(
         OptionError: if the arguments do not fit each other.
     """
     grads, ids, where = _checked(table, grads, ids, where)
-    rows = _in_range(ids, len(table))
+    # More rows than int32 can tell apart need x64, as the look-up itself did.
+    wide = len(table) > np.iinfo(np.int32).max
+    rows = in_range(ids, len(table), jnp.int64 if wide else jnp.int32)
     if where is not None:
         rows = jnp.where(where, rows, len(table))
     distinct, position = jnp.unique(
@@ -76,29 +84,12 @@ def slot_dtype(table: Any) -> Any:
     return jnp.promote_types(table.dtype, jnp.float32)
 
 
-def explicit_sharding(array: jax.Array) -> NamedSharding | None:
-    """Returns the sharding in an array's type, if operations have to agree on it."""
-    sharding: Any = jax.typeof(array).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-
-
-def _in_range(ids: jax.Array, rows: int) -> jax.Array:
-    """Returns `ids` wrapped and clamped to [0, rows), in a dtype that holds `rows`."""
-    # More rows than int32 can tell apart need x64, as the look-up itself did.
-    dtype = jnp.int32 if rows <= np.iinfo(np.int32).max else jnp.int64
-    if jnp.iinfo(ids.dtype).max < rows:
-        ids = ids.astype(dtype)
-    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        ids = jnp.where(ids < 0, ids + rows, ids)
-    # The clip comes before the cast, lest a wide id turns into another row's.
-    return jnp.clip(ids, 0, rows - 1).astype(dtype)
-
-
 def _checked(
     table: jax.Array, grads: Any, ids: Any, where: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns gradients, ids and mask as arrays that fit, or raises."""
-    ids, grads = _as_array(ids, "ids"), _as_array(grads, "row_grads")
+    ids = as_array(ids, "ids", OptionError)
+    grads = as_array(grads, "row_grads", OptionError)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise OptionError(f"ids are {ids.dtype}, expected integers")
     expected = (*ids.shape, table.shape[1])
@@ -111,39 +102,14 @@ def _checked(
         )
     sharding = explicit_sharding(table)
     columns = sharding.spec[1:2] if sharding else ()
-    grads, ids = _replicated(grads, columns), _replicated(ids)
+    grads, ids = replicated(grads, columns), replicated(ids)
     if where is None:
         return grads, ids, None
-    where = _replicated(_as_array(where, "where"))
-    if where.dtype != jnp.bool_ or not _broadcasts(where.shape, ids.shape):
+    where = replicated(as_array(where, "where", OptionError))
+    if where.dtype != jnp.bool_ or not broadcasts_to(where.shape, ids.shape):
         raise OptionError(
             "where does not fit the ids\n"
             f"  got {where.dtype}{list(where.shape)}, "
             f"expected bool that broadcasts to {list(ids.shape)}"
         )
     return grads, ids, where
-
-
-def _replicated(array: jax.Array, columns: Sequence[Any] = ()) -> jax.Array:
-    # Only with explicit mesh axes: else the compiler gathers a batch by itself.
-    where = explicit_sharding(array)
-    if where is None:
-        return array
-    spec = [None] * (array.ndim - len(columns)) + list(columns)
-    return jax.sharding.reshard(array, NamedSharding(where.mesh, P(*spec)))
-
-
-def _as_array(values: Any, name: str) -> jax.Array:
-    try:
-        return jnp.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise OptionError(
-            f"{name} cannot be made an array\n  got {type(values).__name__}: {error}"
-        ) from error
-
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False

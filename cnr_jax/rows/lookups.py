@@ -1,7 +1,8 @@
 """Row ids as users have them: bags, masks, ragged batches, several features of a table.
 
 Everything here turns such ids into stored rows of one table, with the wrapping and clamping that
-JAX indexing does, and rejects what cannot be ids while the train step is traced.
+JAX indexing does, and rejects what cannot be ids while the train step is traced. `cnr_jax.optim`
+reads ids by the same functions: a row that it changes must be one that `record` stamps.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from cnr_jax.errors import TouchedError
+from cnr_jax.errors import CnrError, TouchedError
 from cnr_jax.state.layouts import RowLayout
 
 
@@ -74,7 +75,8 @@ def lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
 def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
     """Returns integer[n]: the stored rows of a lookup, `padded_rows` where masked."""
     ids = _integers(lookup.ids, label)
-    rows = table.layout.to_physical(_in_range(ids, table))
+    wrapped = in_range(ids, table.lookup_rows, index_dtype(table))
+    rows = table.layout.to_physical(wrapped)
     keep = _counted(lookup, ids.shape, label)
     if keep is not None:
         # Not -1, as scatter would wrap it to the last row before it drops anything.
@@ -82,14 +84,14 @@ def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
     return rows.reshape(-1)
 
 
-def _in_range(ids: jax.Array, table: StampedTable) -> jax.Array:
-    """Returns `ids` wrapped and clamped to [0, lookup_rows), in the index dtype."""
-    rows, dtype = table.lookup_rows, index_dtype(table)
-    # Only in a dtype that holds `rows` are `ids + rows` and the bound below right.
+def in_range(ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
+    """Returns `ids` wrapped and clamped to [0, rows), in a dtype that holds `rows`."""
+    # Only in such a dtype are `ids + rows` and the bound below right.
     if jnp.iinfo(ids.dtype).max < rows:
         ids = ids.astype(dtype)
     if jnp.issubdtype(ids.dtype, jnp.signedinteger):
         ids = jnp.where(ids < 0, ids + rows, ids)
+    # The clip comes before the cast, lest a wide id turns into another row's.
     return jnp.clip(ids, 0, rows - 1).astype(dtype)
 
 
@@ -116,13 +118,13 @@ def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | 
     """Returns bool[shape]: which entries count; None if all do."""
     keep = None
     if lookup.where is not None:
-        where = _replicated(_as_array(lookup.where, f"mask of {label}"))
+        where = replicated(as_array(lookup.where, f"mask of {label}"))
         if where.dtype != jnp.bool_:
             raise TouchedError(
                 f"mask of {label} is {where.dtype}, expected bool\n"
                 "  hint: compare it, as in `where != 0`"
             )
-        if not _broadcasts_to(where.shape, shape):
+        if not broadcasts_to(where.shape, shape):
             raise TouchedError(
                 f"mask of {label} does not fit the ids\n"
                 f"  got {list(where.shape)}, expected it to broadcast to {list(shape)}"
@@ -145,7 +147,7 @@ def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | 
 
 
 def _integers(values: Any, label: str) -> jax.Array:
-    array = _as_array(values, label)
+    array = as_array(values, label)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         hint = (
             "\n  hint: pass a mask beside the ids, as `Lookup(ids, where=mask)`"
@@ -153,34 +155,41 @@ def _integers(values: Any, label: str) -> jax.Array:
             else ""
         )
         raise TouchedError(f"{label} are {array.dtype}, expected integers{hint}")
-    return _replicated(array)
+    return replicated(array)
 
 
-def _as_array(values: Any, label: str) -> jax.Array:
+def as_array(
+    values: Any, label: str, error: type[CnrError] = TouchedError
+) -> jax.Array:
+    """Returns `values` as an array, or raises `error` about `label`."""
     try:
         return jnp.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TouchedError(
-            f"{label} cannot be made an array\n  got {type(values).__name__}: {error}"
-        ) from error
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise error(
+            f"{label} cannot be made an array\n  got {type(values).__name__}: {cause}"
+        ) from cause
 
 
-def _broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of this shape may stand for one of `target`."""
     try:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:
         return False
 
 
-def _replicated(array: jax.Array) -> jax.Array:
+def replicated(array: jax.Array, columns: Sequence[Any] = ()) -> jax.Array:
+    """Returns an array of a batch on all devices, but for the axes of its last dimensions."""
     # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
     # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
-    sharding = jax.typeof(array).sharding
-    if not is_explicit(sharding):
+    where = explicit_sharding(array)
+    if where is None:
         return array
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, P()))
+    spec = [None] * (array.ndim - len(columns)) + list(columns)
+    return jax.sharding.reshard(array, NamedSharding(where.mesh, P(*spec)))
 
 
-def is_explicit(sharding: Any) -> bool:
-    """Whether a mesh axis of the sharding is explicit: operations must then agree on it."""
-    return AxisType.Explicit in sharding.mesh.axis_types
+def explicit_sharding(array: jax.Array) -> NamedSharding | None:
+    """Returns the sharding in an array's type, if operations have to agree on it."""
+    sharding: Any = jax.typeof(array).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

@@ -30,8 +30,8 @@ from cnr_jax.rows.lookups import (
     Ids,
     Lookup,
     StampedTable,
+    explicit_sharding,
     index_dtype,
-    is_explicit,
     lookups,
     stored_rows,
 )
@@ -313,12 +313,11 @@ def clock_of(touched: Touched) -> int:
 
 def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     """Returns `stamps` with `clock` at `rows`; rows out of range are dropped."""
-    sharding = jax.typeof(stamps).sharding
     # `set`, though the clock is the greatest stamp and `max` would give the same: for a
     # combiner that commutes, XLA scatters each device's share of the ids into stamps
     # of its own and then all-reduces the whole stamps (seen in the HLO of jax 0.10.2).
     return stamps.at[rows].set(
-        clock, mode="drop", out_sharding=sharding if is_explicit(sharding) else None
+        clock, mode="drop", out_sharding=explicit_sharding(stamps)
     )
 
 
