@@ -115,16 +115,6 @@ def checked_metadata_bits(bits: int, metadata_bits: int | None) -> int:
     return metadata_bits
 
 
-def parts(dim: int, dtype: DTypeLike, bits: int, metadata: Metadata) -> dict[str, Part]:
-    """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row)."""
-    check_dtype(dtype)
-    return {
-        "codes": Part(np.dtype(np.uint8), bitpack.packed_width(dim, bits)),
-        "scale": Part(metadata.scale_dtype, 1),
-        "offset": Part(metadata.offset_dtype, 1),
-    }
-
-
 class OnGrid:
     """What codecs have in common whose rows have a range of their own, as of `Asymmetric`.
 
@@ -152,7 +142,12 @@ class OnGrid:
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
         """
-        return parts(dim, dtype, self.bits, self._metadata)
+        check_dtype(dtype)
+        return {
+            "codes": Part(np.dtype(np.uint8), bitpack.packed_width(dim, self.bits)),
+            "scale": Part(self._metadata.scale_dtype, 1),
+            "offset": Part(self._metadata.offset_dtype, 1),
+        }
 
     def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the bytes of one encoded row, all parts together."""
@@ -170,7 +165,9 @@ class OnGrid:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
             ValueError: if the codes have not the width that `dim` and `bits` give.
         """
-        return decode(parts, bits=self.bits, dim=dim, dtype=dtype)
+        codes = bitpack.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
+        centred = codes.astype(jnp.float32) - 0.5 * (2**self.bits - 1)
+        return read_stored(centred, parts, dtype)
 
 
 class Ranged(NamedTuple):
@@ -229,14 +226,6 @@ def stored(
         "scale": scale[:, None].astype(metadata.scale_dtype),
         "offset": offset[:, None].astype(metadata.offset_dtype),
     }
-
-
-def decode(
-    parts: Mapping[str, jax.Array], *, bits: int, dim: int, dtype: DTypeLike
-) -> jax.Array:
-    """Returns `dtype[rows, dim]`; the module has the formula."""
-    codes = bitpack.unpack(jnp.asarray(parts["codes"]), bits, dim)
-    return read_stored(codes.astype(jnp.float32) - 0.5 * (2**bits - 1), parts, dtype)
 
 
 def read_stored(

@@ -92,7 +92,7 @@ class KMeans(grids.OnGrid):
             TypeError: if `dtype` is not float32, bfloat16 or float16.
         """
         book = Part(self._metadata.offset_dtype, 2**self.bits)
-        return {**grids.parts(dim, dtype, self.bits, self._metadata), "codebook": book}
+        return {**grids.OnGrid.parts(self, dim, dtype), "codebook": book}
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
@@ -106,10 +106,9 @@ class KMeans(grids.OnGrid):
         steps = given.x * factor[:, None] + shift[:, None]
         steps = jnp.where(given.held[:, None], steps, 0.0)
         book = _codebook(steps, levels, self.iterations, self._metadata)
-        bounds = 0.5 * (book[:, 1:] + book[:, :-1])
         codes = jnp.zeros(steps.shape, jnp.uint8)
-        for k in range(levels):
-            codes += (steps > bounds[:, k : k + 1]).astype(jnp.uint8)
+        for above in _above(steps, book):
+            codes += above.astype(jnp.uint8)
         parts = {
             "codes": bitpack.pack(codes, self.bits),
             **grids.stored(given.grid, given.held, self._metadata),

@@ -114,24 +114,21 @@ class Log:
         within = (bits >= _LEAST_NORMAL) & (lax.round(place) <= _LAST_PLACE)
         within &= bits < 255 << _MANTISSA_BITS
         held = jnp.all(zero | within, axis=1, keepdims=True)
-        coded = held & ~zero
-        parts = self._coded(place, coded)
-        return Encoded(parts, ~held[:, 0])
-
-    def _coded(self, place: jax.Array, coded: jax.Array) -> dict[str, jax.Array]:
+        coded, escaped = held & ~zero, ~held[:, 0]
         nearest = lax.round(place)
         if self.bits == 16:
             codes = jnp.where(coded, nearest + 1.0, 0.0)
-            return {"codes": codes.astype(jnp.uint16)}
+            return Encoded({"codes": codes.astype(jnp.uint16)}, escaped)
         top = jnp.max(jnp.where(coded, nearest, 0.0), axis=1, keepdims=True)
         least = jnp.min(jnp.where(coded, nearest, top), axis=1, keepdims=True)
         stride = jnp.maximum(1.0, jnp.ceil((top - least) / 254.0))
         codes = jnp.clip(255.0 - lax.round((top - place) / stride), 1.0, 255.0)
-        return {
+        parts = {
             "codes": jnp.where(coded, codes, 0.0).astype(jnp.uint8),
             "top": top.astype(jnp.uint16),
             "stride": stride.astype(jnp.uint16),
         }
+        return Encoded(parts, escaped)
 
     def decode(
         self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike

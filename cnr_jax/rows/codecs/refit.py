@@ -11,7 +11,6 @@ over the whole range included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -69,7 +68,11 @@ def refit(
     dim = given.x.shape[1]
     x = in_lanes(given.x)
     count = len(starts.scale)
-    error, places = _first_sums(x, given.grid, dim, levels)
+    factor, shift = placing(given.grid, levels)
+    place = x * factor[:, None] + shift[:, None]
+    error = jnp.square(place - levels.nearest(place))
+    error, p, pp = sums(dim, error, place, place * place)
+    places = _Places(given.grid, p, pp)
     best = Judged(error * jnp.square(given.grid.scale / step), given.grid)
     nowhere = Judged(jnp.full_like(error, jnp.inf), given.grid)
 
@@ -125,40 +128,16 @@ class _Sums(NamedTuple):
     cc: jax.Array
 
 
-def _first_sums(
-    x: jax.Array, grid: Grid, dim: int, levels: Levels
-) -> tuple[jax.Array, _Places]:
-    """Returns the squared error on a grid, in its scales, and the places."""
-    factor, shift = placing(grid, levels)
-    place = x * factor[:, None] + shift[:, None]
-    error = jnp.square(place - levels.nearest(place))
-    error, p, pp = sums(dim, error, place, place * place)
-    return error, _Places(grid, p, pp)
-
-
 def _sums(x: jax.Array, places: _Places, grid: Grid, dim: int, levels: Levels) -> _Sums:
-    found = sums(dim, *_terms(x, grid, levels))
-    return _of_terms(found, places, grid, dim, levels)
-
-
-def _terms(x: jax.Array, grid: Grid, levels: Levels) -> list[jax.Array]:
-    """Returns what a pass has to sum; the rest follows from the places on any grid."""
+    """Returns what one pass sums; the rest follows from the places on any grid."""
     factor, shift = placing(grid, levels)
     place = x * factor[:, None] + shift[:, None]
-    c = levels.nearest(place)
-    exact = [jnp.square(place - c)] if _is_fine(x.shape[1], levels) else []
-    return [place * c, c, c * c, *exact]
-
-
-def _is_fine(dim: int, levels: Levels) -> bool:
-    """Whether squared errors are too small a part of squared places to be a difference."""
-    return levels.last >= _MOST_LEVELS or dim > _MOST_COLUMNS
-
-
-def _of_terms(
-    found: Sequence[jax.Array], places: _Places, grid: Grid, dim: int, levels: Levels
-) -> _Sums:
-    pc, c, cc, *exact = found
+    code = levels.nearest(place)
+    terms = [place * code, code, code * code]
+    # Else squared errors are so large a part of squared places that a difference tells them.
+    if levels.last >= _MOST_LEVELS or x.shape[1] > _MOST_COLUMNS:
+        terms.append(jnp.square(place - code))
+    pc, c, cc, *exact = sums(dim, *terms)
     p, pp = places.on(grid, dim, levels)
     ee = exact[0] if exact else pp - 2.0 * pc + cc
     return _Sums(p - c, ee, pc - cc, c, cc)

@@ -75,7 +75,7 @@ class Symmetric(grids.OnGrid):
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
         """
-        found = grids.parts(dim, dtype, self.bits, self._metadata)
+        found = grids.OnGrid.parts(self, dim, dtype)
         del found["offset"]
         return found
 
