@@ -88,15 +88,15 @@ class Intermittent:
             return full_because(
                 f"the baseline has {held}, max_deltas is {self.max_deltas}"
             )
-        full_size, *sizes = map(self._cost_of, cycle)
+        # Bytes or microseconds: integers, so that comparisons are exact.
+        in_bytes = self.cost == "bytes"
+        full_size, *sizes = (
+            save.bytes if in_bytes else round(save.secs * 1e6) for save in cycle
+        )
         rule = full_is_due if self.predictor == "forecast" else should_take_full
         if rule(sizes, full_size=full_size):
             return full_because(self._why(sizes, full_size))
         return delta_on(baseline, "rows since the baseline")
-
-    def _cost_of(self, save: SaveRecord) -> int:
-        """Bytes or microseconds of a save: integers, so that comparisons are exact."""
-        return save.bytes if self.cost == "bytes" else round(save.secs * 1e6)
 
     def _why(self, sizes: Sequence[int], full_size: int) -> str:
         average = (full_size + sum(sizes)) / (len(sizes) + 1)

@@ -166,16 +166,15 @@ def _table(
         named = _found_slots(name, leaf, mirrors)
     else:
         named = _listed_slots(index, name, spec.slots, mirrors)
-    slots = tuple(_leaf(slot, e, name) for slot, e in _unique(named))
+    # A slot is named by its prefix, or by its whole path where that clashes.
+    names = ["table", *("/".join(prefix) for prefix, _ in named)]
+    slots = tuple(
+        _leaf(n if names.count(n) == 1 else "/".join(slot.path), slot, name)
+        for n, (_, slot) in zip(names[1:], named, strict=True)
+    )
     for slot in slots:
         _check_slot(name, leaf, slot)
-    return Table(
-        name=name,
-        leaf=leaf,
-        slots=slots,
-        rows=rows,
-        layout=spec.layout,
-    )
+    return Table(name=name, leaf=leaf, slots=slots, rows=rows, layout=spec.layout)
 
 
 def _leaf(name: str, entry: Entry, table: str) -> Leaf:
@@ -231,7 +230,10 @@ def _found_slots(
         shape = tuple(getattr(mirror.entry.value, "shape", ()))
         if shape[:1] != leaf.shape[:1]:
             continue
-        if _may_be_along_columns(shape, leaf.shape):
+        # Factored slots, as Adafactor's, leave axes out and keep the order of the others: is
+        # this the table's shape without its rows, or a part of it?
+        columns = iter(leaf.shape[1:])
+        if len(shape) < len(leaf.shape) and all(size in columns for size in shape):
             raise TableError(
                 f"table {name!r} of shape {list(leaf.shape)} has as many columns as rows: "
                 f"leaf {'/'.join(mirror.entry.path)} of shape {list(shape)} may belong "
@@ -241,15 +243,6 @@ def _found_slots(
             continue  # random keys, one per row: not numbers, saved with the dense rest
         slots.append((mirror.prefix, mirror.entry))
     return slots
-
-
-def _may_be_along_columns(slot: Sequence[int], table: Sequence[int]) -> bool:
-    """Tells whether the table's shape without its rows, or part of it, is the slot's.
-
-    Factored slots, as Adafactor's, leave axes out and keep the order of the others.
-    """
-    columns = iter(table[1:])
-    return len(slot) < len(table) and all(size in columns for size in slot)
 
 
 def _listed_slots(
@@ -274,17 +267,6 @@ def _listed_slots(
             )
         slots.append((prefixes.get(matches[0].path, matches[0].parts), matches[0]))
     return slots
-
-
-def _unique(
-    named: Sequence[tuple[tuple[str, ...], Entry]],
-) -> list[tuple[str, Entry]]:
-    """Names each slot by its prefix, or by its whole path where that clashes."""
-    names = ["table", *("/".join(prefix) for prefix, _ in named)]
-    return [
-        (name if names.count(name) == 1 else "/".join(entry.path), entry)
-        for name, (_, entry) in zip(names[1:], named, strict=True)
-    ]
 
 
 def _check_slot(name: str, leaf: Leaf, slot: Leaf) -> None:

@@ -137,11 +137,6 @@ def _is_nnx_param(node: Any) -> bool:
     )
 
 
-def _param_paths(tree: Any) -> set[Path]:
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_nnx_param)[0]
-    return {key_strings(keys) for keys, node in flat if _is_nnx_param(node)}
-
-
 def _entry(path: Path, value: Any, params: Collection[Path]) -> Entry:
     parts = [(part, i) for i, key in enumerate(path) for part in _split(key)]
     return Entry(
@@ -209,7 +204,8 @@ class PathIndex:
     """
 
     def __init__(self, tree: Any) -> None:
-        params = _param_paths(tree)
+        flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_nnx_param)[0]
+        params = {key_strings(keys) for keys, node in flat if _is_nnx_param(node)}
         self.entries = [_entry(p, leaf, params) for p, leaf in flatten_paths(tree)]
         # The shortest path first: parameters before the slots that repeat them.
         self.entries.sort(key=lambda entry: len(entry.parts))
@@ -241,8 +237,14 @@ class PathIndex:
             return list(self._by_parts[parts])
         if len(parts) > 1 and parts in self._by_suffix:
             return list(self._by_suffix[parts])
-        below = self._by_part.get(next(iter(parts)), [])
-        return [entry for entry in below if _has_run(entry.parts, parts)]
+        return [
+            entry
+            for entry in self._by_part.get(parts[0], [])
+            if any(
+                entry.parts[i : i + len(parts)] == parts
+                for i in range(len(entry.parts) - len(parts) + 1)
+            )
+        ]
 
     def close_to(self, text: str) -> list[str]:
         """Lists up to four paths or names much like `text`, for an error message."""
@@ -363,7 +365,3 @@ class PathIndex:
         if not arrays:
             self._names[root] = paths
         return paths
-
-
-def _has_run(parts: Path, run: Path) -> bool:
-    return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))

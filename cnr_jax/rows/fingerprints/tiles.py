@@ -63,29 +63,18 @@ def hash_tiles(
     Returns:
         What is on a device is not waited for.
     """
-    parts = [_part(arrays[tile.table.name][tile.leaf.name], tile) for tile in tiles]
+    parts: list[Part] = []
+    for tile in tiles:
+        array, (start, stop) = arrays[tile.table.name][tile.leaf.name], tile.rows
+        data, first = LocalShards(array).on(tile.piece.device)
+        parts.append((data, start - first, stop - start))
     if where == "host":
         assert not isinstance(before, jax.Array)
         return Hashed(*hash_chunks(parts, seed, before, tagged))
-    assert not isinstance(before, list)
-    return _hash_on_device(parts, seed, before, tagged)
-
-
-def _part(array: jax.Array, tile: OwnTile) -> Part:
-    """The shard that holds a tile, where the tile starts in it, and how many rows it has."""
-    data, first = LocalShards(array).on(tile.piece.device)
-    start, stop = tile.rows
-    return data, start - first, stop - start
-
-
-def _hash_on_device(
-    parts: Sequence[Part], seed: np.ndarray, before: jax.Array | None, tagged: bool
-) -> Hashed:
-    data = tuple(part[0] for part in parts)
-    device = data[0].device
-    assert isinstance(device, jax.Device)
+    device = tiles[0].piece.device
     kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in parts)
     program = _device_program(kinds, device, tagged)
+    data = tuple(part[0] for part in parts)
     hashes, tags = program(data, jax.device_put(seed, device))
     differ = None
     if before is not None:
@@ -107,7 +96,9 @@ def _device_program(
             x[first : first + rows] if (first, rows) != (0, x.shape[0]) else x
             for x, (_, _, first, rows) in zip(data, parts, strict=True)
         ]
-        return _hash(leaves, seed, tagged)
+        if tagged:
+            return hash_with_tags(leaves, seed)
+        return hash_rows(leaves, seed), None
 
     sharding = jax.sharding.SingleDeviceSharding(device)
     data = tuple(
@@ -116,12 +107,6 @@ def _device_program(
     )
     seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=sharding)
     return jax.jit(hash_parts).lower(data, seed).compile()
-
-
-def _hash(
-    leaves: Sequence[jax.Array], seed: jax.Array, tagged: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    return hash_with_tags(leaves, seed) if tagged else (hash_rows(leaves, seed), None)
 
 
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
@@ -184,11 +169,15 @@ def programs(
     """What hashing tiles like these needs, of leaves whose sharding is known."""
     for tiles in groups:
         device = tiles[0].piece.device
-        shapes = [_shard_shape(tile) for tile in tiles]
+        shapes: list[tuple[int, ...]] = []
+        for tile in tiles:
+            assert tile.leaf.sharding is not None
+            shapes.append(tile.leaf.sharding.shard_shape(tile.leaf.shape))
         rows = tiles[0].rows[1] - tiles[0].rows[0]
         if way(device, bytes_in(tiles)) == "device":
+            # Shards are all alike and in order: where a tile starts in its own is what is left.
             parts = tuple(
-                (shape, tile.leaf.dtype, _first(tile, shape), rows)
+                (shape, tile.leaf.dtype, tile.rows[0] % shape[0], rows)
                 for tile, shape in zip(tiles, shapes, strict=True)
             )
             yield _device_program, (parts, device, tagged)
@@ -196,13 +185,3 @@ def programs(
             continue
         kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))
         yield from chunk_programs(kinds, rows, tagged)
-
-
-def _shard_shape(tile: OwnTile) -> tuple[int, ...]:
-    assert tile.leaf.sharding is not None
-    return tile.leaf.sharding.shard_shape(tile.leaf.shape)
-
-
-def _first(tile: OwnTile, shape: tuple[int, ...]) -> int:
-    """Row of its shard at which a tile starts: shards are all alike and in order."""
-    return tile.rows[0] % shape[0]

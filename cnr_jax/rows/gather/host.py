@@ -61,11 +61,6 @@ def touched_positions(
     return np.flatnonzero(mask)
 
 
-def _touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
-    """One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes."""
-    return jnp.packbits(stamps > clock, bitorder="little")
-
-
 def gather_chunks(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     """Yields the rows of all runs, in order, in chunks.
 
@@ -168,10 +163,14 @@ def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
 def _bits_program(
     shape: tuple[int, ...], device: jax.Device
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
+        # One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes.
+        return jnp.packbits(stamps > clock, bitorder="little")
+
     sharding = jax.sharding.SingleDeviceSharding(device)
     stamps = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     clock = jax.ShapeDtypeStruct((), np.int32, sharding=sharding)
-    return jax.jit(_touched_bits).lower(stamps, clock).compile()
+    return jax.jit(touched_bits).lower(stamps, clock).compile()
 
 
 def stamps_program(rows: int, device: jax.Device) -> Program:
