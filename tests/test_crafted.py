@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.format.manifest import dump_document
+from cnr_jax.format.fields import dump_document
 
 UUID = "ab" * 16
 WRITER = "cnr_jax.writer.json"

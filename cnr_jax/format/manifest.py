@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.fields import Fields, is_integer, is_path
+from cnr_jax.format.fields import (
+    Fields,
+    dump_document,
+    is_integer,
+    is_path,
+    open_document,
+    read_alike,
+)
 
-T = TypeVar("T")
 Kind = Literal["full", "delta"]
 Tracking = Literal["recorded", "fingerprint", "audited"]
 
@@ -248,71 +252,6 @@ def dump(value: Any, kind: str = names.FORMAT) -> bytes:
     return dump_document(document)
 
 
-def dump_document(document: Mapping[str, object]) -> bytes:
-    """Canonical bytes of a JSON object without `sha256`, with that key added."""
-    texts = {key: _text(value) for key, value in document.items()}
-    return _joined({**texts, "sha256": _text(_digest(texts))})
-
-
-# Made once: `json.dumps` makes one in each call that is given anything but the defaults.
-_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
-
-
-def _joined(texts: Mapping[str, str]) -> bytes:
-    """The canonical object of values that are text already: each is made once."""
-    pairs = (f"{_text(key)}:{text}" for key, text in sorted(texts.items()))
-    return f"{{{','.join(pairs)}}}\n".encode()
-
-
-def _digest(texts: Mapping[str, str]) -> str:
-    return hashlib.sha256(_joined(texts)).hexdigest()
-
-
-def _is_intact(data: bytes, document: dict[str, object]) -> bool:
-    try:
-        text = _text(document)
-    # NaN or infinity, which Python reads but no manifest holds; or nested too deeply.
-    except (ValueError, RecursionError):
-        return False
-    if f"{text}\n".encode() != data:
-        return False
-    # `format` comes before it. No digest within the document can be the same as its own.
-    own = f',"sha256":{_text(document.get("sha256"))}'
-    body = text.replace(own, "", 1)
-    return document.get("sha256") == hashlib.sha256(f"{body}\n".encode()).hexdigest()
-
-
-def open_document(data: bytes, where: str, kind: str) -> Fields:
-    """Parses JSON and checks format, version, features and digest, in that order.
-
-    Raises:
-        ManifestError: if it is not a JSON document of that format, or is damaged.
-        UnsupportedVersionError: if it needs a newer reader.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise errors.ManifestError(
-            f"{where} is damaged: it is not JSON ({error})"
-        ) from error
-    fields = Fields(document, "", [])
-    if fields.text("format") != kind:
-        raise errors.ManifestError(f"{where} is not a {kind} document", fields.problems)
-    version = fields.integer("version", minimum=1)
-    features = fields.texts("required_features") if kind == names.FORMAT else ()
-    unknown = sorted(set(features) - names.KNOWN_FEATURES)
-    if version > names.VERSION or unknown:
-        raise errors.UnsupportedVersionError(
-            f"{where} cannot be read by this version of cnr_jax\n"
-            f"  format version: {version}, this reader knows up to {names.VERSION}\n"
-            f"  required features unknown here: {', '.join(unknown) or 'none'}\n"
-            "  hint: upgrade cnr_jax"
-        )
-    if not _is_intact(data, document):
-        raise errors.ManifestError(f"{where} is damaged: its digest does not match")
-    return fields
-
-
 def load(data: bytes, where: str) -> Manifest:
     """The manifest in `data`; `where` names the file in errors.
 
@@ -348,10 +287,10 @@ def _read_manifest(fields: Fields) -> Manifest:
         parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,
         processes=fields.objects("processes", _read_digest, _quick_digest),
         dense_files=fields.objects("dense_files", _read_digest, _quick_digest),
-        dense_leaves=_read_alike(
+        dense_leaves=read_alike(
             fields, "dense_leaves", _read_dense_leaf, lambda leaf: leaf.kind == "text"
         ),
-        tables=_read_alike(fields, "tables", _read_table),
+        tables=read_alike(fields, "tables", _read_table),
         totals=_read_totals(fields.child("totals")),
         policy=fields.text("policy"),
         reason=fields.text("reason"),
@@ -363,43 +302,6 @@ def _read_manifest(fields: Fields) -> Manifest:
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
     )
-
-
-# What nearly all manifests of a run have alike, by key, size and digest of its text; of few runs
-# at a time. Objects take several times the bytes of their text.
-_alike: dict[tuple[str, int, bytes], tuple[Any, ...]] = {}
-_MOST_ALIKE = 64
-_MOST_ALIKE_BYTES = 2 << 20
-
-
-def _read_alike(
-    fields: Fields,
-    key: str,
-    read: Callable[[Fields], T],
-    varies: Callable[[T], bool] = lambda item: False,
-) -> tuple[T, ...]:
-    """A list of objects that was probably read before, out of another manifest.
-
-    Args:
-        fields: that hold it.
-        key: of the list.
-        read: one of the objects.
-        varies: whether an object may well be another in each manifest: such are not kept.
-    """
-    text = _text(fields.any(key)).encode()
-    known = key, len(text), hashlib.sha256(text).digest()
-    found = _alike.get(known)
-    if found is None:
-        problems = len(fields.problems)
-        found = fields.objects(key, read)
-        if len(fields.problems) > problems or any(map(varies, found)):
-            return found
-        held = sum(size for _, size, _ in list(_alike))
-        if len(_alike) >= _MOST_ALIKE or held + len(text) > _MOST_ALIKE_BYTES:
-            _alike.clear()
-        if len(text) <= _MOST_ALIKE_BYTES:
-            _alike[known] = found
-    return found
 
 
 def _optional_clock(fields: Fields, key: str) -> int | None:
@@ -532,10 +434,4 @@ def _history_entry(
 
 
 def _read_totals(fields: Fields) -> Totals:
-    return Totals(
-        rows=fields.integer("rows"),
-        table_bytes=fields.integer("table_bytes"),
-        slot_bytes=fields.integer("slot_bytes"),
-        dense_bytes=fields.integer("dense_bytes"),
-        manifest_bytes=fields.integer("manifest_bytes"),
-    )
+    return Totals(**{name: fields.integer(name) for name in _field_names(Totals)})

@@ -14,12 +14,10 @@ from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.fields import Fields, is_integer
+from cnr_jax.format.fields import Fields, dump_document, is_integer, open_document
 from cnr_jax.format.manifest import (
     NamedConfiguration,
     TableEntry,
-    dump_document,
-    open_document,
     read_named,
     to_json,
 )

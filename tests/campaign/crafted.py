@@ -18,7 +18,7 @@ from outcomes import Outcome, Tally, Verdict
 from scenarios import FULL, Note, System, steps_from
 from systems import Ours
 
-from cnr_jax.format.manifest import dump_document
+from cnr_jax.format.fields import dump_document
 
 NAME = "crafted"
 ABOUT = "links, pipes, claims and manifests made to do harm"
