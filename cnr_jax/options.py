@@ -62,7 +62,7 @@ class Options:
         compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
             checksums are taken; None: not. Measured on deltas of trained tables of dim 64, all
             bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about 8 % of float32 rows.
-            Costs a second of a core for 0.6 GB of encoded rows, behind training, on up to two
+            Costs a second of a core for 0.6 GB of encoded rows, in the background, on up to two
             cores, and one for 0.55 GB in a restore; up to four chunks of 16 MiB of an array are
             in memory twice while they are packed. May change from save to save; versions of
             cnr_jax before this option refuse such steps, and their `restore(None)` takes an

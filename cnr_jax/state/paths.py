@@ -3,7 +3,7 @@
 An optimizer state repeats the tree of the parameters under names of its own, so a
 parameter's slots are the leaves whose path *ends* with the parameter's path. This
 module answers such questions about paths; which leaves are tables is decided in
-`tables.py`, and nothing here looks at values.
+`find.py`, and nothing here looks at values.
 
 To remember: a leaf wrongly left out of a table's slots is saved in full with the dense
 leaves and costs bytes; a leaf wrongly taken for a slot is saved by the stamps of other

@@ -4,7 +4,7 @@ A delta holds recorded rows. If others changed, it would restore a state that ne
 so the save is refused, and the error tells what a user needs to find the reason.
 
 An audited run compares all rows at each save, a recorded one a rotating part of them: see
-rows/rotation.py. Of the N rows that a table has on a device, each save compares w with what they
+rows/fingerprints/rotation.py. Of the N rows that a table has on a device, each save compares w with what they
 were at the save before, and w with what they were a round of N / w saves ago. A table whose rows
 fit into its share is compared whole: there w is N, and what follows is certain at once.
 

@@ -2,7 +2,7 @@
 
 One program decodes the parts of all local devices: only codes cross to an accelerator, and on
 CPU the result is memory of JAX's own, which a train step can donate. It is compiled for the shape
-of a part, so it is for large ones; small ones are decoded on the host, see `decode`.
+of a part, so it is for large ones; small ones are decoded on the host, see on_host.py.
 """
 
 from __future__ import annotations

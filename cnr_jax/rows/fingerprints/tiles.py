@@ -82,7 +82,7 @@ def hash_tiles(
     return Hashed(hashes, tags, differ)
 
 
-# Compiled ahead of time and kept, as programs that gather are: see rows/gather/host.py.
+# Compiled ahead of time and kept, as programs that gather are: see rows/gather/device.py.
 @functools.cache
 def _device_program(
     parts: tuple[tuple[tuple[int, ...], np.dtype, int, int], ...],

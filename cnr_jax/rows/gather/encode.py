@@ -1,6 +1,6 @@
 """Encoding chunks that were gathered on the host, and bringing all of them there.
 
-Behind training: chunk by chunk, so that a train step queued in between waits for little.
+In the background, chunk by chunk, so that a train step queued in between waits for little.
 """
 
 from __future__ import annotations

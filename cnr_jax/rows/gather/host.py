@@ -4,7 +4,7 @@ Rows are gathered in the blocking part of a save, before the next train step can
 buffers they are in. What is gathered are fresh copies; nothing here outlives the call but those.
 
 Two ways, chosen by platform and size. On CPU rows are gathered by numpy from a view of the buffer
-and encoded later, behind training: gathering needs no compilation, so a thousand tables of
+and encoded later, in the background: gathering needs no compilation, so a thousand tables of
 distinct shapes cost none, and rows of all tables of one width share the chunks. On accelerators
 rows are gathered and encoded at once on their device and only encoded bytes cross to the host;
 small shards go the first way there too, from a copy, because programs for each cost more.
