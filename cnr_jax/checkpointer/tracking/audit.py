@@ -4,9 +4,10 @@ A delta holds recorded rows. If others changed, it would restore a state that ne
 so the save is refused, and the error tells what a user needs to find the reason.
 
 An audited run compares all rows at each save, a recorded one a rotating part of them: see
-rows/fingerprints/rotation.py. Of the N rows that a table has on a device, each save compares w with what they
-were at the save before, and w with what they were a round of N / w saves ago. A table whose rows
-fit into its share is compared whole: there w is N, and what follows is certain at once.
+rows/fingerprints/rotation.py. Of the N rows that a table has on a device, each save compares w
+with what they were at the save before, and w with what they were a round of N / w saves ago. A
+table whose rows fit into its share is compared whole: there w is N, and what follows is certain
+at once.
 
 Rows that keep moving, k of them anywhere, are all missed by n saves with probability
 C(N - n w, k) / C(N, k), about (1 - n w / N)^k, and by N / w saves never. It does not matter when
