@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.replay import fetch, leaves, merge, parts
+from cnr_jax.repository.replay import fetch, leaves, merge, regions
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.codecs import codec_from
 from cnr_jax.state.layouts import layout_from
@@ -144,6 +144,17 @@ def put(reader: StepReader, process: int, tile: Any, segment: Any, out: Any) -> 
     out[(positions + start, *columns)] = rows.reshape(-1, *shape)
 
 
+def restored(
+    chain: Sequence[StepReader],
+    table: str,
+    leaf: str,
+    target: leaves.Target,
+    abstract: jax.ShapeDtypeStruct,
+) -> jax.Array:
+    (array,) = leaves.restore_leaves(chain, [(table, leaf, target, abstract)])
+    return array
+
+
 def target_of(entry: TableEntry, padded_rows: int | None = None) -> leaves.Target:
     layout = layout_from(entry.layout.name, entry.layout.configuration)
     padded_rows = padded_rows or entry.padded_rows
@@ -204,7 +215,7 @@ def test_every_way_gives_the_bits_of_a_plain_replay(
             where = one if spec == "one" else sharding(spec, len(leaf.shape))
             dtype = jnp.dtype(leaf.dtype)
             abstract = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where)
-            got = leaves.restore_leaf(chain, entry.name, leaf.name, target, abstract)
+            got = restored(chain, entry.name, leaf.name, target, abstract)
             expected = replayed(chain, entry.name, leaf.name)
             assert got.sharding == where and got.dtype == dtype
             assert np.asarray(got).tobytes() == expected.tobytes(), leaf
@@ -228,7 +239,7 @@ def test_rows_that_nothing_holds_are_positive_zeros(
     abstract = jax.ShapeDtypeStruct(
         expected.shape, expected.dtype, sharding=sharding("both", 2)
     )
-    got = leaves.restore_leaf(chain, "user", "table", target, abstract)
+    got = restored(chain, "user", "table", target, abstract)
     assert np.asarray(got).tobytes() == expected.tobytes()
 
 
@@ -247,7 +258,7 @@ def test_another_dtype_is_converted_as_numpy_does(
     abstract = jax.ShapeDtypeStruct(
         expected.shape, expected.dtype, sharding=sharding("rows", 2)
     )
-    got = leaves.restore_leaf(chain, "user", "table", target, abstract)
+    got = restored(chain, "user", "table", target, abstract)
     assert np.array_equal(np.asarray(got), expected, equal_nan=True)
 
 
@@ -266,7 +277,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     for way in (on_host, by_program):
         way(monkeypatch)
-        got = leaves.restore_leaf(chain, "user", "table", target, abstract)
+        got = restored(chain, "user", "table", target, abstract)
         shards = [np.array(shard.data) for shard in got.addressable_shards]
         assert all(shard.tobytes() == expected.tobytes() for shard in shards)
         after = add(got)
@@ -281,7 +292,7 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
     assert entry is not None
     target = target_of(entry)
     box = ((0, entry.rows), (0, 3))
-    leaf = parts.Leaf(
+    leaf = regions.WantedLeaf(
         chain, "user", "table", target, np.dtype(np.float32), np.dtype(np.float32)
     )
     merged = merge.merge(leaf.held(box), entry.rows, leaf.empty(box))

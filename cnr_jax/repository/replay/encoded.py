@@ -1,4 +1,4 @@
-"""What rows of a part a chain holds, how they are encoded, and how they look when merged."""
+"""What rows of a region a chain holds, how they are encoded, and how they look when merged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kind:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the wanted part of a row."""
+        """Shape of a row, of its wanted columns."""
         return tuple(stop - start for start, stop in self.columns)
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Patch:
-    """Rows of another kind than most: `parts[name][i]` is row `rows[i]` of the part."""
+    """Rows of another kind than most: `parts[name][i]` is row `rows[i]` of the region."""
 
     kind: Kind
     rows: np.ndarray
@@ -79,7 +79,7 @@ class Patch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged:
-    """All rows of a part, encoded.
+    """All rows of a region, encoded.
 
     Attributes:
         kind: of the rows in `parts`.
@@ -94,7 +94,7 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Rows of a part that one segment holds: `index` of the segment goes to `at`.
+    """Rows of a region that one segment holds: `index` of the segment goes to `at`.
 
     Attributes:
         first: the rows come from the full checkpoint, which holds all rows.
@@ -118,7 +118,7 @@ class Held:
 def held_rows(
     chain: Sequence[StepReader], table: str, leaf: str, target: Target, box: Box
 ) -> tuple[Held, ...]:
-    """What a chain holds of a part, in the order in which it applies."""
+    """What a chain holds of a region, in the order in which it applies."""
     found: list[Held] = []
     for reader in chain:
         entry = entry_of(reader, table)

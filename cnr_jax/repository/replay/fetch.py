@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_jax.repository.array_reader import Reading
 from cnr_jax.repository.replay.encoded import Held, part_ref
-from cnr_jax.repository.replay.overlap import Index, part_of
+from cnr_jax.repository.replay.overlap import Index, picked
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in
 # cache on their way, many enough to hide the cost of a read.
@@ -113,7 +113,7 @@ def _blocks(
     if isinstance(index, slice):
         for start in range(index.start, index.stop, step):
             stop = min(start + step, index.stop)
-            here = part_of(at, start - index.start, stop - index.start)
+            here = picked(at, start - index.start, stop - index.start)
             yield start, stop, slice(None), here
         return
     low = 0
@@ -121,7 +121,7 @@ def _blocks(
         start = int(index[low])
         high = int(np.searchsorted(index, start + step))
         stop = int(index[high - 1]) + 1
-        yield start, stop, index[low:high] - start, part_of(at, low, high)
+        yield start, stop, index[low:high] - start, picked(at, low, high)
         low = high
 
 

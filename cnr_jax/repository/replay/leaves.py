@@ -1,10 +1,10 @@
 """Rebuilding table leaves from a chain, for any sharding.
 
-For each part of a leaf that a local device holds, the rows of the chain that fall into the part
-are read and merged while they are encoded, later checkpoints over earlier ones, and then decoded
-where they stay. Nothing is communicated between processes.
+For each *region*, the part of a leaf that a local device holds, the rows of the chain that fall
+into it are read and merged while they are encoded, later checkpoints over earlier ones, and then
+decoded where they stay. Nothing is communicated between processes.
 
-Differs from Check-N-Run in: 1. the part, not the table, is the unit, so any mesh can read what
+Differs from Check-N-Run in: 1. the region, not the table, is the unit, so any mesh can read what
 any other wrote; 2. a row is decoded once, however long the chain; 3. codes, not decoded rows,
 cross to an accelerator.
 """
@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository.replay import on_device
-from cnr_jax.repository.replay.encoded import Kind, Merged
+from cnr_jax.repository.replay.encoded import Merged
 from cnr_jax.repository.replay.on_host import host_rows
 from cnr_jax.repository.replay.overlap import (
     Index,
@@ -29,13 +29,13 @@ from cnr_jax.repository.replay.overlap import (
     overlap,
     placement,
 )
-from cnr_jax.repository.replay.parts import (
-    Leaf,
-    Plan,
+from cnr_jax.repository.replay.regions import (
+    Region,
+    WantedLeaf,
     columns_in,
     global_array,
     local_boxes,
-    plan_part,
+    region_of,
     shape_of,
 )
 from cnr_jax.repository.replay.small import host_boxes, placed, restore_small
@@ -45,7 +45,6 @@ from cnr_jax.rows.gather.chunk import aligned_empty
 
 __all__ = [
     "Target",
-    "restore_leaf",
     "restore_leaves",
     "restore_stamps",
     "restored_stamps",
@@ -54,9 +53,9 @@ __all__ = [
 # Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
 SMALL_BYTES = 64 << 20
-# Encoded bytes of an accelerator's part that are merged at once: bounds host memory.
+# Encoded bytes of an accelerator's region that are merged at once: bounds host memory.
 SLAB_BYTES = 64 << 20
-# Encoded bytes of parts on CPU that are merged before they are decoded: bounds host memory.
+# Encoded bytes of regions on CPU that are merged before they are decoded: bounds host memory.
 HOST_BYTES = 4 << 30
 
 
@@ -76,7 +75,7 @@ def restore_leaves(
         IntegrityError: if data is missing or damaged.
     """
     leaves = [
-        Leaf(
+        WantedLeaf(
             chain,
             table,
             name,
@@ -94,20 +93,8 @@ def restore_leaves(
     ]
 
 
-def restore_leaf(
-    chain: Sequence[StepReader],
-    table: str,
-    leaf: str,
-    target: Target,
-    abstract: jax.ShapeDtypeStruct,
-) -> jax.Array:
-    """One leaf of a table; see `restore_leaves`."""
-    (array,) = restore_leaves(chain, [(table, leaf, target, abstract)])
-    return array
-
-
-def _is_small(leaf: Leaf, abstract: jax.ShapeDtypeStruct) -> bool:
-    """Whether the parts of a leaf on this process are to be decoded on the host."""
+def _is_small(leaf: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> bool:
+    """Whether the regions of a leaf on this process are to be decoded on the host."""
     elements = math.prod(abstract.shape)
     if elements * leaf.dtype.itemsize < SMALL_BYTES:
         return True
@@ -120,40 +107,40 @@ def _is_small(leaf: Leaf, abstract: jax.ShapeDtypeStruct) -> bool:
     return elements * leaf.dtype.itemsize < SMALL_BYTES
 
 
-def _restore_large(wanted: Leaf, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def _restore_large(wanted: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
     arrays: dict[jax.Device, jax.Array] = {}
-    large: dict[tuple[object, ...], list[tuple[jax.Device, Plan]]] = {}
+    large: dict[tuple[object, ...], list[tuple[jax.Device, Region]]] = {}
     for box, devices in local_boxes(sharding, abstract.shape).items():
-        plan = plan_part(wanted, box)
-        if _on_host(plan, devices[0]):
-            rows = _host_part(wanted, plan)
+        region = region_of(wanted, box)
+        if _on_host(region, devices[0]):
+            rows = _host_region(wanted, region)
             arrays |= {device: jax.device_put(rows, device) for device in devices}
         else:
-            group = large.setdefault(plan.alike, [])
-            group.extend((device, plan) for device in devices)
+            group = large.setdefault(region.alike, [])
+            group.extend((device, region) for device in devices)
     for group in large.values():
         for batch in _batches(group):
             arrays |= _decoded(wanted, batch)
     return global_array(abstract.shape, sharding, arrays)
 
 
-def _on_host(plan: Plan, device: jax.Device) -> bool:
-    """Whether a large part is decoded on the host: no program could return it at once."""
+def _on_host(region: Region, device: jax.Device) -> bool:
+    """Whether a large region is decoded on the host: no program could return it at once."""
     if not _is_host(device):
         return False
-    return len(plan.pieces) > 1 or isinstance(plan.kinds[0].codec, Raw)
+    return len(region.pieces) > 1 or isinstance(region.kinds[0].codec, Raw)
 
 
-def _host_part(leaf: Leaf, plan: Plan) -> np.ndarray:
-    rows = plan.rows
-    if len(plan.pieces) == 1:
-        found = host_rows(leaf.merged(plan.box), rows, None)
+def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
+    rows = region.rows
+    if len(region.pieces) == 1:
+        found = host_rows(leaf.merged(region.box), rows, None)
         return found.astype(leaf.dtype, copy=False)
-    out = aligned_empty(shape_of(plan.box), leaf.dtype)
-    for piece in plan.pieces:
-        columns = columns_in(plan.box, piece)
+    out = aligned_empty(shape_of(region.box), leaf.dtype)
+    for piece in region.pieces:
+        columns = columns_in(region.box, piece)
         host_rows(leaf.merged(piece), rows, out[:, *columns])
     return out
 
@@ -164,45 +151,39 @@ def _is_host(device: jax.Device) -> bool:
 
 
 def _batches(
-    group: list[tuple[jax.Device, Plan]],
-) -> Iterator[list[tuple[jax.Device, Plan]]]:
-    """Devices whose parts are merged at a time."""
-    device, plan = group[0]
-    rows = plan.rows
+    group: list[tuple[jax.Device, Region]],
+) -> Iterator[list[tuple[jax.Device, Region]]]:
+    """Devices whose regions are merged at a time."""
+    device, region = group[0]
     nbytes = max(
-        _slab(plan, i, device) * _row_bytes(k) for i, k in enumerate(plan.kinds)
+        _slab(region, i, device) * k.row_bytes for i, k in enumerate(region.kinds)
     )
-    count = max(1, HOST_BYTES // max(1, nbytes)) if rows else len(group)
+    count = max(1, HOST_BYTES // max(1, nbytes)) if region.rows else len(group)
     for start in range(0, len(group), count):
         yield group[start : start + count]
 
 
-def _row_bytes(kind: Kind) -> int:
-    return kind.row_bytes
-
-
-def _slab(plan: Plan, piece: int, device: jax.Device) -> int:
+def _slab(region: Region, piece: int, device: jax.Device) -> int:
     """Rows of a piece that are merged at a time."""
-    rows = plan.rows
-    if _is_host(device) and len(plan.pieces) == 1:
-        return rows
-    return min(rows, max(1, SLAB_BYTES // _row_bytes(plan.kinds[piece])))
+    if _is_host(device) and len(region.pieces) == 1:
+        return region.rows
+    return min(region.rows, max(1, SLAB_BYTES // region.kinds[piece].row_bytes))
 
 
 def _decoded(
-    leaf: Leaf, batch: list[tuple[jax.Device, Plan]]
+    leaf: WantedLeaf, batch: list[tuple[jax.Device, Region]]
 ) -> dict[jax.Device, jax.Array]:
-    """Decodes a part on each device of a batch, slab by slab."""
+    """Decodes a region on each device of a batch, slab by slab."""
     devices = [device for device, _ in batch]
-    plan = batch[0][1]
-    shape = shape_of(plan.box)
-    steps = list(_steps(plan, devices[0]))
+    region = batch[0][1]
+    shape = shape_of(region.box)
+    steps = list(_steps(region, devices[0]))
     whole = len(steps) == 1
     into = None if whole else shape
     out = None if whole else on_device.zeros(devices, shape, leaf.dtype)
     for piece, start, rows in steps:
         guess = on_device.Program(
-            tuple(devices), plan.kinds[piece], rows, (), leaf.dtype, into
+            tuple(devices), region.kinds[piece], rows, (), leaf.dtype, into
         )
         on_device.prepare(guess)
         merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
@@ -210,38 +191,38 @@ def _decoded(
         if out is not None:
             # One slab is decoded while the next is read; more would pile up.
             out.block_until_ready()
-        columns = [s.start for s in columns_in(plan.box, plan.pieces[piece])]
+        columns = [s.start for s in columns_in(region.box, region.pieces[piece])]
         at = None if whole else [start, *columns]
         out = on_device.run(program, merged, out, at)
     assert out is not None
     return {shard.device: shard.data for shard in out.addressable_shards}
 
 
-def _steps(plan: Plan, device: jax.Device) -> Iterator[tuple[int, int, int]]:
-    """Slabs of a part: piece, first row and number of rows.
+def _steps(region: Region, device: jax.Device) -> Iterator[tuple[int, int, int]]:
+    """Slabs of a region: piece, first row and number of rows.
 
     Those of a piece are of one size, so that one program decodes them; the last two may
     overlap.
     """
-    rows = plan.rows
-    for piece in range(len(plan.pieces)):
-        size = _slab(plan, piece, device)
+    rows = region.rows
+    for piece in range(len(region.pieces)):
+        size = _slab(region, piece, device)
         for start in range(0, rows, size):
             yield piece, min(start, rows - size), size
 
 
 def _merged(
-    leaf: Leaf, plans: list[Plan], piece: int, start: int, rows: int
+    leaf: WantedLeaf, regions: list[Region], piece: int, start: int, rows: int
 ) -> list[Merged]:
-    """A slab of each part; of replicas once."""
+    """A slab of each region; of replicas once."""
     found: dict[Box, Merged] = {}
-    for plan in plans:
-        if plan.box not in found:
-            first = plan.box[0][0] + start
-            box = ((first, first + rows), *plan.pieces[piece][1:])
-            # The kind of the whole part: this slab may be padding only, or a delta's.
-            found[plan.box] = leaf.merged(box, plan.kinds[piece])
-    return [found[plan.box] for plan in plans]
+    for region in regions:
+        if region.box not in found:
+            first = region.box[0][0] + start
+            box = ((first, first + rows), *region.pieces[piece][1:])
+            # The kind of the whole region: this slab may be padding only, or a delta's.
+            found[region.box] = leaf.merged(box, region.kinds[piece])
+    return [found[region.box] for region in regions]
 
 
 def restore_stamps(
@@ -264,11 +245,11 @@ def restore_stamps(
         jax.ShapeDtypeStruct((target.padded_rows,), np.int32, sharding=sharding)
         for _, target, sharding in wanted
     ]
-    parts = [
+    regions = [
         {box: restored_stamps(chain, table, target, box[0]) for box in host_boxes(each)}
         for (table, target, _), each in zip(wanted, abstract, strict=True)
     ]
-    return placed(abstract, parts)
+    return placed(abstract, regions)
 
 
 def restored_stamps(

@@ -1,8 +1,8 @@
-"""The newest rows of a part, gathered from a chain while they are still encoded.
+"""The newest rows of a region, gathered from a chain while they are still encoded.
 
 Encoded rows are several times smaller than decoded ones, so a chain is replayed on codes, in host
-memory: each row is then decoded once, however many checkpoints hold it. Most rows of a part are
-of one *kind*; those that are stored in another way (escaped rows, another codec in a later
+memory: each row is then decoded once, however many checkpoints hold it. Most rows of a region
+are of one *kind*; those that are stored in another way (escaped rows, another codec in a later
 checkpoint) are kept beside, as patches, and read only if nothing newer holds them.
 """
 
@@ -26,7 +26,7 @@ def merge(
 
     Args:
         held: what a chain holds, in order.
-        rows: rows of the part.
+        rows: rows of the region.
         empty: the kind of rows that nothing holds, which are zeros; raw.
         main: the kind in which most rows are to come; None: that of the first that is held.
 

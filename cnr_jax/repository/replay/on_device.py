@@ -1,8 +1,8 @@
 """From merged rows to arrays on devices: decoded once, where they stay.
 
-One program decodes the parts of all local devices: only codes cross to an accelerator, and on
+One program decodes the regions of all local devices: only codes cross to an accelerator, and on
 CPU the result is memory of JAX's own, which a train step can donate. It is compiled for the shape
-of a part, so it is for large ones; small ones are decoded on the host, see on_host.py.
+of a region, so it is for large ones; small ones are decoded on the host, see on_host.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cnr_jax.rows.gather.chunk import padded
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What a program that decodes parts of several devices is compiled for.
+    """What a program that decodes regions of several devices is compiled for.
 
     Attributes:
-        devices: each decodes a part of its own.
+        devices: each decodes a region of its own.
         kind: of most rows.
-        rows: of each part.
+        rows: of each region.
         patches: kind and room for rows of each patch.
         dtype: of the result.
         into: shape of the array that the rows are put into; None: they are the result.
@@ -46,8 +46,8 @@ class Program:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of everything that goes in and comes out: the first axis, one part per device."""
-        return NamedSharding(Mesh(np.array(self.devices), ("part",)), P("part"))
+        """Of everything that goes in and comes out: the first axis, one region per device."""
+        return NamedSharding(Mesh(np.array(self.devices), ("region",)), P("region"))
 
 
 def program_for(
@@ -57,10 +57,10 @@ def program_for(
     dtype: np.dtype,
     into: tuple[int, ...] | None,
 ) -> Program:
-    """The program that decodes parts of one kind, one on each device."""
+    """The program that decodes regions of one kind, one on each device."""
     room: dict[Kind, int] = {}
-    for part in merged:
-        for patch in part.patches:
+    for region in merged:
+        for patch in region.patches:
             room[patch.kind] = max(room.get(patch.kind, 0), _room(len(patch.rows)))
     patches = tuple(sorted(room.items(), key=repr))
     return Program(tuple(devices), merged[0].kind, rows, patches, dtype, into)
@@ -86,7 +86,7 @@ def _compiler() -> concurrent.futures.Executor:
 
 
 def _compile(program: Program) -> Any:
-    spec = P("part")
+    spec = P("region")
 
     def decode(
         parts: dict[str, jax.Array],
@@ -152,16 +152,16 @@ def run(
     out: jax.Array | None = None,
     start: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Decodes a part on each device.
+    """Decodes a region on each device.
 
     Args:
-        program: as `program_for` returned it for these parts.
-        merged: one part for each device.
+        program: as `program_for` returned it for these regions.
+        merged: one region for each device.
         out: what they are put into, donated.
-        start: where they go in each device's part of `out`.
+        start: where they go in each device's region of `out`.
 
     Returns:
-        The parts of all devices, one after the other.
+        The regions of all devices, one after the other.
     """
 
     def put(values: Sequence[np.ndarray]) -> jax.Array:
@@ -212,7 +212,7 @@ def _put_patch(
 def zeros(
     devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Parts of zeros, one on each device, one after the other."""
+    """Regions of zeros, one on each device, one after the other."""
     return _zeros(tuple(devices), tuple(shape), np.dtype(dtype))()
 
 
@@ -220,7 +220,7 @@ def zeros(
 def _zeros(
     devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype
 ) -> Any:
-    sharding = NamedSharding(Mesh(np.array(devices), ("part",)), P("part"))
+    sharding = NamedSharding(Mesh(np.array(devices), ("region",)), P("region"))
     whole = (len(devices) * shape[0], *shape[1:])
     make = functools.partial(jnp.zeros, whole, dtype)
     return jax.jit(make, out_shardings=sharding).lower().compile()

@@ -1,6 +1,6 @@
 """Decoding rows on the host, by programs of two sizes that all tables share.
 
-Rows of many small parts are decoded in one call: a call costs as much as thousands of rows.
+Rows of many small regions are decoded in one call: a call costs as much as thousands of rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def decodings(
 
 
 def decode_all(items: Sequence[Decoding]) -> None:
-    """Decodes rows of many parts; no row of an array may be in two of them."""
+    """Decodes rows of many regions; no row of an array may be in two of them."""
     groups: dict[tuple[Codec, int, np.dtype], list[Decoding]] = {}
     for item in items:
         if isinstance(item.kind.codec, Raw):
@@ -148,7 +148,7 @@ def _decoded(
 ) -> np.ndarray:
     count = len(next(iter(parts.values())))
     size = program_rows(count, large)
-    # One device for all parts: a program is compiled once for each device it runs on.
+    # One device for all regions: a program is compiled once for each device it runs on.
     block = {name: padded(part, size) for name, part in parts.items()}
     block = jax.device_put(block, host_device())
     return np.asarray(_decode(codec, block, width, dtype))[:count]

@@ -1,4 +1,4 @@
-"""Which stored rows fall into a part of a leaf that is wanted, and where they go.
+"""Which stored rows fall into a region of a leaf, and where they go.
 
 Pure arithmetic on tiles, row ids and layouts: nothing but row ids is read here.
 """
@@ -88,10 +88,10 @@ def overlap(
     return index, wanted[index] - rows[0]
 
 
-def shared_columns(tile: Box, part: Box) -> tuple[tuple[int, int], ...] | None:
-    """Those of a tile's columns that a part has, in each dimension; None for no column."""
+def shared_columns(tile: Box, region: Box) -> tuple[tuple[int, int], ...] | None:
+    """Those of a tile's columns that a region has, in each dimension; None for no column."""
     found: list[tuple[int, int]] = []
-    for (a, b), (c, d) in zip(tile, part, strict=True):
+    for (a, b), (c, d) in zip(tile, region, strict=True):
         start, stop = max(a, c), min(b, d)
         if start >= stop:
             return None
@@ -102,10 +102,10 @@ def shared_columns(tile: Box, part: Box) -> tuple[tuple[int, int], ...] | None:
 def split_columns(
     chain: Sequence[StepReader], table: str, leaf: str, box: Box
 ) -> tuple[Box, ...]:
-    """Cuts a part so that of each tile of the chain a piece has all or none of its columns.
+    """Cuts a region so that of each tile of the chain a piece has all or none of its columns.
 
     Returns:
-        Pieces of all rows of the part; the part itself where tables are split by rows only.
+        Pieces of all rows of the region; the region itself where tables are split by rows only.
     """
     cuts = [{start, stop} for start, stop in box[1:]]
     for reader in chain:
@@ -126,7 +126,7 @@ def as_array(index: Index) -> np.ndarray:
     return np.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 
-def part_of(index: Index, start: int, stop: int) -> Index:
+def picked(index: Index, start: int, stop: int) -> Index:
     """Rows `start` to `stop` of those that an index picks."""
     if isinstance(index, slice):
         return slice(index.start + start, index.start + stop)

@@ -16,12 +16,12 @@ from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository.replay.on_host import Decoding, decode_all, decodings
-from cnr_jax.repository.replay.parts import (
-    Leaf,
+from cnr_jax.repository.replay.regions import (
+    WantedLeaf,
     columns_in,
     global_array,
     local_boxes,
-    plan_part,
+    region_of,
     shape_of,
 )
 from cnr_jax.rows.gather.chunk import aligned_empty
@@ -32,14 +32,14 @@ BATCH_BYTES = 128 << 20
 
 
 def restore_small(
-    leaves: Sequence[tuple[Leaf, jax.ShapeDtypeStruct]],
+    leaves: Sequence[tuple[WantedLeaf, jax.ShapeDtypeStruct]],
 ) -> Iterator[jax.Array]:
     """Small leaves in the order in which they are given, sharded as they are wanted.
 
     Raises:
         IntegrityError: if data is missing or damaged.
     """
-    batch: list[tuple[Leaf, jax.ShapeDtypeStruct]] = []
+    batch: list[tuple[WantedLeaf, jax.ShapeDtypeStruct]] = []
     nbytes = 0
     for leaf, abstract in leaves:
         batch.append((leaf, abstract))
@@ -51,35 +51,35 @@ def restore_small(
 
 
 def _batch(
-    leaves: Sequence[tuple[Leaf, jax.ShapeDtypeStruct]],
+    leaves: Sequence[tuple[WantedLeaf, jax.ShapeDtypeStruct]],
 ) -> Iterator[jax.Array]:
     main: list[Decoding] = []
     patches: list[Decoding] = []
-    parts = [
-        {box: _part(leaf, box, main, patches) for box in host_boxes(abstract)}
+    regions = [
+        {box: _region(leaf, box, main, patches) for box in host_boxes(abstract)}
         for leaf, abstract in leaves
     ]
     decode_all(main)
     decode_all(patches)
     rows = [
-        {box: part.astype(leaf.dtype, copy=False) for box, part in found.items()}
-        for (leaf, _), found in zip(leaves, parts, strict=True)
+        {box: region.astype(leaf.dtype, copy=False) for box, region in found.items()}
+        for (leaf, _), found in zip(leaves, regions, strict=True)
     ]
     yield from placed([abstract for _, abstract in leaves], rows)
 
 
-def _part(
-    leaf: Leaf, box: Box, main: list[Decoding], patches: list[Decoding]
+def _region(
+    leaf: WantedLeaf, box: Box, main: list[Decoding], patches: list[Decoding]
 ) -> np.ndarray:
-    """An array for a part, and in `main` and `patches` what is still to be decoded into it."""
-    plan = plan_part(leaf, box)
+    """An array for a region, and in `main` and `patches` what is still to be decoded into it."""
+    region = region_of(leaf, box)
     whole = None
-    if len(plan.pieces) > 1:
+    if len(region.pieces) > 1:
         whole = aligned_empty(shape_of(box), leaf.stored_dtype)
     out = None
-    for piece in plan.pieces:
+    for piece in region.pieces:
         into = None if whole is None else whole[:, *columns_in(box, piece)]
-        out, first, then = decodings(leaf.merged(piece), plan.rows, into)
+        out, first, then = decodings(leaf.merged(piece), region.rows, into)
         main += first
         patches += then
     out = out if whole is None else whole
@@ -88,7 +88,7 @@ def _part(
 
 
 def host_boxes(abstract: jax.ShapeDtypeStruct) -> list[Box]:
-    """The parts in which an array is put together on the host; see `placed`."""
+    """The regions in which an array is put together on the host; see `placed`."""
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
     if sharding.is_fully_addressable:
@@ -97,12 +97,13 @@ def host_boxes(abstract: jax.ShapeDtypeStruct) -> list[Box]:
 
 
 def placed(
-    abstract: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Mapping[Box, np.ndarray]]
+    abstract: Sequence[jax.ShapeDtypeStruct],
+    regions: Sequence[Mapping[Box, np.ndarray]],
 ) -> list[jax.Array]:
-    """Arrays on their devices, each from the parts that `host_boxes` names."""
+    """Arrays on their devices, each from the regions that `host_boxes` names."""
     whole: dict[int, np.ndarray] = {}
     arrays: dict[int, jax.Array] = {}
-    for i, (each, found) in enumerate(zip(abstract, parts, strict=True)):
+    for i, (each, found) in enumerate(zip(abstract, regions, strict=True)):
         assert isinstance(each.sharding, Sharding)
         if each.sharding.is_fully_addressable:
             whole[i] = next(iter(found.values()))
@@ -115,10 +116,10 @@ def placed(
 
 
 def _placed(
-    shape: tuple[int, ...], sharding: Sharding, parts: Mapping[Box, np.ndarray]
+    shape: tuple[int, ...], sharding: Sharding, regions: Mapping[Box, np.ndarray]
 ) -> jax.Array:
     arrays = {
-        device: jax.device_put(parts[box], device)
+        device: jax.device_put(regions[box], device)
         for box, devices in local_boxes(sharding, shape).items()
         for device in devices
     }

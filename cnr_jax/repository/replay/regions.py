@@ -1,4 +1,4 @@
-"""The parts of a leaf that this process holds, and what each is put together from."""
+"""Regions: the parts of a leaf that this process holds, and what each is put together from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cnr_jax.rows.tiling import boxes_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
+class WantedLeaf:
     """The leaf to be restored, and what it is restored from."""
 
     chain: Sequence[StepReader]
@@ -30,27 +30,27 @@ class Leaf:
     stored_dtype: np.dtype
 
     def held(self, box: Box) -> tuple[Held, ...]:
-        """What the chain holds of a part."""
+        """What the chain holds of a region."""
         return held_rows(self.chain, self.table, self.name, self.target, box)
 
     def empty(self, box: Box) -> Kind:
-        """The kind of rows of a part that nothing holds."""
+        """The kind of rows of a region that nothing holds."""
         shape = shape_of(box)[1:]
         return Kind(Raw(), shape, tuple((0, n) for n in shape), self.stored_dtype)
 
     def kind(self, box: Box) -> Kind:
-        """The kind of most rows of a part."""
+        """The kind of most rows of a region."""
         held = self.held(box)
         return held[0].kind if held else self.empty(box)
 
     def merged(self, box: Box, main: Kind | None = None) -> Merged:
-        """The newest rows of a part, most of them in the kind `main`: see `merge`."""
+        """The newest rows of a region, most of them in the kind `main`: see `merge`."""
         return merge(self.held(box), box[0][1] - box[0][0], self.empty(box), main)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """A part, cut by columns so that each piece is of one kind; see `split_columns`."""
+class Region:
+    """A part of a leaf, cut by columns so that each piece is of one kind; see `split_columns`."""
 
     box: Box
     pieces: tuple[Box, ...]
@@ -58,30 +58,30 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the part."""
+        """Rows of the region."""
         return self.box[0][1] - self.box[0][0]
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for parts that one program can decode."""
-        columns = tuple(
-            (part.start, part.stop)
+        """Equal for regions that one program can decode."""
+        cuts = tuple(
+            (columns.start, columns.stop)
             for piece in self.pieces
-            for part in columns_in(self.box, piece)
+            for columns in columns_in(self.box, piece)
         )
-        return shape_of(self.box), columns, self.kinds
+        return shape_of(self.box), cuts, self.kinds
 
 
-def plan_part(leaf: Leaf, box: Box) -> Plan:
-    """Cuts a part into pieces and looks up how they are encoded."""
+def region_of(leaf: WantedLeaf, box: Box) -> Region:
+    """Cuts a region into pieces and looks up how they are encoded."""
     pieces = split_columns(leaf.chain, leaf.table, leaf.name, box)
-    return Plan(box, pieces, tuple(leaf.kind(piece) for piece in pieces))
+    return Region(box, pieces, tuple(leaf.kind(piece) for piece in pieces))
 
 
 def local_boxes(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[Box, list[jax.Device]]:
-    """The parts that this process holds, each with its local devices."""
+    """The regions that this process holds, each with its local devices."""
     here = jax.process_index()
     found: dict[Box, list[jax.Device]] = {}
     for box, devices in boxes_of(sharding, shape).items():
@@ -96,7 +96,7 @@ def global_array(
     sharding: Sharding,
     arrays: Mapping[jax.Device, jax.Array],
 ) -> jax.Array:
-    """An array from the parts on local devices."""
+    """An array from the regions on local devices."""
     order = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [arrays[device] for device in order]
@@ -109,7 +109,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def columns_in(box: Box, piece: Box) -> tuple[slice, ...]:
-    """Where the columns of a piece are in its part."""
+    """Where the columns of a piece are in its region."""
     return tuple(
         slice(a - c, b - c) for (a, b), (c, _) in zip(piece[1:], box[1:], strict=True)
     )
