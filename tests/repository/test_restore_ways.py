@@ -298,7 +298,7 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
     merged = merge.merge(leaf.held(box), entry.rows, leaf.empty(box))
     rows = np.concatenate([patch.rows for patch in merged.patches])
     assert len(set(rows.tolist())) == len(rows) < entry.rows
-    kinds = {dataclasses.astuple(patch.kind) for patch in merged.patches}
+    kinds = {dataclasses.astuple(patch.encoding) for patch in merged.patches}
     assert len(kinds) == len(merged.patches) > 2
 
 

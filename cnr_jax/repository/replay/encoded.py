@@ -26,7 +26,7 @@ from cnr_jax.rows.codecs import Codec, Part, Raw
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class Encoding:
     """How rows are encoded, and which columns of theirs are wanted.
 
     Without slots, so that what follows from the attributes is worked out once.
@@ -70,9 +70,9 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Patch:
-    """Rows of another kind than most: `parts[name][i]` is row `rows[i]` of the region."""
+    """Rows of another encoding than most: `parts[name][i]` is row `rows[i]` of the region."""
 
-    kind: Kind
+    encoding: Encoding
     rows: np.ndarray
     parts: Mapping[str, np.ndarray]
 
@@ -82,12 +82,12 @@ class Merged:
     """All rows of a region, encoded.
 
     Attributes:
-        kind: of the rows in `parts`.
+        encoding: of the rows in `parts`.
         parts: `[rows, width of the part]`, aligned; of no meaning where a patch has the row.
-        patches: the other rows, no row in two of them; one patch for each kind.
+        patches: the other rows, no row in two of them; one patch for each encoding.
     """
 
-    kind: Kind
+    encoding: Encoding
     parts: Mapping[str, np.ndarray]
     patches: tuple[Patch, ...]
 
@@ -103,8 +103,8 @@ class Held:
     reader: StepReader
     process: int
     segment: Segment
-    kind: Kind
-    stored: Kind
+    encoding: Encoding
+    stored: Encoding
     index: Index
     at: Index
     first: bool
@@ -131,7 +131,7 @@ def held_rows(
             trailing = tuple(stop - start for start, stop in tile.box[1:])
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
-                stored, kind = _kinds(codec, trailing, columns, dtype)
+                stored, encoding = _encodings(codec, trailing, columns, dtype)
                 if place is not None:  # row by row: lists of them all are made
                     count = reader.count(process, segment.row_ids)
                     _check_stored(reader, process, segment, stored, 0, count)
@@ -146,7 +146,7 @@ def held_rows(
                 _check_stored(reader, process, segment, stored, *rows)
                 first = reader is chain[0] and segment is tile.segments[0]
                 found.append(
-                    Held(reader, process, segment, kind, stored, index, at, first)
+                    Held(reader, process, segment, encoding, stored, index, at, first)
                 )
     return tuple(found)
 
@@ -175,7 +175,7 @@ def _check_stored(
     reader: StepReader,
     process: int,
     segment: Segment,
-    stored: Kind,
+    stored: Encoding,
     first: int,
     last: int,
 ) -> None:
@@ -187,20 +187,20 @@ def _check_stored(
 
 
 @functools.lru_cache(maxsize=1024)
-def _kinds(
+def _encodings(
     codec: Codec,
     trailing: tuple[int, ...],
     columns: tuple[tuple[int, int], ...],
     dtype: np.dtype,
-) -> tuple[Kind, Kind]:
-    """The kind of rows as they are stored, and as they are once they were read.
+) -> tuple[Encoding, Encoding]:
+    """The encoding of rows as they are stored, and as they are once they were read.
 
     Raw rows are cut to the wanted columns as they are read.
     """
-    stored = Kind(codec, trailing, columns, dtype)
+    stored = Encoding(codec, trailing, columns, dtype)
     if not isinstance(codec, Raw):
         return stored, stored
     whole = tuple((0, size) for size in stored.shape)
     if whole == columns and stored.shape == trailing:
         return stored, stored
-    return stored, Kind(codec, stored.shape, whole, dtype)
+    return stored, Encoding(codec, stored.shape, whole, dtype)

@@ -41,7 +41,7 @@ class Job:
             target = self.parts[name]
             width = self.held.stored.parts[name].width
             rows = values.reshape(-1, width)
-            if self.held.stored != self.held.kind:
+            if self.held.stored != self.held.encoding:
                 whole = rows.reshape(-1, *self.held.stored.trailing)
                 cut = whole[(slice(None), *self.held.stored.slices)]
                 rows = np.ascontiguousarray(cut).reshape(len(rows), -1)
@@ -84,7 +84,7 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
             straight into `parts`.
     """
     run = isinstance(held.index, slice) and isinstance(held.at, slice)
-    direct = direct and run and held.kind == held.stored
+    direct = direct and run and held.encoding == held.stored
     row_bytes = held.stored.row_bytes
     step = max(1, (AHEAD_BYTES // 2 if direct else BLOCK_BYTES) // row_bytes)
     for start, stop, pick, at in _blocks(held.index, held.at, step):

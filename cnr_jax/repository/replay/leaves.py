@@ -130,7 +130,7 @@ def _on_host(region: Region, device: jax.Device) -> bool:
     """Whether a large region is decoded on the host: no program could return it at once."""
     if not _is_host(device):
         return False
-    return len(region.pieces) > 1 or isinstance(region.kinds[0].codec, Raw)
+    return len(region.pieces) > 1 or isinstance(region.encodings[0].codec, Raw)
 
 
 def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
@@ -156,7 +156,7 @@ def _batches(
     """Devices whose regions are merged at a time."""
     device, region = group[0]
     nbytes = max(
-        _slab(region, i, device) * k.row_bytes for i, k in enumerate(region.kinds)
+        _slab(region, i, device) * k.row_bytes for i, k in enumerate(region.encodings)
     )
     count = max(1, HOST_BYTES // max(1, nbytes)) if region.rows else len(group)
     for start in range(0, len(group), count):
@@ -167,7 +167,7 @@ def _slab(region: Region, piece: int, device: jax.Device) -> int:
     """Rows of a piece that are merged at a time."""
     if _is_host(device) and len(region.pieces) == 1:
         return region.rows
-    return min(region.rows, max(1, SLAB_BYTES // region.kinds[piece].row_bytes))
+    return min(region.rows, max(1, SLAB_BYTES // region.encodings[piece].row_bytes))
 
 
 def _decoded(
@@ -183,7 +183,7 @@ def _decoded(
     out = None if whole else on_device.zeros(devices, shape, leaf.dtype)
     for piece, start, rows in steps:
         guess = on_device.Program(
-            tuple(devices), region.kinds[piece], rows, (), leaf.dtype, into
+            tuple(devices), region.encodings[piece], rows, (), leaf.dtype, into
         )
         on_device.prepare(guess)
         merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
@@ -220,8 +220,8 @@ def _merged(
         if region.box not in found:
             first = region.box[0][0] + start
             box = ((first, first + rows), *region.pieces[piece][1:])
-            # The kind of the whole region: this slab may be padding only, or a delta's.
-            found[region.box] = leaf.merged(box, region.kinds[piece])
+            # The encoding of the whole region: this slab may be padding only, or a delta's.
+            found[region.box] = leaf.merged(box, region.encodings[piece])
     return [found[region.box] for region in regions]
 
 

@@ -2,7 +2,7 @@
 
 Encoded rows are several times smaller than decoded ones, so a chain is replayed on codes, in host
 memory: each row is then decoded once, however many checkpoints hold it. Most rows of a region
-are of one *kind*; those that are stored in another way (escaped rows, another codec in a later
+are of one *encoding*; those that are stored in another way (escaped rows, another codec in a later
 checkpoint) are kept beside, as patches, and read only if nothing newer holds them.
 """
 
@@ -13,29 +13,29 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cnr_jax.repository.replay.encoded import Held, Kind, Merged, Patch
+from cnr_jax.repository.replay.encoded import Encoding, Held, Merged, Patch
 from cnr_jax.repository.replay.fetch import DROPPED, Queue, jobs
 from cnr_jax.repository.replay.overlap import Index, as_array
 from cnr_jax.rows.gather.chunk import aligned_empty
 
 
 def merge(
-    held: Sequence[Held], rows: int, empty: Kind, main: Kind | None = None
+    held: Sequence[Held], rows: int, empty: Encoding, main: Encoding | None = None
 ) -> Merged:
     """Reads the newest copy of each row.
 
     Args:
         held: what a chain holds, in order.
         rows: rows of the region.
-        empty: the kind of rows that nothing holds, which are zeros; raw.
-        main: the kind in which most rows are to come; None: that of the first that is held.
+        empty: the encoding of rows that nothing holds, which are zeros; raw.
+        main: the encoding in which most rows are to come; None: that of the first that is held.
 
     Raises:
         IntegrityError: if data is missing or damaged.
         FormatError: if segments do not fit their codecs.
     """
     if main is None:
-        main = held[0].kind if held else empty
+        main = held[0].encoding if held else empty
     parts = {
         name: aligned_empty((rows, part.width), part.dtype)
         for name, part in main.parts.items()
@@ -44,7 +44,7 @@ def merge(
     queue = Queue()
     others: list[tuple[int, Held]] = []
     for each in held:
-        if each.kind == main:
+        if each.encoding == main:
             owners.claim(each.at, 0)
             queue.extend(jobs(each, parts, direct=each.first))
         else:
@@ -70,48 +70,48 @@ def _patches(others: Sequence[tuple[int, Held]], owners: _Owners) -> list[Patch]
         rows = as_array(each.at)[mine]
         parts = {
             name: np.empty((len(rows), part.width), part.dtype)
-            for name, part in each.kind.parts.items()
+            for name, part in each.encoding.parts.items()
         }
         at = np.where(mine, np.cumsum(mine) - 1, DROPPED)
         queue.extend(jobs(dataclasses.replace(each, at=at), parts, direct=False))
         if len(rows):
-            found.append(Patch(each.kind, rows, parts))
+            found.append(Patch(each.encoding, rows, parts))
     queue.drain()
     return found
 
 
-def _zeros(kind: Kind, rows: np.ndarray) -> Patch:
+def _zeros(encoding: Encoding, rows: np.ndarray) -> Patch:
     parts = {
         name: np.zeros((len(rows), part.width), part.dtype)
-        for name, part in kind.parts.items()
+        for name, part in encoding.parts.items()
     }
-    return Patch(kind, rows, parts)
+    return Patch(encoding, rows, parts)
 
 
 def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:
-    """One patch for each kind."""
-    kinds: dict[Kind, list[Patch]] = {}
+    """One patch for each encoding."""
+    encodings: dict[Encoding, list[Patch]] = {}
     for patch in patches:
-        kinds.setdefault(patch.kind, []).append(patch)
-    for kind, same in kinds.items():
+        encodings.setdefault(patch.encoding, []).append(patch)
+    for encoding, same in encodings.items():
         if len(same) == 1:
             yield same[0]
             continue
         rows = np.concatenate([patch.rows for patch in same])
         parts = {
             name: np.concatenate([patch.parts[name] for patch in same])
-            for name in kind.parts
+            for name in encoding.parts
         }
-        yield Patch(kind, rows, parts)
+        yield Patch(encoding, rows, parts)
 
 
 _NOBODY = -1
 
 
 class _Owners:
-    """For each row the segment that holds its newest copy: 0 for all those of the main kind.
+    """For each row the segment that holds its newest copy: 0 for all those of the main encoding.
 
-    Kept only once it matters: where all rows are of the main kind, it does not.
+    Kept only once it matters: where all rows are of the main encoding, it does not.
     """
 
     def __init__(self, rows: int, covered: int) -> None:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cnr_jax.repository.replay.encoded import Kind, Merged, Patch
+from cnr_jax.repository.replay.encoded import Encoding, Merged, Patch
 from cnr_jax.rows.gather.chunk import padded
 
 
@@ -30,17 +30,17 @@ class Program:
 
     Attributes:
         devices: each decodes a region of its own.
-        kind: of most rows.
+        encoding: of most rows.
         rows: of each region.
-        patches: kind and room for rows of each patch.
+        patches: encoding and room for rows of each patch.
         dtype: of the result.
         into: shape of the array that the rows are put into; None: they are the result.
     """
 
     devices: tuple[jax.Device, ...]
-    kind: Kind
+    encoding: Encoding
     rows: int
-    patches: tuple[tuple[Kind, int], ...]
+    patches: tuple[tuple[Encoding, int], ...]
     dtype: np.dtype
     into: tuple[int, ...] | None
 
@@ -57,13 +57,15 @@ def program_for(
     dtype: np.dtype,
     into: tuple[int, ...] | None,
 ) -> Program:
-    """The program that decodes regions of one kind, one on each device."""
-    room: dict[Kind, int] = {}
+    """The program that decodes regions of one encoding, one on each device."""
+    room: dict[Encoding, int] = {}
     for region in merged:
         for patch in region.patches:
-            room[patch.kind] = max(room.get(patch.kind, 0), _room(len(patch.rows)))
+            room[patch.encoding] = max(
+                room.get(patch.encoding, 0), _room(len(patch.rows))
+            )
     patches = tuple(sorted(room.items(), key=repr))
-    return Program(tuple(devices), merged[0].kind, rows, patches, dtype, into)
+    return Program(tuple(devices), merged[0].encoding, rows, patches, dtype, into)
 
 
 def _room(rows: int) -> int:
@@ -94,9 +96,9 @@ def _compile(program: Program) -> Any:
         out: jax.Array | None,
         start: jax.Array | None,
     ) -> jax.Array:
-        rows = _wanted_rows(program.kind, parts).astype(program.dtype)
-        for (kind, _), (at, patch) in zip(program.patches, patches, strict=True):
-            values = _wanted_rows(kind, patch).astype(program.dtype)
+        rows = _wanted_rows(program.encoding, parts).astype(program.dtype)
+        for (encoding, _), (at, patch) in zip(program.patches, patches, strict=True):
+            values = _wanted_rows(encoding, patch).astype(program.dtype)
             # Padding goes to a row past the end, which the scatter drops.
             rows = rows.at[at].set(values, mode="drop")
         if out is None or start is None:
@@ -116,9 +118,9 @@ def _compile(program: Program) -> Any:
     return jax.jit(mapped, donate_argnums=donated).lower(*_arguments(program)).compile()
 
 
-def _wanted_rows(kind: Kind, parts: Mapping[str, jax.Array]) -> jax.Array:
-    rows = kind.codec.decode(parts, dim=kind.width, dtype=kind.dtype)
-    return rows.reshape(rows.shape[0], *kind.trailing)[:, *kind.slices]
+def _wanted_rows(encoding: Encoding, parts: Mapping[str, jax.Array]) -> jax.Array:
+    rows = encoding.codec.decode(parts, dim=encoding.width, dtype=encoding.dtype)
+    return rows.reshape(rows.shape[0], *encoding.trailing)[:, *encoding.slices]
 
 
 def _arguments(program: Program) -> tuple[Any, ...]:
@@ -129,16 +131,16 @@ def _arguments(program: Program) -> tuple[Any, ...]:
         whole = (count * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 
-    def encoded(kind: Kind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def encoded(encoding: Encoding, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         return {
             name: array((rows, part.width), part.dtype)
-            for name, part in kind.parts.items()
+            for name, part in encoding.parts.items()
         }
 
-    parts = encoded(program.kind, program.rows)
+    parts = encoded(program.encoding, program.rows)
     patches = tuple(
-        (array((room,), np.int32), encoded(kind, room))
-        for kind, room in program.patches
+        (array((room,), np.int32), encoded(encoding, room))
+        for encoding, room in program.patches
     )
     if program.into is None:
         return parts, patches, None, None
@@ -173,11 +175,12 @@ def run(
         return jax.make_array_from_single_device_arrays(shape, program.sharding, arrays)
 
     parts = {
-        name: put([each.parts[name] for each in merged]) for name in program.kind.parts
+        name: put([each.parts[name] for each in merged])
+        for name in program.encoding.parts
     }
     patches = tuple(
-        _put_patch(put, kind, room, program.rows, merged)
-        for kind, room in program.patches
+        _put_patch(put, encoding, room, program.rows, merged)
+        for encoding, room in program.patches
     )
     at = None
     if start is not None:
@@ -186,15 +189,15 @@ def run(
 
 
 def _put_patch(
-    put: Any, kind: Kind, room: int, rows: int, merged: Sequence[Merged]
+    put: Any, encoding: Encoding, room: int, rows: int, merged: Sequence[Merged]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     nothing = Patch(
-        kind,
+        encoding,
         np.empty(0, np.int64),
-        {name: np.empty((0, p.width), p.dtype) for name, p in kind.parts.items()},
+        {name: np.empty((0, p.width), p.dtype) for name, p in encoding.parts.items()},
     )
     found = [
-        next((patch for patch in each.patches if patch.kind == kind), nothing)
+        next((patch for patch in each.patches if patch.encoding == encoding), nothing)
         for each in merged
     ]
     indices: list[np.ndarray] = []
@@ -204,7 +207,7 @@ def _put_patch(
         indices.append(index)
     parts = {
         name: put([padded(patch.parts[name], room) for patch in found])
-        for name in kind.parts
+        for name in encoding.parts
     }
     return put(indices), parts
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from cnr_jax.repository.replay.encoded import Kind, Merged
+from cnr_jax.repository.replay.encoded import Encoding, Merged
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import (
     aligned_empty,
@@ -29,14 +29,14 @@ class Decoding:
     """Encoded rows and where they go.
 
     Attributes:
-        kind: of the rows.
+        encoding: of the rows.
         parts: `[count, width of the part]`.
         count: number of rows.
         out: `[rows, *wanted shape of a row]`.
         at: rows of `out`, one for each; None: the first `count`, in order.
     """
 
-    kind: Kind
+    encoding: Encoding
     parts: Mapping[str, np.ndarray]
     count: int
     out: np.ndarray
@@ -46,8 +46,8 @@ class Decoding:
         """Puts decoded rows in place, the first of which is row `first` of these."""
         last = first + len(rows)
         where = slice(first, last) if self.at is None else self.at[first:last]
-        kind = self.kind
-        self.out[where] = rows.reshape(-1, *kind.trailing)[:, *kind.slices]
+        encoding = self.encoding
+        self.out[where] = rows.reshape(-1, *encoding.trailing)[:, *encoding.slices]
 
 
 def host_rows(merged: Merged, rows: int, out: np.ndarray | None) -> np.ndarray:
@@ -73,18 +73,20 @@ def decodings(
         The array that will hold them; rows to be decoded into it first; and patches, to be
         decoded after those.
     """
-    kind = merged.kind
+    encoding = merged.encoding
     patches: list[Decoding] = []
-    if out is None and isinstance(kind.codec, Raw):
-        out = merged.parts["rows"].reshape(rows, *kind.trailing)[:, *kind.slices]
+    if out is None and isinstance(encoding.codec, Raw):
+        out = merged.parts["rows"].reshape(rows, *encoding.trailing)[
+            :, *encoding.slices
+        ]
         main: list[Decoding] = []
     else:
         if out is None:
-            out = aligned_empty((rows, *kind.shape), kind.dtype)
-        main = [Decoding(kind, merged.parts, rows, out)]
+            out = aligned_empty((rows, *encoding.shape), encoding.dtype)
+        main = [Decoding(encoding, merged.parts, rows, out)]
     for patch in merged.patches:
         count = len(patch.rows)
-        patches.append(Decoding(patch.kind, patch.parts, count, out, patch.rows))
+        patches.append(Decoding(patch.encoding, patch.parts, count, out, patch.rows))
     return out, main, patches
 
 
@@ -92,10 +94,10 @@ def decode_all(items: Sequence[Decoding]) -> None:
     """Decodes rows of many regions; no row of an array may be in two of them."""
     groups: dict[tuple[Codec, int, np.dtype], list[Decoding]] = {}
     for item in items:
-        if isinstance(item.kind.codec, Raw):
+        if isinstance(item.encoding.codec, Raw):
             item.put(item.parts["rows"], 0)
         else:
-            key = (item.kind.codec, item.kind.width, item.kind.dtype)
+            key = (item.encoding.codec, item.encoding.width, item.encoding.dtype)
             groups.setdefault(key, []).append(item)
     for (codec, width, dtype), group in groups.items():
         size = chunk_rows(width, dtype.itemsize)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
-from cnr_jax.repository.replay.encoded import Held, Kind, Merged, held_rows
+from cnr_jax.repository.replay.encoded import Encoding, Held, Merged, held_rows
 from cnr_jax.repository.replay.merge import merge
 from cnr_jax.repository.replay.overlap import Target, split_columns
 from cnr_jax.repository.step_reader import StepReader
@@ -33,28 +33,28 @@ class WantedLeaf:
         """What the chain holds of a region."""
         return held_rows(self.chain, self.table, self.name, self.target, box)
 
-    def empty(self, box: Box) -> Kind:
-        """The kind of rows of a region that nothing holds."""
+    def empty(self, box: Box) -> Encoding:
+        """The encoding of rows of a region that nothing holds."""
         shape = shape_of(box)[1:]
-        return Kind(Raw(), shape, tuple((0, n) for n in shape), self.stored_dtype)
+        return Encoding(Raw(), shape, tuple((0, n) for n in shape), self.stored_dtype)
 
-    def kind(self, box: Box) -> Kind:
-        """The kind of most rows of a region."""
+    def encoding(self, box: Box) -> Encoding:
+        """The encoding of most rows of a region."""
         held = self.held(box)
-        return held[0].kind if held else self.empty(box)
+        return held[0].encoding if held else self.empty(box)
 
-    def merged(self, box: Box, main: Kind | None = None) -> Merged:
-        """The newest rows of a region, most of them in the kind `main`: see `merge`."""
+    def merged(self, box: Box, main: Encoding | None = None) -> Merged:
+        """The newest rows of a region, most of them in the encoding `main`: see `merge`."""
         return merge(self.held(box), box[0][1] - box[0][0], self.empty(box), main)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a leaf, cut by columns so that each piece is of one kind; see `split_columns`."""
+    """A part of a leaf, cut by columns so that each piece has one encoding: `split_columns`."""
 
     box: Box
     pieces: tuple[Box, ...]
-    kinds: tuple[Kind, ...]
+    encodings: tuple[Encoding, ...]
 
     @property
     def rows(self) -> int:
@@ -69,13 +69,13 @@ class Region:
             for piece in self.pieces
             for columns in columns_in(self.box, piece)
         )
-        return shape_of(self.box), cuts, self.kinds
+        return shape_of(self.box), cuts, self.encodings
 
 
 def region_of(leaf: WantedLeaf, box: Box) -> Region:
     """Cuts a region into pieces and looks up how they are encoded."""
     pieces = split_columns(leaf.chain, leaf.table, leaf.name, box)
-    return Region(box, pieces, tuple(leaf.kind(piece) for piece in pieces))
+    return Region(box, pieces, tuple(leaf.encoding(piece) for piece in pieces))
 
 
 def local_boxes(
