@@ -182,7 +182,7 @@ def _decoded(
     into = None if whole else shape
     out = None if whole else on_device.zeros(devices, shape, leaf.dtype)
     for piece, start, rows in steps:
-        guess = on_device.Program(
+        guess = on_device.ProgramKey(
             tuple(devices), region.encodings[piece], rows, (), leaf.dtype, into
         )
         on_device.prepare(guess)

@@ -25,7 +25,7 @@ from cnr_jax.rows.gather.chunk import padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Program:
+class ProgramKey:
     """What a program that decodes regions of several devices is compiled for.
 
     Attributes:
@@ -56,7 +56,7 @@ def program_for(
     rows: int,
     dtype: np.dtype,
     into: tuple[int, ...] | None,
-) -> Program:
+) -> ProgramKey:
     """The program that decodes regions of one encoding, one on each device."""
     room: dict[Encoding, int] = {}
     for region in merged:
@@ -65,7 +65,7 @@ def program_for(
                 room.get(patch.encoding, 0), _room(len(patch.rows))
             )
     patches = tuple(sorted(room.items(), key=repr))
-    return Program(tuple(devices), merged[0].encoding, rows, patches, dtype, into)
+    return ProgramKey(tuple(devices), merged[0].encoding, rows, patches, dtype, into)
 
 
 def _room(rows: int) -> int:
@@ -77,7 +77,7 @@ def _room(rows: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def prepare(program: Program) -> concurrent.futures.Future[Any]:
+def prepare(program: ProgramKey) -> concurrent.futures.Future[Any]:
     """Starts to compile a program, while rows are being read."""
     return _compiler().submit(_compile, program)
 
@@ -87,7 +87,7 @@ def _compiler() -> concurrent.futures.Executor:
     return concurrent.futures.ThreadPoolExecutor(1, "cnr_compile")
 
 
-def _compile(program: Program) -> Any:
+def _compile(program: ProgramKey) -> Any:
     spec = P("region")
 
     def decode(
@@ -123,7 +123,7 @@ def _wanted_rows(encoding: Encoding, parts: Mapping[str, jax.Array]) -> jax.Arra
     return rows.reshape(rows.shape[0], *encoding.trailing)[:, *encoding.slices]
 
 
-def _arguments(program: Program) -> tuple[Any, ...]:
+def _arguments(program: ProgramKey) -> tuple[Any, ...]:
     """Shapes of what a program takes."""
     count, sharding = len(program.devices), program.sharding
 
@@ -149,7 +149,7 @@ def _arguments(program: Program) -> tuple[Any, ...]:
 
 
 def run(
-    program: Program,
+    program: ProgramKey,
     merged: Sequence[Merged],
     out: jax.Array | None = None,
     start: Sequence[int] | None = None,
