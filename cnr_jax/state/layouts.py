@@ -20,7 +20,7 @@ from cnr_jax.errors import FormatError, TableError
 __all__ = ["Identity", "ModSharded", "RowLayout", "layout_from"]
 
 # An int, a numpy array or a JAX array of any integer dtype; the same kind comes back.
-Rows = TypeVar("Rows", bound=Any)
+Integers = TypeVar("Integers", bound=Any)
 
 
 @runtime_checkable
@@ -40,11 +40,11 @@ class RowLayout(Protocol):
         """Returns the numbers that, with `name`, rebuild this layout."""
         ...
 
-    def to_physical(self, logical: Rows) -> Rows:
+    def to_physical(self, logical: Integers) -> Integers:
         """Returns the stored row of each logical row id."""
         ...
 
-    def to_logical(self, physical: Rows) -> Rows:
+    def to_logical(self, physical: Integers) -> Integers:
         """Returns the logical row id of each stored row."""
         ...
 
@@ -67,11 +67,11 @@ class Identity:
         """Returns an empty mapping: there is nothing to configure."""
         return {}
 
-    def to_physical(self, logical: Rows) -> Rows:
+    def to_physical(self, logical: Integers) -> Integers:
         """Returns `logical` unchanged."""
         return logical
 
-    def to_logical(self, physical: Rows) -> Rows:
+    def to_logical(self, physical: Integers) -> Integers:
         """Returns `physical` unchanged."""
         return physical
 
@@ -116,11 +116,11 @@ class ModSharded:
         """Returns `shards` and `rows_per_shard`."""
         return {"shards": self.shards, "rows_per_shard": self.rows_per_shard}
 
-    def to_physical(self, logical: Rows) -> Rows:
+    def to_physical(self, logical: Integers) -> Integers:
         """Returns `(logical % shards) * rows_per_shard + logical // shards`."""
         return (logical % self.shards) * self.rows_per_shard + logical // self.shards
 
-    def to_logical(self, physical: Rows) -> Rows:
+    def to_logical(self, physical: Integers) -> Integers:
         """Returns the logical ids that `to_physical` maps to `physical`."""
         shard, row = physical // self.rows_per_shard, physical % self.rows_per_shard
         return row * self.shards + shard

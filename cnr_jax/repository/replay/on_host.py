@@ -109,12 +109,12 @@ def decode_all(items: Sequence[Decoding]) -> None:
                 done += stop - start
 
 
-Run = tuple[Decoding, int, int]
+Cut = tuple[Decoding, int, int]
 
 
-def _blocks(items: Sequence[Decoding], size: int) -> Iterator[list[Run]]:
+def _blocks(items: Sequence[Decoding], size: int) -> Iterator[list[Cut]]:
     """Cuts rows into blocks of `size`, the last of fewer: start and stop within each item."""
-    block: list[Run] = []
+    block: list[Cut] = []
     room = size
     for item in items:
         start = 0
@@ -130,7 +130,7 @@ def _blocks(items: Sequence[Decoding], size: int) -> Iterator[list[Run]]:
         yield block
 
 
-def _parts(block: Sequence[Run]) -> dict[str, np.ndarray]:
+def _parts(block: Sequence[Cut]) -> dict[str, np.ndarray]:
     item, start, stop = block[0]
     if len(block) == 1:
         return {name: part[start:stop] for name, part in item.parts.items()}

@@ -17,7 +17,7 @@ from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.state.layouts import RowLayout, layout_from
 
 Index = np.ndarray | slice
-Place = Callable[[np.ndarray], np.ndarray]
+RowMap = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def entry_of(reader: StepReader, table: str) -> TableEntry:
     return reader.tables[table]
 
 
-def placement(entry: TableEntry, target: Target) -> Place | None:
+def placement(entry: TableEntry, target: Target) -> RowMap | None:
     """Maps stored rows to wanted ones, -1 for padding; None where they are the same."""
     saved = layout_from(entry.layout.name, entry.layout.configuration)
     if saved == target.layout and entry.padded_rows == target.padded_rows:
@@ -61,7 +61,7 @@ def overlap(
     process: int,
     tile: Tile,
     segment: Segment,
-    place: Place | None,
+    place: RowMap | None,
     rows: tuple[int, int],
 ) -> tuple[Index, Index]:
     """Which rows of a segment fall into `rows`, and where they go.
