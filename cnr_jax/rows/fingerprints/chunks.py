@@ -39,7 +39,7 @@ _AGAIN_ROWS = 8 * SMALL_ROWS
 _MANY_ROWS = 8 * _AGAIN_ROWS
 
 # A shard, the row of it at which a tile starts, and the rows of the tile.
-Part = tuple[jax.Array, int, int]
+Span = tuple[jax.Array, int, int]
 
 
 class HostHashes(NamedTuple):
@@ -58,21 +58,21 @@ class HostHashes(NamedTuple):
 
 @outside_mesh()
 def hash_chunks(
-    parts: Sequence[Part],
+    spans: Sequence[Span],
     seed: np.ndarray,
     before: list[np.ndarray] | None,
     tagged: bool,
 ) -> HostHashes:
-    """Hashes the rows that parts of the same rows make up.
+    """Hashes the rows that spans of the same rows make up.
 
     Args:
-        parts: of leaves in a fixed order.
+        spans: of leaves in a fixed order.
         seed: uint32[2].
         before: all hashes by chunk, to compare with.
         tagged: whether to make tags.
     """
-    work = _Work(parts, jax.device_put(seed, host_device()), before, tagged)
-    for start in range(0, parts[0][2], work.step):
+    work = _Work(spans, jax.device_put(seed, host_device()), before, tagged)
+    for start in range(0, spans[0][2], work.step):
         work.start(start)
     return work.finish()
 
@@ -80,13 +80,13 @@ def hash_chunks(
 class _Work:
     def __init__(
         self,
-        parts: Sequence[Part],
+        spans: Sequence[Span],
         seed: jax.Array,
         before: list[np.ndarray] | None,
         tagged: bool,
     ) -> None:
-        self.step = _chunk_rows([x for x, _, _ in parts])
-        self._parts = parts
+        self.step = _chunk_rows([x for x, _, _ in spans])
+        self._spans = spans
         self._seed = seed
         self._before = before
         self._tagged = tagged
@@ -100,7 +100,7 @@ class _Work:
 
     def start(self, start: int) -> None:
         """Starts with the chunk of a row, and waits for one of those started before."""
-        count = min(self.step, self._parts[0][2] - start)
+        count = min(self.step, self._spans[0][2] - start)
         size = _size(count, self.step)
         chunk = self._chunk(start, count, size)
         old = None if self._before is None else self._before[start // self.step]
@@ -165,21 +165,21 @@ class _Work:
     def _hash_again(self, positions: np.ndarray) -> Iterator[tuple[jax.Array, int]]:
         for done in range(0, len(positions), _AGAIN_ROWS):
             some = positions[done : done + _AGAIN_ROWS]
-            rows = [_rows_at(part, some) for part in self._parts]
+            rows = [_rows_at(span, some) for span in self._spans]
             yield hash_on_host(rows, self._seed, tagged=False)[0], len(some)
 
     def _chunk(self, start: int, count: int, size: int) -> list[np.ndarray]:
-        """Some rows of all parts, as views where nothing is to be padded."""
+        """Some rows of all spans, as views where nothing is to be padded."""
         # Views live for one chunk only: see `_copy_rows` in rows/gather/host.py.
         return [
             padded(np.asarray(x)[first + start : first + start + count], size)
-            for x, first, _ in self._parts
+            for x, first, _ in self._spans
         ]
 
 
-def _rows_at(part: Part, positions: np.ndarray) -> np.ndarray:
+def _rows_at(span: Span, positions: np.ndarray) -> np.ndarray:
     """Copies some rows, with others after them to fill a program."""
-    data, first, rows = part
+    data, first, rows = span
     words = row_words(np.asarray(data)[first : first + rows])
     copy = aligned_empty((_AGAIN_ROWS, words.shape[1]), words.dtype)
     # "clip" skips a bounds check that copies.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.fingerprints.chunks import Part, chunk_programs, hash_chunks
+from cnr_jax.rows.fingerprints.chunks import Span, chunk_programs, hash_chunks
 from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
 from cnr_jax.rows.gather.chunk import Program, Way, Where, aligned_empty
 from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
@@ -63,18 +63,18 @@ def hash_tiles(
     Returns:
         What is on a device is not waited for.
     """
-    parts: list[Part] = []
+    spans: list[Span] = []
     for tile in tiles:
         array, (start, stop) = arrays[tile.table.name][tile.leaf.name], tile.rows
         data, first = LocalShards(array).on(tile.piece.device)
-        parts.append((data, start - first, stop - start))
+        spans.append((data, start - first, stop - start))
     if where == "host":
         assert not isinstance(before, jax.Array)
-        return Hashed(*hash_chunks(parts, seed, before, tagged))
+        return Hashed(*hash_chunks(spans, seed, before, tagged))
     device = tiles[0].piece.device
-    kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in parts)
+    kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in spans)
     program = _device_program(kinds, device, tagged)
-    data = tuple(part[0] for part in parts)
+    data = tuple(span[0] for span in spans)
     hashes, tags = program(data, jax.device_put(seed, device))
     differ = None
     if before is not None:
@@ -85,16 +85,16 @@ def hash_tiles(
 # Compiled ahead of time and kept, as programs that gather are: see rows/gather/device.py.
 @functools.cache
 def _device_program(
-    parts: tuple[tuple[tuple[int, ...], np.dtype, int, int], ...],
+    spans: tuple[tuple[tuple[int, ...], np.dtype, int, int], ...],
     device: jax.Device,
     tagged: bool,
 ) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    def hash_parts(
+    def hash_spans(
         data: tuple[jax.Array, ...], seed: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         leaves = [
             x[first : first + rows] if (first, rows) != (0, x.shape[0]) else x
-            for x, (_, _, first, rows) in zip(data, parts, strict=True)
+            for x, (_, _, first, rows) in zip(data, spans, strict=True)
         ]
         if tagged:
             return hash_with_tags(leaves, seed)
@@ -103,10 +103,10 @@ def _device_program(
     sharding = jax.sharding.SingleDeviceSharding(device)
     data = tuple(
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype, _, _ in parts
+        for shape, dtype, _, _ in spans
     )
     seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=sharding)
-    return jax.jit(hash_parts).lower(data, seed).compile()
+    return jax.jit(hash_spans).lower(data, seed).compile()
 
 
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
@@ -176,11 +176,11 @@ def programs(
         rows = tiles[0].rows[1] - tiles[0].rows[0]
         if way(device, bytes_in(tiles)) == "device":
             # Shards are all alike and in order: where a tile starts in its own is what is left.
-            parts = tuple(
+            spans = tuple(
                 (shape, tile.leaf.dtype, tile.rows[0] % shape[0], rows)
                 for tile, shape in zip(tiles, shapes, strict=True)
             )
-            yield _device_program, (parts, device, tagged)
+            yield _device_program, (spans, device, tagged)
             yield _bits_program, (rows, device)
             continue
         kinds = tuple((s[1:], t.leaf.dtype) for s, t in zip(shapes, tiles, strict=True))

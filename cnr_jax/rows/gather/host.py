@@ -88,12 +88,12 @@ def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
     # time of one. The pool is left only when no thread looks into a table any more.
     with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
-        for pieces in _pieces(runs, large):
-            count = sum(piece.count for piece in pieces)
+        for slices in _slices(runs, large):
+            count = sum(each.count for each in slices)
             shape = (program_rows(min(left, large), large), width)
             left -= count
             rows = buffers.empty(shape, dtype)
-            filling.append(pool.submit(_fill, codec, rows, count, pieces))
+            filling.append(pool.submit(_fill, codec, rows, count, slices))
             # Else the last one would be in use until all are taken.
             del rows
             if len(filling) > 2 * _THREADS:
@@ -108,7 +108,7 @@ def _bit_view(array: np.ndarray) -> np.ndarray:
     return flat.view(f"u{array.dtype.itemsize}")
 
 
-class _Piece(NamedTuple):
+class _Slice(NamedTuple):
     """Consecutive rows of a run, from `done` on, and where in a chunk they go."""
 
     run: Run
@@ -117,30 +117,30 @@ class _Piece(NamedTuple):
     at: int
 
 
-def _pieces(runs: Sequence[Run], large: int) -> Iterator[list[_Piece]]:
+def _slices(runs: Sequence[Run], large: int) -> Iterator[list[_Slice]]:
     """What each chunk of `large` rows consists of."""
-    pieces: list[_Piece] = []
+    slices: list[_Slice] = []
     filled = 0
     for run in runs:
         done = 0
         while done < run.count:
             count = min(run.count - done, large - filled)
-            pieces.append(_Piece(run, done, count, filled))
+            slices.append(_Slice(run, done, count, filled))
             done, filled = done + count, filled + count
             if filled == large:
-                yield pieces
-                pieces, filled = [], 0
-    if pieces:
-        yield pieces
+                yield slices
+                slices, filled = [], 0
+    if slices:
+        yield slices
 
 
 def _fill(
-    codec: Codec, rows: np.ndarray, count: int, pieces: Sequence[_Piece]
+    codec: Codec, rows: np.ndarray, count: int, slices: Sequence[_Slice]
 ) -> Chunk:
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
     rows[count:] = 0
     bits = _bit_view(rows)
-    for run, done, number, at in pieces:
+    for run, done, number, at in slices:
         _copy_rows(run, done, bits[at : at + number])
     return Chunk(codec=codec, count=count, rows=rows)
 
