@@ -16,12 +16,3 @@ from cnr_jax.optim.adam import LazyAdamState as LazyAdamState
 from cnr_jax.optim.adam import lazy_adam as lazy_adam
 from cnr_jax.optim.base import LearningRate as LearningRate
 from cnr_jax.optim.base import RowOptimizer as RowOptimizer
-
-__all__ = [
-    "LazyAdamState",
-    "LearningRate",
-    "RowOptimizer",
-    "RowwiseAdagradState",
-    "lazy_adam",
-    "rowwise_adagrad",
-]

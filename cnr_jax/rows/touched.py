@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax.errors import TouchedError
 from cnr_jax.rows.lookups import (
     Ids,
-    Lookup,
     StampedTable,
     explicit_sharding,
     index_dtype,
@@ -38,21 +37,6 @@ from cnr_jax.rows.lookups import (
 from cnr_jax.state.layouts import Identity
 from cnr_jax.state.split import split
 from cnr_jax.state.table import Table, Tables, check_tables
-
-__all__ = [
-    "CLOCK_LIMIT",
-    "Ids",
-    "Lookup",
-    "StampedTable",
-    "Touched",
-    "clock_of",
-    "init_touched",
-    "lineage_hex",
-    "record",
-    "reset_touched",
-    "seeded",
-    "stamp_sharding",
-]
 
 # The clock stops here and never wraps. Far below int32's end, so that `clock + 1` and
 # comparisons of stamps cannot overflow; a step every millisecond gets here in 12 days.

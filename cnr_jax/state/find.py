@@ -21,8 +21,6 @@ from cnr_jax.state.layouts import ModSharded, RowLayout
 from cnr_jax.state.paths import Entry, Mirror, PathIndex, flatten_paths, normalise
 from cnr_jax.state.table import Leaf, Table, Tables, TableSpec, dense_lines
 
-__all__ = ["Leaf", "Table", "TableSpec", "Tables", "find_tables"]
-
 _TABLE_DTYPES = frozenset(
     jnp.dtype(name)
     for name in """

@@ -17,8 +17,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from cnr_jax.errors import FormatError, TableError
 
-__all__ = ["Identity", "ModSharded", "RowLayout", "layout_from"]
-
 # An int, a numpy array or a JAX array of any integer dtype; the same kind comes back.
 Integers = TypeVar("Integers", bound=Any)
 

@@ -20,8 +20,6 @@ import numpy as np
 from cnr_jax.state.paths import Mirror, Path, PathIndex, key_strings
 from cnr_jax.state.table import Table
 
-__all__ = ["moving_parts"]
-
 # The first group was measured on optax 0.2.8 (6 x 3 rows, a batch of two rows, then two
 # of one): rows outside the later batches changed, in the parameter or in a slot. With
 # sgd, sign_sgd and adagrad (ScaleByRssState) they did not.

@@ -21,16 +21,6 @@ import jax
 
 from cnr_jax.errors import TableError
 
-__all__ = [
-    "Entry",
-    "Mirror",
-    "Path",
-    "PathIndex",
-    "flatten_paths",
-    "key_strings",
-    "normalise",
-]
-
 Path = tuple[str, ...]
 
 # Parts that frameworks add around a leaf: Linen's collection, and the attribute under

@@ -43,13 +43,6 @@ from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.gather.chunk import aligned_empty
 
-__all__ = [
-    "Target",
-    "restore_leaves",
-    "restore_stamps",
-    "restored_stamps",
-]
-
 # Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
 SMALL_BYTES = 64 << 20

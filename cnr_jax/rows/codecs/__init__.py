@@ -12,7 +12,9 @@ from typing import Any
 
 from cnr_jax.errors import FormatError
 from cnr_jax.rows.codecs.asymmetric import Asymmetric
-from cnr_jax.rows.codecs.base import Codec, Encoded, Part
+from cnr_jax.rows.codecs.base import Codec
+from cnr_jax.rows.codecs.base import Encoded as Encoded
+from cnr_jax.rows.codecs.base import Part as Part
 from cnr_jax.rows.codecs.bfloat16 import BFloat16
 from cnr_jax.rows.codecs.codebook import SharedCodebook
 from cnr_jax.rows.codecs.greedy import Greedy
@@ -20,23 +22,6 @@ from cnr_jax.rows.codecs.kmeans import KMeans
 from cnr_jax.rows.codecs.log import Log
 from cnr_jax.rows.codecs.raw import Raw
 from cnr_jax.rows.codecs.symmetric import Symmetric
-
-__all__ = [
-    "Asymmetric",
-    "BFloat16",
-    "Codec",
-    "Encoded",
-    "Greedy",
-    "KMeans",
-    "Log",
-    "Part",
-    "Raw",
-    "SharedCodebook",
-    "Symmetric",
-    "at_dim",
-    "codec_from",
-    "make_codec",
-]
 
 _KINDS = (Raw, Symmetric, Asymmetric, Greedy, KMeans, SharedCodebook, BFloat16, Log)
 _STORED: dict[str, Callable[..., Codec]] = {kind().name: kind for kind in _KINDS}
