@@ -18,7 +18,7 @@ import numpy as np
 
 from cnr_jax.errors import TableError
 from cnr_jax.state.layouts import ModSharded, RowLayout
-from cnr_jax.state.paths import Entry, Mirror, PathIndex, flatten_paths, normalise
+from cnr_jax.state.paths import Mirror, PathIndex, StateLeaf, flatten_paths, normalise
 from cnr_jax.state.table import Leaf, Table, Tables, TableSpec, dense_lines
 
 _TABLE_DTYPES = frozenset(
@@ -118,7 +118,7 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
     return specs
 
 
-def _choose(index: PathIndex, name: str, path: str) -> Entry:
+def _choose(index: PathIndex, name: str, path: str) -> StateLeaf:
     """Finds the one parameter that a table's path means."""
     matches = index.match(path)
     mirrored = {m.entry.path for entry in matches for m in index.mirrors(entry)}
@@ -147,7 +147,7 @@ def _table(
     index: PathIndex,
     name: str,
     spec: TableSpec,
-    entry: Entry,
+    entry: StateLeaf,
     parameters: Collection[tuple[str, ...]],
 ) -> Table:
     leaf = _leaf("table", entry, name)
@@ -175,7 +175,7 @@ def _table(
     return Table(name=name, leaf=leaf, slots=slots, rows=rows, layout=spec.layout)
 
 
-def _leaf(name: str, entry: Entry, table: str) -> Leaf:
+def _leaf(name: str, entry: StateLeaf, table: str) -> Leaf:
     value, where = entry.value, "/".join(entry.path)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         hint = "\n  hint: pass it through jax.device_put first."
@@ -222,7 +222,7 @@ def _check_rows(name: str, rows: Any, leaf: Leaf, layout: RowLayout) -> None:
 
 def _found_slots(
     name: str, leaf: Leaf, mirrors: Sequence[Mirror]
-) -> list[tuple[tuple[str, ...], Entry]]:
+) -> list[tuple[tuple[str, ...], StateLeaf]]:
     slots = []
     for mirror in mirrors:
         shape = tuple(getattr(mirror.entry.value, "shape", ()))
@@ -245,7 +245,7 @@ def _found_slots(
 
 def _listed_slots(
     index: PathIndex, name: str, paths: Sequence[str], mirrors: Sequence[Mirror]
-) -> list[tuple[tuple[str, ...], Entry]]:
+) -> list[tuple[tuple[str, ...], StateLeaf]]:
     if isinstance(paths, str):
         raise TableError(
             f"table {name!r}: slots must be a list of paths, got {paths!r}\n"

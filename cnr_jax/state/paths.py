@@ -30,7 +30,7 @@ _WRAPPERS = frozenset({"params", "value", "raw_value", "get_value"})
 _OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "tx"})
 
 
-class Entry(NamedTuple):
+class StateLeaf(NamedTuple):
     """One leaf of a state.
 
     `parts` is the normalised path; `starts[i]` is the index in `path` of the key that
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 class Mirror(NamedTuple):
     """A leaf that repeats another one's path below a prefix of its own."""
 
-    entry: Entry
+    entry: StateLeaf
     prefix: Path  # normalised, such as ("opt_state", "0", "mu")
     holder: Path  # the same prefix as it occurs in the tree
 
@@ -127,9 +127,9 @@ def _is_nnx_param(node: Any) -> bool:
     )
 
 
-def _entry(path: Path, value: Any, params: Collection[Path]) -> Entry:
+def _entry(path: Path, value: Any, params: Collection[Path]) -> StateLeaf:
     parts = [(part, i) for i, key in enumerate(path) for part in _split(key)]
-    return Entry(
+    return StateLeaf(
         path=path,
         parts=tuple(part for part, _ in parts),
         starts=tuple(i for _, i in parts),
@@ -157,7 +157,7 @@ class _Root(NamedTuple):
     guessed: bool  # only names tell an optimizer's state from a module
 
 
-def _roots(entry: Entry) -> Iterator[_Root]:
+def _roots(entry: StateLeaf) -> Iterator[_Root]:
     """Lists the roots that a leaf's path allows, the surest first."""
     for depth in range(len(entry.parts)):
         path = entry.path[: entry.starts[depth]]
@@ -200,9 +200,9 @@ class PathIndex:
         # The shortest path first: parameters before the slots that repeat them.
         self.entries.sort(key=lambda entry: len(entry.parts))
         self.by_path = {entry.path: entry for entry in self.entries}
-        self._by_part: dict[str, list[Entry]] = defaultdict(list)
-        self._by_suffix: dict[Path, list[Entry]] = defaultdict(list)
-        self._by_parts: dict[Path, list[Entry]] = defaultdict(list)
+        self._by_part: dict[str, list[StateLeaf]] = defaultdict(list)
+        self._by_suffix: dict[Path, list[StateLeaf]] = defaultdict(list)
+        self._by_parts: dict[Path, list[StateLeaf]] = defaultdict(list)
         for entry in self.entries:
             self._by_parts[entry.parts].append(entry)
             for part in set(entry.parts):
@@ -212,7 +212,7 @@ class PathIndex:
         self._names: dict[Path, frozenset[Path]] = {}
         self._repeats: dict[tuple[Path, Path], bool] = {}
 
-    def match(self, text: str) -> list[Entry]:
+    def match(self, text: str) -> list[StateLeaf]:
         """Lists the leaves that a user's path may mean, nearest meaning only.
 
         In this order: the very path, the very normalised path, then (one part) every
@@ -244,7 +244,9 @@ class PathIndex:
         near = difflib.get_close_matches("/".join(parts), sorted(names), n=3)
         return near or difflib.get_close_matches(parts[-1], sorted(names), n=4)
 
-    def mirrors(self, entry: Entry, parameters: Collection[Path] = ()) -> list[Mirror]:
+    def mirrors(
+        self, entry: StateLeaf, parameters: Collection[Path] = ()
+    ) -> list[Mirror]:
         """Lists the leaves that repeat a parameter: its slots, averages, accumulators.
 
         Args:
@@ -262,7 +264,7 @@ class PathIndex:
         return []
 
     def _mirrors_of(
-        self, entry: Entry, root: _Root, parameters: frozenset[Path]
+        self, entry: StateLeaf, root: _Root, parameters: frozenset[Path]
     ) -> list[Mirror]:
         suffix, found = entry.parts[root.depth :], []
         outer = sum(start < len(root.above) for start in entry.starts)
@@ -313,7 +315,7 @@ class PathIndex:
         return any(holder[:end] in models for end in ends)
 
     def _belongs_to_another(
-        self, other: Entry, entry: Entry, root: _Root, taken: set[Path]
+        self, other: StateLeaf, entry: StateLeaf, root: _Root, taken: set[Path]
     ) -> bool:
         """Tells whether a longer path than `entry`'s is repeated by `other`.
 
