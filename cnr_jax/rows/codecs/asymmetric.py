@@ -100,9 +100,7 @@ class Asymmetric(grids.OnGrid):
     metadata_bits: int | None = None
 
     def __post_init__(self) -> None:
-        bits = grids.checked_metadata_bits(self.bits, self.metadata_bits)
-        # Resolved here, so that equal codecs compare, hash and compile as one.
-        object.__setattr__(self, "metadata_bits", bits)
+        grids.OnGrid.__post_init__(self)
         if self.refits is not None and self.refits < 0:
             raise ValueError(f"refits is {self.refits}, expected 0 or more")
 

@@ -75,8 +75,7 @@ class SharedCodebook(grids.OnGrid):
     metadata_bits: int | None = None
 
     def __post_init__(self) -> None:
-        bits = grids.checked_metadata_bits(self.bits, self.metadata_bits)
-        object.__setattr__(self, "metadata_bits", bits)
+        grids.OnGrid.__post_init__(self)
         levels = _normal_levels(self.bits) if self.levels is None else self.levels
         levels = tuple(float(np.float32(level)) for level in levels)
         object.__setattr__(self, "levels", levels)

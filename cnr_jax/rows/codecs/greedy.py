@@ -59,8 +59,7 @@ class Greedy(grids.OnGrid):
     metadata_bits: int | None = None
 
     def __post_init__(self) -> None:
-        bits = grids.checked_metadata_bits(self.bits, self.metadata_bits)
-        object.__setattr__(self, "metadata_bits", bits)
+        grids.OnGrid.__post_init__(self)
         object.__setattr__(self, "ratio", float(self.ratio))
         if self.bins < 1:
             raise ValueError(f"bins is {self.bins}, expected 1 or more")

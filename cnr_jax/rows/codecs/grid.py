@@ -127,6 +127,11 @@ class OnGrid:
     bits: int
     metadata_bits: int | None
 
+    def __post_init__(self) -> None:
+        # Resolved here, so that equal codecs compare, hash and compile as one.
+        bits = checked_metadata_bits(self.bits, self.metadata_bits)
+        object.__setattr__(self, "metadata_bits", bits)
+
     @property
     def _metadata_bits(self) -> int:
         assert self.metadata_bits is not None  # __post_init__ resolves the default

@@ -67,8 +67,7 @@ class KMeans(grids.OnGrid):
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS:
             raise ValueError(f"bits is {self.bits}, expected one of {WIDTHS}")
-        bits = grids.checked_metadata_bits(self.bits, self.metadata_bits)
-        object.__setattr__(self, "metadata_bits", bits)
+        grids.OnGrid.__post_init__(self)
         if self.iterations < 0:
             raise ValueError(f"iterations is {self.iterations}, expected 0 or more")
 

@@ -56,10 +56,6 @@ class Symmetric(grids.OnGrid):
     bits: int = 4
     metadata_bits: int | None = None
 
-    def __post_init__(self) -> None:
-        bits = grids.checked_metadata_bits(self.bits, self.metadata_bits)
-        object.__setattr__(self, "metadata_bits", bits)
-
     @property
     def name(self) -> str:
         """The codec's name on disk."""
