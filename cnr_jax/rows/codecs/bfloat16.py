@@ -11,8 +11,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
-from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import (
+    Configuration,
+    Encoded,
+    Part,
+    bytes_of,
+    check_dtype,
+    rounded_to,
+)
 
 _INFINITY = 0x7F80
 

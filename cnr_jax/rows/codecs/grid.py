@@ -22,8 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
-from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of
-from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of, check_dtype, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers

@@ -15,8 +15,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part, bytes_of
-from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import (
+    Configuration,
+    Encoded,
+    Part,
+    bytes_of,
+    check_dtype,
+    rounded_to,
+)
 
 WIDTHS = (8, 16)
 # Places are numbered from 2**-126, the least normal float32 number, 256 to an octave, so

@@ -11,8 +11,13 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
-from cnr_jax.rows.codecs.floats import check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import (
+    Configuration,
+    Encoded,
+    Part,
+    check_dtype,
+    rounded_to,
+)
 from cnr_jax.rows.codecs.lanes import extremes
 
 
