@@ -229,7 +229,7 @@ class PathIndex:
             return list(self._by_suffix[parts])
         return [
             entry
-            for entry in self._by_part.get(parts[0], [])
+            for entry in self._by_part.get(next(iter(parts)), [])
             if any(
                 entry.parts[i : i + len(parts)] == parts
                 for i in range(len(entry.parts) - len(parts) + 1)
