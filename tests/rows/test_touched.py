@@ -20,10 +20,9 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import StateMismatchError, TouchedError
+from cnr_jax.rows.lookups import Lookup, StampedTable
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
-    Lookup,
-    StampedTable,
     Touched,
     clock_of,
     init_touched,
