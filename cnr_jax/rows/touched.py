@@ -218,7 +218,7 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
             the table.
 
     Example:
-        >>> from cnr_jax.state.find import find_tables
+        >>> from cnr_jax import Lookup, find_tables
         >>> state = {"item": {"embedding": jnp.zeros((5, 2))}}
         >>> touched = init_touched(state, find_tables(state, ["item"]))
         >>> bag = Lookup(jnp.array([[1, 3], [2, 0]]), where=jnp.array([[1, 0], [1, 0]]) > 0)
