@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from jax._src.lib import _jax
 from orbax.checkpoint import future
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
@@ -575,6 +576,14 @@ def test_a_standard_handler_works_below_an_item_whose_directory_comes_later(
 def test_one_process_needs_no_client_and_waiting_has_a_limit() -> None:
     """Processes talk through the client of `jax.distributed`; tests/multiprocess uses it."""
     assert callable(ocp.multihost.get_jax_distributed_client)
+    for name in (
+        "blocking_key_value_get",
+        "key_value_delete",
+        "key_value_increment",
+        "key_value_set",
+        "key_value_try_get",
+    ):
+        assert callable(getattr(_jax.DistributedRuntimeClient, name))
     assert ocp.multihost.coordination_timeout() > 0
 
 

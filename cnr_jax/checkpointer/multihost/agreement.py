@@ -103,6 +103,7 @@ def settle(
         try:
             said += map(json.loads, channel.told(topic, timeout_secs))
         except errors.SaveError as silent:
+            # Beside what failed here, not in its place: that is why others may be silent.
             said.append(_failed(silent, named=False))
         failed = [document for document in said if "error" in document]
         if not failed:
