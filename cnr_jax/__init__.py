@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 # which nearly everything else needs, and which take seconds to import.
 if TYPE_CHECKING:
     from cnr_jax import args, errors, optim
+    from cnr_jax.checkpointer.restoring.read import Restored
     from cnr_jax.checkpointer.tuning import tune
-    from cnr_jax.handler import Restored
+    from cnr_jax.handler import handler_registry
     from cnr_jax.manager import CheckpointManager
     from cnr_jax.options import Options, TableOptions
     from cnr_jax.policy import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         SaveRecord,
         expected_restores,
     )
-    from cnr_jax.registry import handler_registry
     from cnr_jax.repository.upkeep.verify import Problem, verify
     from cnr_jax.rows.lookups import Lookup
     from cnr_jax.rows.touched import Touched, init_touched, record, reset_touched
@@ -70,11 +70,11 @@ __all__ = [
 # Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
 _HOMES = {
     "checkpointer.tuning": "tune",
-    "handler": "Restored",
+    "checkpointer.restoring.read": "Restored",
     "manager": "CheckpointManager",
     "options": "Options TableOptions",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
-    "registry": "handler_registry",
+    "handler": "handler_registry",
     "repository.upkeep.verify": "Problem verify",
     "rows.lookups": "Lookup",
     "rows.touched": "Touched init_touched record reset_touched",

@@ -1,6 +1,215 @@
-"""What is passed as `args=` to `CheckpointManager.save` and `restore`."""
+"""What is passed as `args=` to `CheckpointManager.save` and `restore`, and the checks of it."""
 
-from cnr_jax.handler import Restore as Restore
-from cnr_jax.handler import Save as Save
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import orbax.checkpoint as ocp
+from jax.core import Tracer
+
+from cnr_jax import errors
+from cnr_jax.rows.touched import Touched
+from cnr_jax.state.table import Tables
 
 __all__ = ["Restore", "Save"]
+
+# Of a step that holds one item, which a user does not name.
+DEFAULT_ITEM = "default"
+NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
+
+
+@dataclasses.dataclass
+class Save(ocp.args.CheckpointArgs):
+    """A train state to be saved.
+
+    Attributes:
+        state: the whole state, tables and everything else.
+        touched: the touched rows that went through the same train steps.
+    """
+
+    state: Any
+    touched: Touched | None = None
+    # A `PlannedSave` where a manager of ours has planned it; a plain one of Orbax does not.
+    _planned: Any = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+
+@dataclasses.dataclass
+class Restore(ocp.args.CheckpointArgs):
+    """What to restore.
+
+    Attributes:
+        state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
+            None: everything as nested dicts by path, on one device.
+        tables: where the tables are in `state`, if not where the manager's are.
+        partial: restore what both the checkpoint and `state` have. Leaves that only `state`
+            has must be concrete and are kept. Unless all tables come back exactly, the
+            next save is full.
+        cast: restore tables and slots in the dtypes of `state` also where these cannot hold
+            all values, converted as `astype` does, with a warning. Without it only wider
+            dtypes of the same kind are taken, such as float32 for bfloat16.
+    """
+
+    state: Any = None
+    tables: Tables | None = None
+    partial: bool = False
+    cast: bool = False
+    # An `Attempt` of a manager of ours, which goes on from it once all of it has succeeded.
+    _attempt: Any = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+
+def check_step(step: object) -> None:
+    """Checks that a step is one.
+
+    Raises:
+        OptionError: if it is no integer, or negative.
+    """
+    if isinstance(step, Tracer):
+        raise errors.OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise errors.OptionError(f"a step is an integer, got {step!r}")
+    if step.__index__() < 0:  # type: ignore[attr-defined]
+        raise errors.OptionError(f"a step is at least 0, got {step}")
+
+
+def check_restored_step(step: object) -> None:
+    """Checks that what to restore is a step, or None.
+
+    Raises:
+        OptionError: if it is neither.
+    """
+    if step is None:
+        return
+    try:
+        check_step(step)
+    except errors.OptionError as error:
+        raise errors.OptionError(
+            f"{error}\n  hint: restore(None) takes the newest step that is whole"
+        ) from None
+
+
+def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None:
+    """Checks that a state, or what to restore, is given as arguments.
+
+    Args:
+        args: as the user gave them.
+        items: what Orbax took in its older interface, and no more.
+        kwargs: the same.
+        needed: what a state has to be in.
+
+    Raises:
+        OptionError: if it is given in another way.
+    """
+    example = f"args=cnr_jax.args.{needed.__name__}(state)"
+    if items is not None or kwargs is not None:
+        got = items if items is not None else kwargs
+        raise errors.OptionError(
+            f"a manager takes no items: got {type(got).__name__} beside the step\n"
+            f"  hint: name the arguments, {example}"
+        )
+    if args is None and needed is Save:
+        raise errors.OptionError(f"nothing is given to be saved\n  hint: {example}")
+    if args is not None and not isinstance(args, ocp.args.CheckpointArgs):
+        raise errors.OptionError(
+            f"args is {type(args).__name__}, expected checkpoint arguments\n"
+            f"  hint: {example}"
+        )
+    other = Restore if needed is Save else Save
+    composite = isinstance(args, ocp.args.Composite)
+    for each in args.values() if composite else (args,):
+        if isinstance(each, other):
+            raise errors.OptionError(
+                f"args is {other.__name__}, expected {needed.__name__}\n"
+                f"  hint: {example}"
+            )
+
+
+def state_to_save(
+    args: ocp.args.CheckpointArgs | None, item: str | None
+) -> tuple[Save | None, str | None]:
+    """The arguments of the state among those of a save, and the item that it is.
+
+    Args:
+        args: of the save.
+        item: that holds the state, if it is known.
+
+    Raises:
+        OptionError: if there are several, or one for another item or handler.
+    """
+    items = {DEFAULT_ITEM: args}
+    if isinstance(args, ocp.args.Composite):
+        items = dict(args.items())
+    elif isinstance(args, ocp.args.StandardSave | ocp.args.PyTreeSave):
+        raise errors.OptionError(
+            f"this manager does not take {type(args).__name__} for the state\n"
+            "  hint: cnr.args.Save(state); other items go beside it in a Composite"
+        )
+    found = {key: each for key, each in items.items() if isinstance(each, Save)}
+    if not found:
+        return None, item
+    if item is None and len(found) == 1:
+        item = next(iter(found))
+    if item is None or set(found) != {item}:
+        raise errors.OptionError(
+            "a manager saves one state, always as the same item\n"
+            f"  got {', '.join(map(repr, found))}, expected {item!r}\n"
+            "  hint: make another manager with another root for another state"
+        )
+    return found[item], item
+
+
+def restore_args(
+    args: ocp.args.CheckpointArgs | None, item: str | None
+) -> ocp.args.CheckpointArgs:
+    """What to restore, of this library's own arguments."""
+    if isinstance(args, ocp.args.StandardRestore):
+        # As Orbax does, whose own saves such a program restores too.
+        return Restore(args.item, cast=True)
+    if args is not None:
+        return args
+    if item in (None, DEFAULT_ITEM):
+        return Restore()
+    return ocp.args.Composite(**{item: Restore()})
+
+
+def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:
+    """Whether the item that this library saves is among those that are restored."""
+    if isinstance(args, ocp.args.Composite):
+        return isinstance(args.get(item or DEFAULT_ITEM), Restore)
+    return isinstance(args, Restore)
+
+
+def planned_args(
+    args: ocp.args.CheckpointArgs | None,
+    state: Save | None,
+    planned: Any,
+) -> ocp.args.CheckpointArgs | None:
+    """The arguments of a save, in which the state comes with its plan."""
+    if state is None:
+        return args
+    own = Save(state.state, state.touched)
+    own._planned = planned
+    return _replaced(args, state, own)
+
+
+def attempted_args(
+    args: ocp.args.CheckpointArgs, item: str | None, attempt: Any
+) -> ocp.args.CheckpointArgs:
+    """The arguments of a restore of the state, which is part of an attempt."""
+    composite = isinstance(args, ocp.args.Composite)
+    found: Any = args.get(item or DEFAULT_ITEM) if composite else args
+    own = Restore(found.state, found.tables, found.partial, found.cast)
+    own._attempt = attempt
+    return _replaced(args, found, own)
+
+
+def _replaced(args: Any, old: Any, new: Any) -> Any:
+    """Arguments with one of them in the place of another; those of the user stay as they are."""
+    if args is old:
+        return new
+    given = {key: new if each is old else each for key, each in args.items()}
+    return ocp.args.Composite(**given)

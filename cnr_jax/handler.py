@@ -8,7 +8,6 @@ returns is written in the background; `finalize` runs on one process after all h
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from typing import Any
@@ -19,33 +18,36 @@ from etils import epath
 
 import cnr_jax.options
 from cnr_jax import errors
+from cnr_jax.args import Restore, Save
+from cnr_jax.checkpointer.describe import table_entries
 from cnr_jax.checkpointer.multihost.agreement import all_succeed
 from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
-from cnr_jax.checkpointer.restoring.resume import Resuming, run_restored
+from cnr_jax.checkpointer.restoring.resume import Resumption, resume, run_restored
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.auto_bits import Widening
 from cnr_jax.checkpointer.saving.background import STOP_SECS
-from cnr_jax.checkpointer.saving.launch import Launch, in_flight
-from cnr_jax.checkpointer.saving.lifecycle import LastSave
-from cnr_jax.checkpointer.saving.plan import Planning
-from cnr_jax.checkpointer.saving.save_in_flight import (
-    Checked,
-    Prepared,
+from cnr_jax.checkpointer.saving.check import (
+    CheckedState,
     check,
     check_concrete,
     is_alive,
 )
-from cnr_jax.checkpointer.tracking.tracker import Found, Moment, Tracker
+from cnr_jax.checkpointer.saving.launch import PlannedSave, launch
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
+from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import write_manifest
 from cnr_jax.repository.layout import Place, other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan, Planner, Request
+from cnr_jax.repository.lineage.planner import Planner, Request
+from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -69,11 +71,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         options: of the run.
 
     Attributes:
-        served: where saves go.
+        writer: of the root that saves go to.
         channel: to the other processes.
-        planning: how the processes decide on one.
-        last_save: what becomes of it once it is launched.
-        resuming: what a restore means for the next.
+        planning: how the processes decide on a save.
+        lifecycle: what becomes of it once it is launched.
         barriers: of Orbax's saves with several processes.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
@@ -88,33 +89,24 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if tables is not None:
             check_tables(tables)
             self.options.check_tables(tables)
-        self._entries = capture.table_entries(tables or Tables({}))
-        self.served = RootWriter(lambda: jax.process_index() == 0)
+        self._entries = table_entries(tables or Tables({}))
+        self.writer = RootWriter(lambda: jax.process_index() == 0)
         self.guarded = False
         self._planner = Planner(self.options.policy)
-        self.last_save = LastSave(self.served, self._planner, tables, self.options)
+        self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
         self._widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)
         self._dense = DenseStore()
-        self._prepared: Prepared | None = None
         self._has_said_too_wide = False
         self._tracker = Tracker(self.options)
         self._buffers = Buffers(self.options.kept_staging_bytes)
         self.planning = Planning(
             self.channel,
-            self.served,
-            self.last_save,
+            self.writer,
+            self.lifecycle,
             self._planner,
             self._widening,
-        )
-        self.resuming = Resuming(
-            self.channel,
-            self.served,
-            self.last_save,
-            self._planner,
-            self._tracker,
-            tables,
         )
 
     def open(self, root: Any, item: str) -> Ledger:
@@ -124,17 +116,17 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             OptionError: if the handler serves another root or item already.
             OSError: if the root cannot be read; nothing has changed then.
         """
-        return self.served.open(root, item)
+        return self.writer.open(root, item)
 
     @property
     def ledger(self) -> Ledger | None:
         """What the root holds, once it is known which root."""
-        return self.served.ledger
+        return self.writer.ledger
 
     @property
     def last_report(self) -> SaveReport | None:
         """What the last committed save did."""
-        return self.last_save.report
+        return self.lifecycle.report
 
     def auto_bits(self) -> int | None:
         """The width of codes in the next save, where options leave it to the restores.
@@ -154,7 +146,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.guarded = True
 
     @outside_mesh()
-    def prepare(self, place: Place, args: Save, *, urgent: bool = False) -> Plan:
+    def plan(self, place: Place, args: Save, *, urgent: bool = False) -> PlannedSave:
         """Checks and decides a save before anything is written.
 
         Waits for the train step that made the state.
@@ -171,14 +163,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
-        ledger, checked, found = self._look(place, args)
+        ledger, checked, changed = self._look(place, args)
         self._say_too_wide(checked)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
-            lineage=found.stamps.lineage,
-            clock=found.stamps.clock,
-            at_limit=found.at_limit,
+            lineage=changed.stamps.lineage,
+            clock=changed.stamps.clock,
+            at_limit=changed.at_limit,
             tables=self._entries,
             guarded=self.guarded,
             urgent=urgent,
@@ -186,23 +178,26 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         try:
             plan = self.planning.agree(
-                None, checked.dense, found.mode, found.doubt, request
+                None, checked.dense, changed.mode, changed.doubt, request
             )
-            self._tracker.keep(found, Moment(plan.lineage, plan.clock))
+            self._tracker.keep(changed, Moment(plan.lineage, plan.clock))
             for abandoned in plan.abandoned:
                 ledger.forget(abandoned)
         except BaseException:
-            self.last_save.withdraw()
+            self.lifecycle.withdraw()
             raise
-        self._prepared = Prepared(
-            args=args,
+        flight = SaveInFlight(
             place=place,
             plan=plan,
-            checked=checked,
-            found=found,
+            tables=self._entries,
+            dense_leaves=checked.dense_leaves,
+            tracking=changed.mode,
+            recorded_clock=changed.recorded.clock if changed.recorded else None,
+            fingerprint_clock=plan.clock if changed.by_fingerprints else None,
+            fingerprint_secs=changed.secs,
             started_secs=started,
         )
-        return plan
+        return PlannedSave(flight=flight, checked=checked, changed=changed)
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
         """Makes sure that a state may be saved to a root; see `Runs.check_origin`.
@@ -219,7 +214,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Checkpoints that are not listed; once it is known whose root it is, none matters."""
         if self._planner.runs.current is not None:
             return ()
-        return other_checkpoints(root, self.served.is_step)
+        return other_checkpoints(root, self.writer.is_step)
 
     def _origin(self, root: Any, touched: Touched | None) -> Origin:
         known = None
@@ -234,7 +229,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             others=self._other_checkpoints(root),
         )
 
-    def _say_too_wide(self, checked: Checked) -> None:
+    def _say_too_wide(self, checked: CheckedState) -> None:
         """Says at the first save which rows are so wide that they are stored exactly."""
         found = (
             {}
@@ -251,15 +246,19 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 ", ".join(f"{name} of {width:,}" for name, width in found.items()),
             )
 
-    def _look(self, place: Place, args: Save) -> tuple[Ledger, Checked, Found]:
+    def _look(
+        self, place: Place, args: Save
+    ) -> tuple[Ledger, CheckedState, ChangedRows]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
             ledger = self.open(place.root, place.item)
             tables = self._writable_tables()
             tracking = self._tracker.mode(args.touched)
             checked = check(args.state, args.touched, tables, tracking)
-            found = self._tracker.find(args.state, args.touched, tables, checked.arrays)
-            return ledger, checked, found
+            changed = self._tracker.find(
+                args.state, args.touched, tables, checked.arrays
+            )
+            return ledger, checked, changed
         except errors.CnrError as error:
             self.planning.agree(error, {}, "", "", None)
             raise
@@ -283,37 +282,29 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)
             with outside_mesh():
-                prepared = self._take_prepared(place_of(directory), args)
+                planned = args._planned or self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
-            self.last_save.end_writing()
+            self.lifecycle.end_writing()
             raise
-        flight = in_flight(prepared, self._entries)
-        self.last_save.begin(flight)
+        flight = planned.flight
+        self.lifecycle.begin(flight)
         with outside_mesh():
-            launch = Launch(
-                flight,
+            await launch(
+                planned,
                 directory,
                 directories,
-                self.channel,
-                self.options,
-                self._widening,
-                self._buffers,
+                tracker=self._tracker,
+                dense=self._dense,
+                widening=self._widening,
+                buffers=self._buffers,
+                channel=self.channel,
+                options=self.options,
             )
-            await launch.go(prepared, self._tracker, self._dense)
-        flight.blocking_secs = time.perf_counter() - prepared.started_secs
+        flight.blocking_secs = time.perf_counter() - flight.started_secs
         return [flight.background]
-
-    def _take_prepared(self, place: Place, args: Save) -> Prepared:
-        """The save that was prepared for these arguments, or has to be now."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.args is not args or prepared.place != place:
-            self.prepare(place, args)
-            prepared, self._prepared = self._prepared, None
-        assert prepared is not None
-        return prepared
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
         """Saves and waits; Orbax itself always calls `async_save`."""
@@ -324,25 +315,34 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
-        flight = self.last_save.flight
+        flight = self.lifecycle.flight
         assert flight is not None and flight.written is not None
         try:
-            self.served.check_claim()
+            self.writer.check_claim()
             self._dense.finalize(directory)
             flight.manifest_bytes = write_manifest(
-                directory, flight.facts, flight.written
+                directory,
+                flight.plan,
+                flight.written,
+                tracking=flight.tracking,
+                recorded_clock=flight.recorded_clock,
+                fingerprint_clock=flight.fingerprint_clock,
+                tables=flight.tables,
+                dense_leaves=flight.dense_leaves,
+                started_secs=flight.started_secs,
             )
         finally:
-            if not self.last_save.managed:
-                self.last_save.end_writing()
+            if not self.lifecycle.managed:
+                self.lifecycle.end_writing()
 
     @outside_mesh()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args = args or Restore()
-        place = place_of(directory)
+        place, attempt = place_of(directory), args._attempt
         self.channel.name = f"saves in {place.root.name}"
-        self.resuming.begin()
+        if attempt is not None:
+            attempt.is_told = True
 
         def read() -> tuple[ReadBack, Ledger | None]:
             found = read_back(
@@ -354,12 +354,28 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 cast=args.cast,
                 verify=self.options.verify_reads,
             )
-            return found, self.served.ledger_to_be(place)
+            return found, self.writer.ledger_to_be(place)
 
         found, ledger = all_succeed(self.channel, read)
         restored = found.put_together()
-        self.resuming.succeeded(place, found, ledger, restored.touched)
+        resumption = Resumption(place, found, ledger, restored.touched)
+        if attempt is None:
+            self.resume(resumption)
+        else:
+            attempt.resumption = resumption
         return restored
+
+    @outside_mesh()
+    def resume(self, resumption: Resumption) -> None:
+        """Goes on saving from what was restored."""
+        resume(
+            resumption,
+            writer=self.writer,
+            lifecycle=self.lifecycle,
+            planner=self._planner,
+            tracker=self._tracker,
+            tables=self._entries,
+        )
 
     def uses(self, touched: Touched | None) -> bool:
         """Whether saves go by `touched`: not if rows are found by fingerprints alone."""
@@ -376,41 +392,44 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Frees what the handler holds."""
         self._dense.close()
         self._buffers.close()
-        self.served.close()
+        self.writer.close()
 
 
-@ocp.args.register_with_handler(CnrHandler, for_save=True)
-@dataclasses.dataclass
-class Save(ocp.args.CheckpointArgs):
-    """A train state to be saved.
+class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
+    """A registry for plain Orbax whose handler and preservation policy belong together."""
 
-    Attributes:
-        state: the whole state, tables and everything else.
-        touched: the touched rows that went through the same train steps.
+    handler: CnrHandler
+
+    def preservation_policy(self, inner: Preserving | None = None) -> ChainPreservation:
+        """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
+
+        Until a manager has asked this policy, which is to be in its options, the handler writes
+        only full checkpoints, because plain retention would delete parents.
+
+        Args:
+            inner: such as `ocp.checkpoint_managers.LatestN(3)`; None keeps everything.
+        """
+        return ChainPreservation(inner, lambda: self.handler.ledger, self.handler.guard)
+
+
+def handler_registry(
+    tables: Tables | None, options: cnr_jax.options.Options | None = None
+) -> HandlerRegistry:
+    """A registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
+
+    Without `registry.preservation_policy(...)` in the manager's options only full
+    checkpoints are written: plain retention would delete the parents of deltas. What only
+    `CheckpointManager` does: refuse a save that is not due in a root that another run has used,
+    which here only returns False; sync what Orbax renames, remove steps at once rather than file by
+    file, and look before Orbax deletes a folder that has come to the root since it started.
     """
+    registry = HandlerRegistry()
+    registry.handler = CnrHandler(tables, options)
+    # No item name: whatever the item is called, these arguments lead to this handler.
+    registry.add(None, Save, registry.handler)
+    registry.add(None, Restore, registry.handler)
+    return registry
 
-    state: Any
-    touched: Touched | None = None
 
-
-@ocp.args.register_with_handler(CnrHandler, for_restore=True)
-@dataclasses.dataclass
-class Restore(ocp.args.CheckpointArgs):
-    """What to restore.
-
-    Attributes:
-        state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
-            None: everything as nested dicts by path, on one device.
-        tables: where the tables are in `state`, if not where the manager's are.
-        partial: restore what both the checkpoint and `state` have. Leaves that only `state`
-            has must be concrete and are kept. Unless all tables come back exactly, the
-            next save is full.
-        cast: restore tables and slots in the dtypes of `state` also where these cannot hold
-            all values, converted as `astype` does, with a warning. Without it only wider
-            dtypes of the same kind are taken, such as float32 for bfloat16.
-    """
-
-    state: Any = None
-    tables: Tables | None = None
-    partial: bool = False
-    cast: bool = False
+ocp.args.register_with_handler(CnrHandler, for_save=True)(Save)
+ocp.args.register_with_handler(CnrHandler, for_restore=True)(Restore)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
-import threading
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.items import (
+from cnr_jax.args import (
+    Restore,
+    Save,
     check_arguments,
     check_restored_step,
     check_step,
-    reads_state,
-    restore_args,
+    planned_args,
     state_to_save,
 )
 from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat import (
-    DEFAULT_ITEM,
     ExactPath,
+    OrbaxSeams,
     is_distributed,
     shorten_logs,
     step_names,
@@ -36,39 +32,28 @@ from cnr_jax.checkpointer.orbax_compat.options import (
     with_retention,
     with_safety,
 )
-from cnr_jax.checkpointer.restoring.choose_step import Restorer
-from cnr_jax.checkpointer.restoring.listing import ListingManager
+from cnr_jax.checkpointer.restoring.listing import Listing
+from cnr_jax.checkpointer.restoring.read import Restored
+from cnr_jax.checkpointer.restoring.restore import restore
 from cnr_jax.checkpointer.save_errors import as_save_errors
-from cnr_jax.checkpointer.saving.calls import alone, refuse_in_on_save
-from cnr_jax.checkpointer.saving.due import Continuing, Course
+from cnr_jax.checkpointer.saving.calls import Calls, alone
+from cnr_jax.checkpointer.saving.check import check_concrete
+from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.ending import Ending
+from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.preemption import Sigterm
-from cnr_jax.checkpointer.saving.save_in_flight import check_concrete
 from cnr_jax.checkpointer.saving.warm_up import Warmth
-from cnr_jax.format import names
-from cnr_jax.handler import CnrHandler, Restore, Restored, Save
+from cnr_jax.handler import CnrHandler, handler_registry
 from cnr_jax.options import Options, checked
-from cnr_jax.registry import handler_registry
-from cnr_jax.repository.files import exists, missing_directories, sync_made
-from cnr_jax.repository.layout import (
-    Place,
-    check_is_no_file,
-    check_is_root,
-    check_is_there,
-    find_item,
-    open_root,
-    step_directories,
-)
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan
-from cnr_jax.repository.upkeep.aside import recover
-from cnr_jax.repository.upkeep.leftovers import find_leftovers, report
+from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
 
 
-class CheckpointManager(ListingManager):
+class CheckpointManager(ocp.CheckpointManager):
     """Saves a train state in every call, mostly as deltas, and restores it.
 
     Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
@@ -115,57 +100,59 @@ class CheckpointManager(ListingManager):
         orbax_options: ocp.CheckpointManagerOptions | None = None,
         item: str | None = None,
     ) -> None:
-        self._lock = threading.RLock()
         options = checked(options)
         check_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler: CnrHandler = registry.handler
         self._channel = self._handler.channel
-        self._course = Course(self._handler.uses)
+        writer, lifecycle = self._handler.writer, self._handler.lifecycle
         self._root = ExactPath(open_root(root))
         self._channel.name = f"saves in {self._root.name}"
-        self._handler.served.bind(self._root, step_names(orbax_options))
+        writer.bind(self._root, step_names(orbax_options))
+        self._orbax = OrbaxSeams(self, self._root)
+        self._calls = Calls(lifecycle.listener.is_here)
+        self._course = Course(self._handler.uses)
+        self._ending = Ending(
+            self._orbax,
+            lifecycle,
+            writer,
+            self._handler.barriers,
+            self._course,
+            self._calls,
+        )
+        self._listing = Listing(
+            self._orbax, writer, self._ending, self._calls, self._channel
+        )
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        writes = tables is not None and not (orbax_options and orbax_options.read_only)
-        if not writes:
-            check_is_there(self._root)
-        check_is_no_file(self._root)
-        check_is_root(self._root)
-        made = missing_directories(self._root)
-        if writes:
-            self._recover()
-            self._item = all_succeed(self._channel, lambda: self._open(item))
-        else:
-            self._item = self._open(item)  # maybe on one process alone, to look at it
         self._skips_when_busy = options.when_busy == "skip"
-        orbax_options = orbax_options or ocp.CheckpointManagerOptions()
-        orbax_options = dataclasses.replace(
-            with_retention(orbax_options, options, registry.preservation_policy),
-            async_options=self._with_barriers(orbax_options.async_options),
+        # Whether the first save may be of the run that it is, as all processes found alike.
+        self._may_save = False
+        writes = tables is not None and not (orbax_options and orbax_options.read_only)
+        made = self._listing.begin(item, writes=writes)
+        orbax_options = with_retention(
+            orbax_options or ocp.CheckpointManagerOptions(),
+            options,
+            registry.preservation_policy,
         )
         super().__init__(
             self._root,
-            options=with_safety(self._root, orbax_options, self._sync_uncommitted),
+            options=with_safety(
+                self._root,
+                orbax_options,
+                self._ending.sync_uncommitted,
+                self._handler.barriers,
+            ),
             handler_registry=registry,
         )
         shorten_logs(self._checkpointer)
-        self._handler.guarded = self._handler.last_save.managed = True
-        self._deleter = deleter(
-            self._handler.served,
-            orbax_options,
-            self._checkpoint_deleter,
-            self._existing_directory,
+        self._handler.guarded = lifecycle.managed = True
+        self._ending.deleter = self._orbax.replace_deleter(
+            lambda theirs, name_of: deleter(writer, orbax_options, theirs, name_of)
         )
-        self._checkpoint_deleter = self._deleter
-        # Whether the first save may be of the run that it is, as all processes found alike.
-        self._may_save = False
         try:
-            if jax.process_index() == 0:
-                sync_made(made)
-                report(self._root, find_leftovers(self._root, self._ledger))
-            self._say_if_foreign()
+            self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables, options) if tables is not None else None
             self._warm_up(self._handler.auto_bits())
         except BaseException:
@@ -200,7 +187,42 @@ class CheckpointManager(ListingManager):
             `if manager.failure is not None: alert(str(manager.failure))`, in a train loop that
             saves every hour.
         """
-        return self._handler.last_save.last_failure
+        return self._handler.lifecycle.last_failure
+
+    def latest_step(self) -> int | None:
+        """The step that `restore(None)` takes: the newest whole one of the newest branch.
+
+        Steps that are being written, or damaged as far as is known, do not count.
+
+        Raises:
+            OSError: if there is none, but a step that storage does not give out.
+        """
+        with self._listing.asking():
+            return self._listing.latest_step()
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """Steps that can be restored, as far as is known, in order.
+
+        Those that are being written do not count, nor those of which a manifest or a parent
+        is missing or damaged, or in which a restore or `verify` has found damage.
+
+        Args:
+            read: read the root again before.
+        """
+        with self._listing.asking():
+            if self._listing.names_all:
+                return list(super().all_steps(read))
+            if read:
+                self.reload()
+            return self._listing.steps()
+
+    def best_step(self) -> int | None:
+        """The best step by `best_fn` among those that can be restored."""
+        if not self._orbax.has_best:
+            return self.latest_step()
+        restorable = set(self.all_steps())
+        found = [step for step in self._orbax.ranked_steps() if step in restorable]
+        return found[-1] if found else None
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
@@ -209,11 +231,10 @@ class CheckpointManager(ListingManager):
         Before a preemption a save is due whatever the interval.
         """
         tip = self._course.tip
-        if Continuing(self, tip).should_save(step):
+        if self._orbax.should_save(step, tip.step if tip else None):
             return True
         ahead = tip is None or step > tip.step
-        writable = not self._options.read_only
-        return ahead and writable and self.reached_preemption(step)
+        return ahead and not self._orbax.is_read_only and self.reached_preemption(step)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save.
@@ -259,48 +280,85 @@ class CheckpointManager(ListingManager):
                 `close`.
         """
         check_step(step)
-        if self._options.read_only:
+        if self._orbax.is_read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
         check_arguments(args, items, save_kwargs, Save)
-        state, self._item = state_to_save(args, self._item)
+        state, self._listing.item = state_to_save(args, self._listing.item)
+        item = str(self._listing.item)
         if state is not None:
             check_concrete(state.state, state.touched)
-        self._check_origin(state)
-        if not force and not self._is_due(step, state):
+            self._check_origin(state, item)
+        touched = state.touched if state else None
+        if not force and not self._course.is_due(
+            step, state is not None, touched, self.should_save
+        ):
             return False
         last = self.reached_preemption(step)
         if not force and not last and self._is_left_out(step):
             return False
-        self._wait_before_save()
-        plan: Plan | None = None
-        if state is not None:
-            place = Place(self._root, self._step_directory(step), str(self._item))
-            plan = self._prepared(place, state, last)
-        with self._clearing_up(), as_save_errors(step, str(self._root)):
-            self._begin(step, plan)
+        planned = self._planned(step, state, item, last)
+        with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
+            plan = planned.flight.plan if planned else None
+            self._ending.begin(step, plan, item)
             if plan is not None:
                 # Not foreseen where touched rows were made anew.
                 self._warm_up(plan.auto_bits)
-            if plan is not None and plan.changed:
-                all_succeed(self._channel, super().reload)
-            with self._all_directories():
-                if state is None:
-                    self._check_not_in_the_way(step)
+                if plan.changed:
+                    all_succeed(self._channel, self._orbax.reload)
+            with self._listing.all_directories():
+                if plan is None:
+                    self._listing.check_not_in_the_way(step)
                 saved = super().save(
                     step,
-                    items,
-                    save_kwargs,
                     metrics=metrics,
                     force=True,
-                    args=args,
+                    args=planned_args(args, state, planned),
                     custom_metadata=custom_metadata,
                 )
         if saved:
-            self._course.saved(step, state.touched if state else None)
+            self._course.saved(step, touched)
         if last:
             self.wait_until_finished()
         return saved
+
+    def _check_origin(self, state: Save, item: str) -> None:
+        """Makes sure, once, that a save of this state may begin or go on with a run here."""
+        if self._may_save:
+            return
+        with as_save_errors(None, str(self._root)):
+            on_primary(
+                self._channel,
+                lambda: self._handler.check_origin(self._root, item, state),
+            )
+        self._may_save = True
+
+    def _is_left_out(self, step: int) -> bool:
+        """Whether a save that is due is skipped because one is being written."""
+        if not self._skips_when_busy:
+            return False
+        # Threads end at slightly different times; the processes must do the same.
+        busy = bool(on_primary(self._channel, self._orbax.is_busy))
+        if busy:
+            _log.info("step %d is not saved: the save before is being written", step)
+        return busy
+
+    def _planned(
+        self, step: int, state: Save | None, item: str, urgent: bool
+    ) -> PlannedSave | None:
+        """A save of a state, decided once the save before has ended; None without a state."""
+        try:
+            self.wait_until_finished()
+        except errors.CnrError as error:
+            # The others may know of no error, such as one in deleting old steps, or of another.
+            self._handler.planning.refuse(error)
+            raise
+        if state is None:
+            return None
+        place = Place(self._root, self._orbax.new_directory(step), item)
+        # The root may be such that it cannot be read or claimed.
+        with as_save_errors(step, str(self._root)):
+            return self._handler.plan(place, state, urgent=urgent)
 
     @alone
     def restore(
@@ -344,72 +402,66 @@ class CheckpointManager(ListingManager):
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; the others must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
-        self._settle()
-        plain = isinstance(args, ocp.args.StandardRestore)
-        args = restore_args(args, self._item)
-        reads = reads_state(args, self._item)
-        elsewhere = None
-        if directory is not None:
-            elsewhere = ExactPath(open_root(directory))
-            all_succeed(self._channel, lambda: self._check_holds(elsewhere, step))
-
-        def attempt(step: int) -> Any:
-            with self._handler.resuming.attempt(reads=reads):
-                if reads:
-                    self._check_ours(elsewhere or self._root, step)
-                return super(CheckpointManager, self).restore(
-                    step, items, restore_kwargs, directory=elsewhere, args=args
-                )
-
-        step, restored = self._restore_by(attempt, step, elsewhere)
+        self._ending.settle()
+        taken, restored = restore(
+            step,
+            args,
+            directory,
+            orbax=self._orbax,
+            listing=self._listing,
+            channel=self._channel,
+            resume=self._handler.resume,
+        )
         state = restored
         if isinstance(restored, ocp.args.Composite):
-            state = restored.get(str(self._item))
-        if directory is None and isinstance(state, Restored):
-            self._course.restored(step, state.touched)
+            state = restored.get(str(self._listing.item))
+        ours = isinstance(state, Restored)
+        if directory is None and ours:
+            self._course.restored(taken, state.touched)
             self._may_save = True
-        if not self._options.read_only:
+        if not self._orbax.is_read_only:
             self._warm_up(self._handler.auto_bits())
-        return state.state if plain and isinstance(state, Restored) else restored
+        plain = isinstance(args, ocp.args.StandardRestore)
+        return state.state if plain and ours else restored
 
-    def _check_holds(self, root: epath.Path, step: int | None) -> None:
-        """Checks that another root is one, and that a step which is asked for is in it."""
-        check_is_there(root)
-        check_is_root(root)
-        if step is None:
-            return
+    @alone
+    def verify(self, level: Level = "data") -> tuple[Problem, ...]:
+        """What is wrong in the root of this manager; see `cnr_jax.verify`.
+
+        Steps that are found damaged are not listed any more, nor taken as parents. With
+        several processes call it on all of them, or on process 0: each notes what it finds.
+        """
+        self.wait_until_finished()
+        self._ending.settle()
+        return self._listing.verify(level)
+
+    @alone
+    def delete(self, step: int) -> None:
+        """Deletes a step that no other depends on.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+            DependentsExistError: naming steps that depend on it, or that may because they
+                cannot be read.
+            OptionError: if it is no step.
+            WriterError: if another manager saves to this root; nothing was deleted.
+            CallError: as `save`.
+            OSError: if the step cannot be removed; it is there as before.
+        """
+        check_step(step)
+        # The others may be about to look whether the last save is there.
+        all_succeed(self._channel, self.wait_until_finished)
+        self._ending.settle()
+        directory = self._orbax.existing_directory(step)
+        with self._listing.all_directories():
+            self._listing.check_may_be_deleted(step)
+            super().delete(step)
         try:
-            found = exists(self._get_read_step_directory(step, root))
-        except ValueError:
-            found = False
-        if not found:
-            held = step_directories(root, self._handler.served.is_step)
-            known = sorted(map(names.step_number, held))
-            raise errors.NoStepError(
-                f"step {step} does not exist in {os.fspath(root)}\n"
-                f"  steps: {', '.join(map(str, known)) or 'none'}"
-            )
-
-    def _restore_by(
-        self, attempt: Callable[[int], Any], step: int | None, elsewhere: Any
-    ) -> tuple[int, Any]:
-        """The step that is taken, and what an attempt at it has restored."""
-        root = elsewhere or self._root
-        item = self._item or all_succeed(self._channel, lambda: find_item(root))
-        item = item or DEFAULT_ITEM
-
-        def ledger() -> Ledger:
-            if elsewhere is None:
-                return self._ledger
-            return Ledger.load(root, item, self._handler.served.is_step)
-
-        restorer = Restorer(root, item, ledger, attempt)
-        if step is None:
-            all_succeed(self._channel, restorer.look)
-            return restorer.newest(lambda choose: on_primary(self._channel, choose))
-        if elsewhere is None:
-            on_primary(self._channel, lambda: self._check_exists(step))
-        return step, restorer.asked_for(step)
+            all_succeed(self._channel, self._ending.deleter.raise_failure)
+        except Exception:
+            self._ending.reread()
+            raise
+        self._ending.ledger.forget(directory)
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager.
@@ -417,15 +469,40 @@ class CheckpointManager(ListingManager):
         Raises:
             CallError: inside `on_save`.
         """
-        refuse_in_on_save(self, "reload")
-        with self._lock:
+        self._calls.refuse_in_on_save("reload")
+        with self._calls.lock:
             super().reload()
-            self._settle()
-            self._handler.served.take_over()
-            self._item = self._item or find_item(self._root)
-            if self._item is not None:
-                ledger = self._handler.open(self._root, self._item)
-                ledger.become(Ledger.load(self._root, self._item, ledger.is_step))
+            self._ending.settle()
+            self._handler.writer.take_over()
+            self._listing.reread()
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is being written, and until `on_save` has been called.
+
+        Raises:
+            SaveError: if it failed; once. Also if it is committed but what comes after that
+                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
+                cannot be deleted are logged, and stay.
+            CallError: inside `on_save`, which would wait for itself.
+        """
+        self._calls.refuse_in_on_save("wait_until_finished")
+        self._ending.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save raised, if it has ended; does not wait.
+
+        Orbax's own takes an error away from the thread that is about to delete old steps.
+
+        Raises:
+            SaveError: if it failed; once.
+            CallError: inside `on_save`, which cannot act on it.
+        """
+        if self._orbax.is_busy():
+            return  # also in the thread that ends a save, which must not wait for others
+        self._calls.refuse_in_on_save("check_for_errors")
+        with self._calls.lock:
+            if not self._orbax.is_busy():
+                self._ending.wait_for_save()
 
     def close(self) -> None:
         """Waits for the save that is being written, and for `on_save`; frees what is held.
@@ -436,76 +513,30 @@ class CheckpointManager(ListingManager):
             SaveError: if the save failed.
             CallError: inside `on_save`, which would wait for itself.
         """
-        refuse_in_on_save(self, "close")
+        self._calls.refuse_in_on_save("close")
         try:
             self.wait_until_finished()
         finally:
             self._close()
-            self._handler.last_save.listener.close()
+            self._handler.lifecycle.listener.close()
 
     @alone
     def _close(self) -> None:
-        self._is_closed = True
+        self._calls.is_closed = True
         if self._sigterm is not None:
             self._sigterm.close()
         super().close()
 
-    def _check_origin(self, state: Save | None) -> None:
-        """Makes sure, once, that a save of this state may begin or go on with a run here."""
-        if self._may_save or state is None:
-            return
-        with as_save_errors(None, str(self._root)):
-            on_primary(
-                self._channel,
-                lambda: self._handler.check_origin(self._root, str(self._item), state),
-            )
-        self._may_save = True
+    # What Orbax calls of itself, in its threads too.
 
-    def _is_due(self, step: int, state: Save | None) -> bool:
-        """Whether a save that is not forced is due; it may have to start anew for that."""
-        if self.should_save(step):
-            return True
-        leaves = state is not None and self._course.leaves(step, state.touched)
-        if leaves and self.should_save(step):
-            return True
-        tip = self._course.tip
-        if tip is not None and step < tip.step:
-            _log.warning(
-                "step %d is not saved: the run has gone on to step %d", step, tip.step
-            )
-        return False
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        self._ending.finalize(step, steps_to_remove)
 
-    def _is_left_out(self, step: int) -> bool:
-        """Whether a save that is due is skipped because one is being written."""
-        if not self._skips_when_busy:
-            return False
-        # Threads end at slightly different times; the processes must do the same.
-        busy = bool(on_primary(self._channel, self._is_busy))
-        if busy:
-            _log.info("step %d is not saved: the save before is being written", step)
-        return busy
+    def _finalize_checkpoint(self, step: int) -> None:
+        self._ending.finalize_checkpoint(step)
 
-    def _wait_before_save(self) -> None:
-        try:
-            self.wait_until_finished()
-        except errors.CnrError as error:
-            # The others may know of no error, such as one in deleting old steps, or of another.
-            self._handler.planning.refuse(error)
-            raise
+    def _wait_for_checkpointers(self) -> None:
+        self._ending.wait_for_checkpointers()
 
-    def _prepared(self, place: Place, state: Save, urgent: bool) -> Plan:
-        """Prepares a save."""
-        # The root may be such that it cannot be read or claimed.
-        with as_save_errors(names.step_number(place.directory), str(self._root)):
-            return self._handler.prepare(place, state, urgent=urgent)
-
-    def _recover(self) -> None:
-        """Process 0 undoes an unfinished rollback before any process reads the root."""
-        on_primary(self._channel, lambda: recover(self._root))
-
-    def _open(self, item: str | None) -> str | None:
-        """The item that holds the state, if it is known; then also reads what there is."""
-        item = item or find_item(self._root)
-        if item is not None:
-            self._handler.open(self._root, item)
-        return item
+    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
+        return self._orbax.load_checkpoint_infos(skip_metadata_read)

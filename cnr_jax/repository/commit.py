@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import time
@@ -39,33 +38,30 @@ from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of a save when it starts.
-
-    Attributes:
-        tracking: how changed rows were found.
-        recorded_clock: of the touched rows, if there are any.
-        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
-        started_secs: reading of `time.perf_counter` when `save` was called.
-    """
-
-    plan: Plan
-    tracking: Tracking
-    recorded_clock: int | None
-    fingerprint_clock: int | None
-    tables: tuple[TableEntry, ...]
-    dense_leaves: tuple[DenseLeaf, ...]
-    started_secs: float
-
-
-def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
+def write_manifest(
+    directory: AnyPath,
+    plan: Plan,
+    own: Written,
+    *,
+    tracking: Tracking,
+    recorded_clock: int | None,
+    fingerprint_clock: int | None,
+    tables: tuple[TableEntry, ...],
+    dense_leaves: tuple[DenseLeaf, ...],
+    started_secs: float,
+) -> int:
     """Checks that all processes have written their part, and commits it.
 
     Args:
         directory: of the item.
-        facts: of the save.
+        plan: of the save.
         own: what this process has written.
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any.
+        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        tables: of the state.
+        dense_leaves: of the state, which belong to no table.
+        started_secs: reading of `time.perf_counter` when the save was asked for.
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
@@ -77,18 +73,50 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
         IntegrityError: if a process manifest is missing or belongs to another save, or the
             dense leaves cannot be looked up.
     """
-    digests, processes = _read_processes(directory, facts.plan.uuid, own)
+    digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
-    check_cover(facts.tables, tiles, os.fspath(directory))
+    check_cover(tables, tiles, os.fspath(directory))
     dense = directory / names.DENSE
     dense_files: tuple[FileDigest, ...] = ()
     if exists(dense):
         sync_tree(dense)
         dense_files = digest_tree(dense, names.DENSE)
-    check_dense_index(facts.dense_leaves, dense_files, directory)
+    check_dense_index(dense_leaves, dense_files, directory)
     totals = _totals(processes, digests, dense_files)
-    features = sorted({each for process in processes for each in process.features})
-    manifest = _manifest(facts, digests, dense_files, totals, tuple(features))
+    saved = HistoryEntry(
+        step=plan.step,
+        kind=plan.kind,
+        bytes=totals.table_bytes + totals.slot_bytes,
+        rows=totals.rows,
+        # Rounded, because a manifest's digest is taken over its text.
+        secs=round(time.perf_counter() - started_secs, 6),
+    )
+    manifest = Manifest(
+        uuid=plan.uuid,
+        step=plan.step,
+        kind=plan.kind,
+        generation=plan.generation,
+        lineage=plan.lineage,
+        tracking=tracking,
+        recorded_clock=recorded_clock,
+        fingerprint_clock=fingerprint_clock,
+        parent=plan.parent,
+        processes=digests,
+        dense_files=dense_files,
+        dense_leaves=dense_leaves,
+        tables=tables,
+        totals=totals,
+        policy=plan.policy,
+        reason=plan.reason,
+        history=bounded_history((*plan.history, saved)),
+        restores=plan.restores,
+        written_at_unix_secs=round(time.time(), 3),
+        writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
+        required_features=tuple(
+            sorted({each for process in processes for each in process.features})
+        ),
+        run=plan.run or None,
+    )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
     return digest.bytes
@@ -197,49 +225,6 @@ def _rows(process: ProcessManifest) -> int:
         if tile.leaf == "table"
         and tile.segments
         and all(start == 0 for start, _ in tile.box[1:])
-    )
-
-
-def _manifest(
-    facts: Facts,
-    digests: tuple[FileDigest, ...],
-    dense_files: tuple[FileDigest, ...],
-    totals: Totals,
-    features: tuple[str, ...],
-) -> Manifest:
-    plan = facts.plan
-    # Rounded, because a manifest's digest is taken over its text.
-    secs = round(time.perf_counter() - facts.started_secs, 6)
-    saved = HistoryEntry(
-        step=plan.step,
-        kind=plan.kind,
-        bytes=totals.table_bytes + totals.slot_bytes,
-        rows=totals.rows,
-        secs=secs,
-    )
-    return Manifest(
-        uuid=plan.uuid,
-        step=plan.step,
-        kind=plan.kind,
-        generation=plan.generation,
-        lineage=plan.lineage,
-        tracking=facts.tracking,
-        recorded_clock=facts.recorded_clock,
-        fingerprint_clock=facts.fingerprint_clock,
-        parent=plan.parent,
-        processes=digests,
-        dense_files=dense_files,
-        dense_leaves=facts.dense_leaves,
-        tables=facts.tables,
-        totals=totals,
-        policy=plan.policy,
-        reason=plan.reason,
-        history=bounded_history((*plan.history, saved)),
-        restores=plan.restores,
-        written_at_unix_secs=round(time.time(), 3),
-        writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
-        required_features=features,
-        run=plan.run or None,
     )
 
 

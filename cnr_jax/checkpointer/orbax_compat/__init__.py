@@ -15,7 +15,6 @@ from cnr_jax.checkpointer.orbax_compat.directories import Directories as Directo
 from cnr_jax.checkpointer.orbax_compat.exact import ExactPath as ExactPath
 from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs as shorten_logs
 from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere as told_elsewhere
-from cnr_jax.checkpointer.orbax_compat.places import DEFAULT_ITEM as DEFAULT_ITEM
 from cnr_jax.checkpointer.orbax_compat.places import (
     checkpoint_infos as checkpoint_infos,
 )
@@ -29,6 +28,7 @@ from cnr_jax.checkpointer.orbax_compat.processes import (
     distributed_client as distributed_client,
 )
 from cnr_jax.checkpointer.orbax_compat.processes import is_distributed as is_distributed
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams as OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.tasks import (
     end_interrupted_tasks as end_interrupted_tasks,
 )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
@@ -110,12 +111,19 @@ def with_safety(
     root: AnyPath,
     options: ocp.CheckpointManagerOptions,
     before_commit: Callable[[], None],
+    barriers: Callable[..., None],
 ) -> ocp.CheckpointManagerOptions:
     """Options with which `before_commit` runs when a step is written but not yet renamed.
 
     Only asynchronous saves, which are the default, have such a place. In local roots Orbax does
     not delete temporary directories at a start: somebody may be writing them. The first save
     does, if nobody is.
+
+    Args:
+        root: of the manager.
+        options: the user's.
+        before_commit: called in the background.
+        barriers: where processes meet, unless the user gave others; they do not hang.
     """
     if is_local(root):
         options = dataclasses.replace(options, cleanup_tmp_directories=False)
@@ -130,6 +138,8 @@ def with_safety(
             theirs()
 
     own = dataclasses.replace(given, post_finalization_callback=both)
+    if jax.process_count() > 1 and given.barrier_sync_fn is None:
+        own = dataclasses.replace(own, barrier_sync_fn=barriers)
     return dataclasses.replace(options, async_options=own)
 
 

@@ -16,7 +16,6 @@ from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.layout import Place, open_root
 
 _log = logging.getLogger(__name__)
-DEFAULT_ITEM = "default"
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
 

@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -24,92 +23,33 @@ from cnr_jax.repository.step import read_step
 _log = logging.getLogger(__name__)
 _SHOWN = 10
 
-T = TypeVar("T")
 
-
-class Restorer(Generic[T]):
-    """Restores a step of a root by attempts, on all processes alike.
+class StepChooser:
+    """Which step of a root a restore takes, and what is said of those that are passed over.
 
     Args:
         root: holds the step directories.
         item: name of the item in them.
-        ledger: reads what is known of them; told of the damage that is found.
-        attempt: restores a step. Raises one of `errors.DAMAGE` if the step is damaged, and on
-            all processes alike.
+        ledger: reads what is known of them, when that is needed first; what it returns is told
+            of the damage that is found.
     """
 
-    def __init__(
-        self,
-        root: AnyPath,
-        item: str,
-        ledger: Callable[[], Ledger],
-        attempt: Callable[[int], T],
-    ) -> None:
-        self._root, self._item = root, item
-        self._read, self._attempt = ledger, attempt
+    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
+        self._root, self._item, self._read = root, item, ledger
 
     @functools.cached_property
-    def _ledger(self) -> Ledger:
+    def ledger(self) -> Ledger:
+        """What is known of the steps."""
         return self._read()
 
-    def look(self) -> None:
-        """Reads what is known of the steps, unless that was done; else it is, when needed."""
-        _ = self._ledger
-
-    def newest(self, agreed: Callable[[Callable[[], int]], int]) -> tuple[int, T]:
-        """Restores the newest step that can be.
-
-        Args:
-            agreed: gives all processes the step that one of them chooses.
+    def newest(self) -> int:
+        """The newest step of which no damage is known.
 
         Raises:
             NoStepError: if there is none.
         """
-        while True:
-            step = agreed(self._choose)
-            try:
-                restored = self.given(step)
-            except errors.DAMAGE as error:
-                _log.debug("step %d cannot be restored", step, exc_info=error)
-                continue
-            for directory, reason in self._passed_over(step):
-                _log.warning(
-                    "step %s is passed over, and step %d restored: %s",
-                    directory,
-                    step,
-                    reason,
-                )
-            noted = suspects.read(self._root)
-            if noted:
-                suspects.warn(noted, self._root, self._ledger, step)
-            return step, restored
-
-    def asked_for(self, step: int) -> T:
-        """Restores the step that a user has named; as `given`."""
-        restored = self.given(step)
-        noted = suspects.read(self._root)
-        if step in [each.step for each in noted]:
-            suspects.warn(noted, self._root, self._ledger, step)
-        return restored
-
-    def given(self, step: int) -> T:
-        """Restores this step.
-
-        Raises:
-            ChainError, IntegrityError, FormatError: if it is damaged, with its chain and the
-                steps that could be restored instead.
-        """
-        try:
-            return self._attempt(step)
-        except errors.DAMAGE as error:
-            entry = self._ledger.by_step(step)
-            self._note(entry, error)
-            self._explain(step, entry, error)
-            raise
-
-    def _choose(self) -> int:
         self._ask_again()
-        restorable = self._ledger.restorable()
+        restorable = self.ledger.restorable()
         if restorable:
             return restorable[-1].step
         raise errors.NoStepError(
@@ -121,18 +61,49 @@ class Restorer(Generic[T]):
             )
         )
 
+    def note(self, step: int, error: errors.CnrError) -> None:
+        """Notes that a step is damaged; adds to the error what only the root tells.
+
+        Args:
+            step: that could not be restored.
+            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
+                that could be restored instead.
+        """
+        entry = self.ledger.by_step(step)
+        self._note(entry, error)
+        self._explain(step, entry, error)
+
+    def warn(self, step: int, *, asked_for: bool) -> None:
+        """Says in the log what is to be known of a step that was restored.
+
+        Args:
+            step: the one.
+            asked_for: by its number; else also newer ones are named, which were passed over.
+        """
+        if not asked_for:
+            for directory, reason in self._passed_over(step):
+                _log.warning(
+                    "step %s is passed over, and step %d restored: %s",
+                    directory,
+                    step,
+                    reason,
+                )
+        noted = suspects.read(self._root)
+        if step in [each.step for each in noted] or (noted and not asked_for):
+            suspects.warn(noted, self._root, self.ledger, step)
+
     def _ask_again(self) -> None:
         """Reads steps that storage did not give out; they may be the newest.
 
         Raises:
             OSError: if it still does not, and no newer step is known to be whole.
         """
-        restorable = self._ledger.restorable()
+        restorable = self.ledger.restorable()
         newest = restorable[-1].step if restorable else -1
-        for directory in sorted(self._ledger.withheld):
+        for directory in sorted(self.ledger.withheld):
             if names.step_number(directory) > newest:
-                self._ledger.read(self._root, directory, self._item)
-                if directory in self._ledger.withheld:
+                self.ledger.read(self._root, directory, self._item)
+                if directory in self.ledger.withheld:
                     read_step(self._root, directory, self._item)
 
     def _note(self, entry: Entry | None, error: errors.CnrError) -> None:
@@ -140,11 +111,11 @@ class Restorer(Generic[T]):
         reason = str(error).partition("\n")[0]
         above = os.fspath(self._root).rstrip("/") + "/"
         if error.path is not None and error.path.startswith(above):
-            self._ledger.note_damage(error.path.removeprefix(above), reason)
+            self.ledger.note_damage(error.path.removeprefix(above), reason)
         if entry is None:
             return
-        if any(entry.directory == each.directory for each in self._ledger.restorable()):
-            self._ledger.note_damage(entry.directory, reason)
+        if any(entry.directory == each.directory for each in self.ledger.restorable()):
+            self.ledger.note_damage(entry.directory, reason)
 
     def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
         """Adds to an error what only the root tells: the chain, and other steps."""
@@ -152,13 +123,13 @@ class Restorer(Generic[T]):
         if "cannot be restored" not in text.partition("\n")[0]:
             text = f"checkpoint {step} cannot be restored: {text}"
         if entry is not None and "\n  chain: " not in text:
-            chain = reversed(self._ledger.chain(entry))
+            chain = reversed(self.ledger.chain(entry))
             kinds = [
                 f"{e.directory} ({'delta' if e.parent else 'full'})" for e in chain
             ]
             text += f"\n  chain: {' <- '.join(kinds)}"
         text = text.replace(", or restore another step", "")
-        others = [str(each.step) for each in reversed(self._ledger.restorable())]
+        others = [str(each.step) for each in reversed(self.ledger.restorable())]
         if others:
             more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
             text += (
@@ -171,21 +142,21 @@ class Restorer(Generic[T]):
 
     def _passed_over(self, step: int) -> list[tuple[str, str]]:
         """Step directories newer than a restored one, each with what is wrong with it."""
-        taken = self._ledger.by_step(step)
+        taken = self.ledger.by_step(step)
         return [
             (name, why)
             for name, why in self._obstacles()
             if taken is None
             or (
-                self._ledger.entries[name].order > taken.order
-                if name in self._ledger.entries
+                self.ledger.entries[name].order > taken.order
+                if name in self.ledger.entries
                 else names.step_number(name) > step
             )
         ]
 
     def _obstacles(self) -> list[tuple[str, str]]:
         """Every step directory that cannot be restored, newest first, and why."""
-        ledger = self._ledger
+        ledger = self.ledger
         good = {entry.directory for entry in ledger.restorable()}
         bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
         found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]

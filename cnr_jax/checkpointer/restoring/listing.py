@@ -1,111 +1,183 @@
-"""The steps of a manager: which of them are listed, verified and deleted."""
+"""Which steps a manager lists: those that can be restored, as far as is known."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.items import check_step
-from cnr_jax.checkpointer.multihost.agreement import all_succeed
+from cnr_jax.args import DEFAULT_ITEM
+from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import (
-    DEFAULT_ITEM,
-    checkpoint_infos,
-    refuse_pipes,
-)
+from cnr_jax.checkpointer.orbax_compat import OrbaxSeams
 from cnr_jax.checkpointer.restoring.choose_step import check_ours, no_such_step
-from cnr_jax.checkpointer.saving.calls import alone
-from cnr_jax.checkpointer.saving.ending import EndingManager
-from cnr_jax.repository.files import exists, is_local
-from cnr_jax.repository.layout import step_directories
+from cnr_jax.checkpointer.saving.calls import Calls
+from cnr_jax.checkpointer.saving.ending import Ending
+from cnr_jax.format.names import step_number
+from cnr_jax.repository.files import AnyPath, exists, missing_directories, sync_made
+from cnr_jax.repository.layout import (
+    check_is_no_file,
+    check_is_root,
+    check_is_there,
+    find_item,
+    step_directories,
+)
 from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.aside import recover
+from cnr_jax.repository.upkeep.leftovers import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 
 
-class ListingManager(EndingManager):
-    """Orbax's manager, whose steps are those that can be restored, as far as is known.
+class Listing:
+    """The steps of a manager.
 
     Orbax asks for its steps too, when it saves or deletes one: it is told of all directories
     then, so that none is in its way or overwritten unseen.
+
+    Args:
+        orbax: tracks all directories.
+        writer: of the root.
+        ending: settles the last save first.
+        calls: of the manager.
+        channel: to the other processes.
+
+    Attributes:
+        item: that holds the state; None until that is known.
+        names_all: whether all directories are listed, whatever is in them.
     """
 
-    _channel: Channel
-    _lists_all = False
+    def __init__(
+        self,
+        orbax: OrbaxSeams,
+        writer: RootWriter,
+        ending: Ending,
+        calls: Calls,
+        channel: Channel,
+    ) -> None:
+        self._root, self._orbax, self._writer = orbax.root, orbax, writer
+        self._ending, self._calls, self._channel = ending, calls, channel
+        self.item: str | None = None
+        self.names_all = False
+
+    def begin(self, item: str | None, *, writes: bool) -> list[AnyPath]:
+        """Looks at the root before Orbax makes it.
+
+        Args:
+            item: that holds the state; None: the one that is found.
+            writes: whether the manager saves.
+
+        Returns:
+            The directories that will be made.
+
+        Raises:
+            NoStepError: if there is no root, and the manager only reads.
+            OptionError: if it can be none.
+            OSError: if it cannot be seen or listed.
+        """
+        if not writes:
+            check_is_there(self._root)
+        check_is_no_file(self._root)
+        check_is_root(self._root)
+        made = missing_directories(self._root)
+        if not writes:
+            self._open(item)  # maybe on one process alone, to look at it
+            return made
+        # Process 0 undoes an unfinished rollback before any process reads the root.
+        on_primary(self._channel, lambda: recover(self._root))
+        all_succeed(self._channel, lambda: self._open(item))
+        return made
+
+    def say_what_is_there(self, made: list[AnyPath]) -> None:
+        """Syncs directories that were made, and names in the log what is no step of ours."""
+        if jax.process_index() == 0:
+            sync_made(made)
+            report(self._root, find_leftovers(self._root, self._ending.ledger))
+        self._say_if_foreign()
+
+    def ledger_of(self, root: epath.Path, item: str) -> Ledger:
+        """What is known of the steps of this root, or of another one."""
+        if root == self._root:
+            return self._ending.ledger
+        return Ledger.load(root, item, self._writer.is_step)
+
+    def _open(self, item: str | None) -> None:
+        """Finds the item that holds the state, if it is not named; reads what there is of it."""
+        self.item = item or find_item(self._root)
+        if self.item is not None:
+            self._writer.open(self._root, self.item)
+
+    def reread(self) -> None:
+        """Reads from disk what is known of the steps."""
+        self._open(self.item)
+        if self.item is not None:
+            ledger = self._ending.ledger
+            ledger.become(Ledger.load(self._root, self.item, ledger.is_step))
+
+    def asking(self) -> contextlib.AbstractContextManager[Any]:
+        """What a question about steps is asked in: the lock of calls.
+
+        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
+        for who waits for it; meanwhile nothing changes either.
+        """
+        if self._orbax.is_writing_here():
+            return contextlib.nullcontext()
+        return self._calls.lock
+
+    @contextlib.contextmanager
+    def all_directories(self) -> Iterator[None]:
+        """Meanwhile all step directories are listed, whatever is in them.
+
+        Orbax must know of each that a save would overwrite, or that may be deleted.
+        """
+        self.names_all = True
+        try:
+            yield
+        finally:
+            self.names_all = False
 
     def latest_step(self) -> int | None:
-        """The step that `restore(None)` takes: the newest whole one of the newest branch.
-
-        Steps that are being written, or damaged as far as is known, do not count.
+        """The newest step that can be restored.
 
         Raises:
             OSError: if there is none, but a step that storage does not give out.
         """
-        with self._asking():
-            restorable = self._restorable()
-            if restorable:
-                return restorable[-1].step
-            for directory in sorted(self._ledger.withheld):
-                read_step(self._root, directory, str(self._item))
+        restorable = self._restorable()
+        if restorable:
+            return restorable[-1].step
+        ledger = self._ending.ledger
+        for directory in sorted(ledger.withheld):
+            read_step(self._root, directory, str(self.item))
         return None
 
-    def all_steps(self, read: bool = False) -> list[int]:
-        """Steps that can be restored, as far as is known, in order.
-
-        Those that are being written do not count, nor those of which a manifest or a parent
-        is missing or damaged, or in which a restore or `verify` has found damage.
-
-        Args:
-            read: read the root again before.
-        """
-        with self._asking():
-            if self._lists_all:
-                return list(super().all_steps(read))
-            if read:
-                self.reload()
-            return sorted({entry.step for entry in self._restorable()})
+    def steps(self) -> list[int]:
+        """Steps that can be restored, in order."""
+        return sorted({entry.step for entry in self._restorable()})
 
     def _restorable(self) -> list[Entry]:
         """Steps that can be restored, newest last; storage is asked again what it withheld."""
-        self._settle()
-        if not self._is_writing_here():
-            for directory in sorted(self._ledger.withheld):
-                self._ledger.read(self._root, directory, str(self._item))
-        return self._ledger.restorable()
-
-    def best_step(self) -> int | None:
-        """The best step by `best_fn` among those that can be restored."""
-        if self._options.best_fn is None:
-            return self.latest_step()
-        restorable = set(self.all_steps())
-        _, ranked = self._sort_checkpoints_by_metrics(self._checkpoints)
-        found = [info.step for info in ranked if info.step in restorable]
-        return found[-1] if found else None
-
-    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
-        """What Orbax tracks; damage to its own files must not keep the root closed."""
-        try:
-            if not skip_metadata_read and is_local(self._root):
-                for name in step_directories(self._root):
-                    refuse_pipes(self._root / name)
-            return super()._load_checkpoint_infos(skip_metadata_read)
-        except Exception as error:
-            _log.debug("reading the steps one by one", exc_info=error)
-            return checkpoint_infos(self, skip_metadata_read)
+        self._ending.settle()
+        ledger = self._ending.ledger
+        if not self._orbax.is_writing_here():
+            for directory in sorted(ledger.withheld):
+                ledger.read(self._root, directory, str(self.item))
+        return ledger.restorable()
 
     def _say_if_foreign(self) -> None:
         """A root that plain Orbax has written looks empty here: says so."""
-        with self._all_directories():
-            found = list(self.all_steps())
-        if self._item is None and found:
+        found = self._orbax.all_steps() if self.item is None else []
+        if found:
             _log.warning(
                 "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
                 " cannot be restored here, and their numbers cannot be saved again. Restore"
@@ -114,103 +186,80 @@ class ListingManager(EndingManager):
                 ", ".join(map(str, found)),
             )
 
-    @contextlib.contextmanager
-    def _all_directories(self) -> Iterator[None]:
-        """Meanwhile all step directories are listed, whatever is in them.
-
-        Orbax must know of each that a save would overwrite, or that may be deleted.
-        """
-        self._lists_all = True
-        try:
-            yield
-        finally:
-            self._lists_all = False
-
-    @alone
-    def verify(self, level: Level = "data") -> tuple[Problem, ...]:
-        """What is wrong in the root of this manager; see `cnr_jax.verify`.
-
-        Steps that are found damaged are not listed any more, nor taken as parents. With
-        several processes call it on all of them, or on process 0: each notes what it finds.
-        """
-        self.wait_until_finished()
-        self._settle()
-        found = verify(self._root, level, item=self._item)
+    def verify(self, level: Level) -> tuple[Problem, ...]:
+        """What is wrong in the root; damaged steps are not listed any more."""
+        ledger = self._ending.ledger
+        found = verify(self._root, level, item=self.item)
         for problem in found:
             if problem.consequence:
                 path = "/".join((problem.directory, problem.file)).rstrip("/")
-                self._ledger.note_damage(path, problem.message.partition("\n")[0])
+                ledger.note_damage(path, problem.message.partition("\n")[0])
         return found
 
-    @alone
-    def delete(self, step: int) -> None:
-        """Deletes a step that no other depends on.
+    def check_may_be_deleted(self, step: int) -> None:
+        """Makes sure that no other step depends on one.
 
         Raises:
-            FileNotFoundError: if there is no such step.
-            DependentsExistError: naming steps that depend on it, or that may because they
-                cannot be read.
-            OptionError: if it is no step.
-            WriterError: if another manager saves to this root; nothing was deleted.
-            CallError: as `save`.
-            OSError: if the step cannot be removed; it is there as before.
+            DependentsExistError: if one does, or may.
         """
-        check_step(step)
-        # The others may be about to look whether the last save is there.
-        all_succeed(self._channel, self.wait_until_finished)
-        self._settle()
-        directory = self._existing_directory(step)
-        found = blockers(self._ledger, directory)
-        with self._all_directories():
-            if found and step in self.all_steps():
-                raise errors.DependentsExistError(
-                    f"refusing to delete step {step}: {', '.join(reversed(found))}"
-                    " depend on it, or may\n  hint: delete those first, the newest first"
-                )
-            super().delete(step)
-        try:
-            all_succeed(self._channel, self._raise_failures)
-        except Exception:
-            self._reread()
-            raise
-        self._ledger.forget(directory)
+        directory = self._orbax.existing_directory(step)
+        found = blockers(self._ending.ledger, directory)
+        if found and step in self._orbax.all_steps():
+            raise errors.DependentsExistError(
+                f"refusing to delete step {step}: {', '.join(reversed(found))}"
+                " depend on it, or may\n  hint: delete those first, the newest first"
+            )
 
-    def _raise_failures(self) -> None:
-        """Raises why a step was not deleted; only process 0 deletes any."""
-        failures = self._deleter.take_failures()
-        if failures:
-            raise failures[0]
-
-    def _check_not_in_the_way(self, step: int) -> None:
+    def check_not_in_the_way(self, step: int) -> None:
         """Makes sure that Orbax deletes no folder that it does not know of.
 
         Raises:
             DependentsExistError: if there is one.
         """
-        path = self._root / self._step_directory(step)
-        if step not in self.all_steps() and exists(path):
+        path = self._root / self._orbax.new_directory(step)
+        if step not in self._orbax.all_steps() and exists(path):
             raise errors.DependentsExistError(
                 f"step {step} cannot be saved: {path} is there already\n"
                 "  hint: save another step, or move that folder out of the root",
                 kind="step_exists",
             )
 
-    def _existing_directory(self, step: int) -> str:
-        """Name of a step's directory, which may be in another form than new ones."""
-        with contextlib.suppress(ValueError):
-            return self._get_read_step_directory(step, self._root).name
-        return self._step_directory(step)
+    def check_exists(self, step: int) -> None:
+        """Makes sure that there is such a step in the root.
 
-    def _check_exists(self, step: int) -> None:
-        with self._all_directories():
-            known = sorted(self.all_steps())
+        Raises:
+            NoStepError: if there is none; it names those there are.
+        """
+        known = sorted(self._orbax.all_steps())
         if step not in known:
-            raise no_such_step(self._root, step, known, self.all_steps())
+            raise no_such_step(self._root, step, known, self.steps())
 
-    def _check_ours(self, root: epath.Path, step: int) -> None:
+    def check_holds(self, root: epath.Path, step: int | None) -> None:
+        """Makes sure that another root is one, and that a step which is asked for is in it.
+
+        Raises:
+            NoStepError: if it is not.
+        """
+        check_is_there(root)
+        check_is_root(root)
+        if step is None:
+            return
+        try:
+            found = exists(self._orbax.find_directory(step, root))
+        except ValueError:
+            found = False
+        if not found:
+            held = step_directories(root, self._writer.is_step)
+            known = sorted(map(step_number, held))
+            raise errors.NoStepError(
+                f"step {step} does not exist in {os.fspath(root)}\n"
+                f"  steps: {', '.join(map(str, known)) or 'none'}"
+            )
+
+    def check_ours(self, root: epath.Path, step: int) -> None:
         """Tells a step of another kind from ours, before Orbax takes it for what it is not."""
         try:
-            directory = self._get_read_step_directory(step, root)
+            directory = self._orbax.find_directory(step, root)
         except ValueError:
             return  # there is none: Orbax says so
-        check_ours(directory, self._item or DEFAULT_ITEM)
+        check_ours(directory, self.item or DEFAULT_ITEM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cnr_jax import errors
 
@@ -13,47 +13,52 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Called(Protocol):
-    """What is called.
+class Calls:
+    """The calls of one manager.
+
+    Args:
+        is_in_on_save: whether this thread is in the listener of the manager.
 
     Attributes:
-        _lock: held during calls; reentrant, for those that calls make of their own.
-        _is_in_call: whether whoever holds the lock is in a call that must not be nested.
-        _is_closed: whether nothing can be done with it any more, but closing it again.
+        lock: held during calls; reentrant, for those that calls make of their own.
+        is_in_one: whether whoever holds the lock is in a call that must not be nested.
+        is_closed: whether nothing can be done with the manager any more, but closing it again.
     """
 
-    _lock: threading.RLock
-    _is_in_call: bool
-    _is_closed: bool
+    def __init__(self, is_in_on_save: Callable[[], bool]) -> None:
+        self._is_in_on_save = is_in_on_save
+        self.lock = threading.RLock()
+        self.is_in_one = self.is_closed = False
 
-    def _is_in_on_save(self) -> bool: ...
+    def refuse_in_on_save(self, name: str) -> None:
+        """Checks that a call does not wait for the listener that makes it.
 
-
-def refuse_in_on_save(manager: Called, name: str) -> None:
-    """Checks that a call does not wait for the listener that makes it.
-
-    Raises:
-        CallError: if it does.
-    """
-    if manager._is_in_on_save():
-        raise errors.CallError(
-            f"{name}() was called inside on_save, and would wait for on_save to end\n"
-            "  hint: note the report there, and act on it in the train loop",
-            kind="inside_on_save",
-        )
+        Raises:
+            CallError: if it does.
+        """
+        if self._is_in_on_save():
+            raise errors.CallError(
+                f"{name}() was called inside on_save, and would wait for on_save to end\n"
+                "  hint: note the report there, and act on it in the train loop",
+                kind="inside_on_save",
+            )
 
 
 def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method during which no other thread, nor a signal handler, is let into its object."""
+    """A method of a manager, during which no other thread is let in, nor a signal handler.
+
+    The manager's `Calls` are its attribute `_calls`.
+    """
     name = method.__name__.lstrip("_")
 
     @functools.wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_in_on_save(self, name)
+        calls: Calls = self._calls
+        calls.refuse_in_on_save(name)
         # Nothing of Python runs between these lines and the blocks that undo them: an interrupt
         # leaves neither the lock held nor the mark set.
-        with self._lock:
-            if self._is_in_call:
+        with calls.lock:
+            if calls.is_in_one:
                 raise errors.CallError(
                     f"{name}() was called in the middle of another call of the"
                     " same manager, by the same thread\n"
@@ -61,17 +66,17 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
                     " loop",
                     kind="nested",
                 )
-            if self._is_closed and name != "close":
+            if calls.is_closed and name != "close":
                 raise errors.CallError(
                     f"{name}() was called, but this manager is closed; nothing was changed\n"
                     "  hint: call it before close(), or inside of `with`; or make another"
                     " manager of this root",
                     kind="closed",
                 )
-            self._is_in_call = True
+            calls.is_in_one = True
             try:
                 return method(self, *args, **kwargs)
             finally:
-                self._is_in_call = False
+                calls.is_in_one = False
 
     return called

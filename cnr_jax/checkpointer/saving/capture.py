@@ -9,76 +9,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from cnr_jax import errors
-from cnr_jax.format.manifest import (
-    DenseLeaf,
-    LeafEntry,
-    NamedConfiguration,
-    TableEntry,
-)
+from cnr_jax.checkpointer.tracking.tracker import Choose
 from cnr_jax.options import WIDEST, Options
 from cnr_jax.repository.rows_writer import RunPlan
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.buffers import Buffers
-from cnr_jax.rows.gather.chunk import Chunk, Program, Run, Way, Where
+from cnr_jax.rows.gather.chunk import Chunk, Program, Run, Way
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import host_programs
 from cnr_jax.rows.gather.rounding import comparing_program, sample_positions
+from cnr_jax.rows.gather.where import placing
 from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf
-from cnr_jax.rows.touched import Touched
-from cnr_jax.state.paths import flatten_paths
-from cnr_jax.state.table import Leaf, Tables
 
 Arrays = Mapping[str, Mapping[str, jax.Array]]
-
-
-def table_entries(tables: Tables) -> tuple[TableEntry, ...]:
-    """The tables as a manifest lists them."""
-    return tuple(
-        TableEntry(
-            name=table.name,
-            rows=table.rows,
-            padded_rows=table.padded_rows,
-            layout=NamedConfiguration(
-                name=table.layout.name, configuration=table.layout.configuration()
-            ),
-            leaves=tuple(_leaf_entry(leaf) for leaf in table.leaves),
-        )
-        for table in tables.values()
-    )
-
-
-def _leaf_entry(leaf: Leaf) -> LeafEntry:
-    return LeafEntry(
-        name=leaf.name, path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name
-    )
-
-
-# Shards up to this size are copied to the host whole: each shape and device would need programs
-# of its own, a tenth of a second each, which makes minutes of a thousand tables.
-SMALL_SHARD_BYTES = 1 << 20
-
-
-def staging(options: Options) -> Way:
-    """Where rows of a shard are hashed, gathered and encoded.
-
-    Behind training on CPU, at once on the device elsewhere unless the shard is small.
-    """
-
-    def way(device: jax.Device, size: int) -> Where:
-        if options.staging != "auto":
-            return options.staging
-        small = size <= SMALL_SHARD_BYTES
-        return "host" if small or device.platform == "cpu" else "device"
-
-    return way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,10 +53,6 @@ class Capture:
         return host.gather_chunks(self.runs, buffers)
 
 
-# Sorted positions within a tile that are to be saved, None for all; asked for each tile.
-Choose = Callable[[OwnTile], np.ndarray | None]
-
-
 def capture(
     tiles: Iterable[OwnTile],
     shards: ShardsOf,
@@ -123,7 +69,7 @@ def capture(
         options: codecs and staging.
         widths: of codes, by table, where options leave them to the number of restores.
     """
-    codecs, way = _Codecs(options, widths), staging(options)
+    codecs, way = _Codecs(options, widths), placing(options.staging)
     plans = [
         _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
         for tile in tiles
@@ -253,7 +199,7 @@ def programs(
         options: codecs and staging.
         widths: of codes, by table, where options leave them to the number of restores.
     """
-    codecs, way = _Codecs(options, widths), staging(options)
+    codecs, way = _Codecs(options, widths), placing(options.staging)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)
@@ -269,101 +215,3 @@ def programs(
         rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
         if way(device, 4 * rows) == "device":
             yield host.stamps_program(rows, device)
-
-
-def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:
-    """Describes every leaf that is not part of a table.
-
-    Raises:
-        StateMismatchError: if one is of a kind that cannot be saved.
-    """
-    return tuple(_dense_leaf(path, leaf) for path, leaf in flatten_paths(dense))
-
-
-def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
-    if isinstance(leaf, str):
-        return DenseLeaf(path=path, kind="text", shape=(), dtype="str", value=leaf)
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    ):
-        name = str(jax.random.key_impl(leaf))
-        return DenseLeaf(path=path, kind="key", shape=leaf.shape, dtype=name)
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        name = np.dtype(leaf.dtype).name
-        if 0 in leaf.shape:
-            raise errors.StateMismatchError(
-                f"leaf {'/'.join(path)} of the state cannot be saved\n"
-                f"  got {name}{list(leaf.shape)}, expected an array with elements:"
-                " Orbax saves no empty ones"
-            )
-        if np.dtype(leaf.dtype).kind not in "OSUMm":
-            return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
-    elif isinstance(leaf, (bool, int, float)):
-        name = type(leaf).__name__
-        return DenseLeaf(path=path, kind="scalar", shape=(), dtype=name)
-    raise errors.StateMismatchError(
-        f"leaf {'/'.join(path)} of the state cannot be saved\n"
-        f"  got {type(leaf).__name__}, expected an array, a number, a PRNG key or a string"
-    )
-
-
-def without_texts(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """The dense leaves that Orbax stores: all but strings, which the manifest holds."""
-    found: dict[str, Any] = {}
-    for key, value in dense.items():
-        if isinstance(value, Mapping):
-            inner = without_texts(value)
-            if inner:
-                found[key] = inner
-        elif not isinstance(value, str):
-            found[key] = value
-    return found
-
-
-def check_touched(touched: Touched, tables: Tables) -> None:
-    """Checks that `touched` was made for these tables.
-
-    Raises:
-        TouchedError: naming tables that are missing, unknown, or stored in another way.
-    """
-    if not isinstance(touched, Touched):
-        raise errors.TouchedError(
-            f"touched is {type(touched).__name__}, expected what init_touched returns"
-        )
-    stamps = touched.stamps
-    problems = [f"{name}: not in touched" for name in tables if name not in stamps]
-    problems += [f"{name}: not a table here" for name in stamps if name not in tables]
-    problems += [
-        f"{name}: got {stamps[name].shape[0]} stamps, expected {table.padded_rows}"
-        for name, table in tables.items()
-        if name in stamps and stamps[name].shape != (table.padded_rows,)
-    ]
-    # Rows stored by another layout would be saved under the ids of other rows.
-    problems += [
-        f"{table.name}: got row layout {table.layout},"
-        f" expected {tables[table.name].layout}"
-        for table in touched.tables
-        if table.name in tables and table.layout != tables[table.name].layout
-    ]
-    if problems:
-        raise errors.TouchedError(
-            "touched does not belong to these tables\n  "
-            + "\n  ".join(problems)
-            + "\n  hint: make it with init_touched(state, tables)"
-        )
-
-
-def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:
-    """Bytes of a plain full save: tables in float32, slots and dense leaves as they are."""
-    size = 0
-    for table in tables.values():
-        size += int(np.prod(table.leaf.shape, dtype=np.int64)) * 4
-        size += sum(slot.nbytes for slot in table.slots)
-    for leaf in dense:
-        if leaf.kind == "array":
-            size += int(np.prod(leaf.shape, dtype=np.int64)) * _itemsize(leaf.dtype)
-    return size
-
-
-def _itemsize(dtype: str) -> int:
-    return jax.numpy.dtype(dtype).itemsize

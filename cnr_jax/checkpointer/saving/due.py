@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
-from typing import Any
-
-import orbax.checkpoint as ocp
 
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,25 +72,34 @@ class Course:
         self.tip = None
         return True
 
+    def is_due(
+        self,
+        step: int,
+        saves_state: bool,
+        touched: Touched | None,
+        should_save: Callable[[int], bool],
+    ) -> bool:
+        """Whether a save that is not forced is due; it may have to start anew for that.
+
+        Args:
+            step: of the save.
+            saves_state: whether a state is part of it.
+            touched: that go with the state.
+            should_save: whether a save is due, counted from the tip.
+        """
+        if should_save(step):
+            return True
+        if saves_state and self.leaves(step, touched) and should_save(step):
+            return True
+        if self.tip is not None and step < self.tip.step:
+            _log.warning(
+                "step %d is not saved: the run has gone on to step %d",
+                step,
+                self.tip.step,
+            )
+        return False
+
     def _tip_at(self, step: int, touched: Touched | None) -> Tip:
         if touched is None or not self._uses(touched):
             return Tip(step, "", 0)
         return Tip(step, lineage_hex(touched), clock_of(touched))
-
-
-class Continuing:
-    """Asks Orbax whether a save is due as if the tip were the latest step."""
-
-    def __init__(self, manager: ocp.CheckpointManager, tip: Tip | None) -> None:
-        self._manager, self._tip = manager, tip
-
-    def latest_step(self) -> int | None:
-        """The step of the tip, for Orbax's own rules."""
-        return self._tip.step if self._tip else None
-
-    def should_save(self, step: int) -> bool:
-        """Whether a save at this step is due."""
-        return ocp.CheckpointManager.should_save(self, step)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)

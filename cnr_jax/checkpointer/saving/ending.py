@@ -3,115 +3,119 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.orbax_compat import (
-    COMMIT_BARRIERS,
+    OrbaxSeams,
     end_interrupted_tasks,
     told_elsewhere,
 )
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
-from cnr_jax.checkpointer.saving.calls import refuse_in_on_save
+from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.handler import CnrHandler
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.upkeep.removal import ChainDeleter
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 
 
-class EndingManager(ocp.CheckpointManager):
-    """Orbax's manager, whose saves end once: committed and durable, or with one error.
+class Ending:
+    """The saves of a manager, which end once: committed and durable, or with one error.
 
-    What it is made from, and names a save that begins, is for the class below to say.
+    Also of saves that hold no state of ours, but other items: these have no `SaveInFlight`.
+
+    Args:
+        orbax: what carries the saves out.
+        lifecycle: of saves of the state.
+        writer: of the root.
+        barriers: of saves with several processes.
+        course: is told of saves that begin and fail.
+        calls: of the manager.
+
+    Attributes:
+        deleter: of old steps.
     """
 
-    _root: epath.Path
-    _handler: CnrHandler
-    _deleter: ChainDeleter
-    _course: Course
-    _item: str | None
-    _lock: threading.RLock
-    _is_in_call = False
-    _is_closed = False
-    _failure: errors.SaveError | None = None
-    # Whether Orbax's list of steps must be read again.
-    _is_stale = False
-    # Whether retention is to delete the very step that is being written.
-    _is_dropped = False
-    # Whether `save` is between the plan and the thread that finalizes what it has begun.
-    _is_launching = False
-    # The directory of the save that is being written, and whether it is durable.
-    _saving, _is_synced = "", False
+    deleter: ChainDeleter
+
+    def __init__(
+        self,
+        orbax: OrbaxSeams,
+        lifecycle: Lifecycle,
+        writer: RootWriter,
+        barriers: Barriers,
+        course: Course,
+        calls: Calls,
+    ) -> None:
+        self._orbax, self._root = orbax, orbax.root
+        self._lifecycle, self._writer = lifecycle, writer
+        self._barriers, self._course, self._calls = barriers, course, calls
+        # Whether Orbax's list of steps must be read again.
+        self._is_stale = False
+        # Whether `save` is between the plan and the thread that finalizes what it has begun.
+        self._is_launching = False
+        # Of the save that began last: its directory, the item of the state, whether it was
+        # synced before it was renamed, and whether retention is to delete this very step.
+        self._directory, self._item = "", ""
+        self._is_synced = self._is_dropped = False
 
     @property
-    def _ledger(self) -> Ledger:
+    def ledger(self) -> Ledger:
         """What the root holds; nothing, until the first save names the item."""
-        return self._handler.ledger or Ledger()
+        return self._writer.ledger or Ledger()
 
-    def _step_directory(self, step: int) -> str:
-        return self._get_write_step_directory(step, self._root).name
+    def begin(self, step: int, plan: Plan | None, item: str) -> None:
+        """Notes that a save begins.
 
-    def _begin(self, step: int, plan: Plan | None) -> None:
-        """Notes that a save begins; there is no plan for what is not part of the state."""
+        Args:
+            step: of it.
+            plan: of the state; None where that is not part of it.
+            item: that holds the state.
+        """
         # What was renamed aside must not be in the way of the new steps.
-        self._forget_steps(plan.abandoned if plan else ())
+        self._orbax.forget_steps(plan.abandoned if plan else ())
         save = plan.uuid if plan else ""
-        self._handler.barriers.begin(self._barrier_keys(step), save)
+        self._barriers.begin(self._orbax.barrier_keys(step), save)
         self._course.begin()
-        self._saving, self._is_synced = self._step_directory(step), False
+        self._directory, self._item = self._orbax.new_directory(step), item
+        self._is_synced = False
 
-    def _forget_steps(self, directories: tuple[str, ...]) -> None:
-        if not directories:
-            return
-        steps = [
-            info.step
-            for info in self._checkpoints
-            if self._step_directory(info.step) in directories
-        ]
-        self._checkpoints.delete_if(lambda info: info.step in steps)
-
-    def wait_until_finished(self) -> None:
+    def wait(self) -> None:
         """Waits for the save that is being written, and until `on_save` has been called.
 
         Raises:
-            SaveError: if it failed; once. Also if it is committed but what comes after that
-                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
-                cannot be deleted are logged, and stay.
-            CallError: inside `on_save`, which would wait for itself.
+            SaveError: if it failed; once.
         """
-        refuse_in_on_save(self, "wait_until_finished")
         is_inner = True
         try:
-            with self._lock:
+            with self._calls.lock:
                 # Other calls are not to wait for `on_save`; nor is who is interrupted.
-                is_inner = self._is_in_call
-                self._wait_for_save()
+                is_inner = self._calls.is_in_one
+                self.wait_for_save()
         except Exception:
             if not is_inner:
-                self._handler.last_save.listener.wait()
+                self._lifecycle.listener.wait()
             raise
         if not is_inner:
             # Without the lock: `on_save` may ask for the steps there are.
-            self._handler.last_save.listener.wait()
+            self._lifecycle.listener.wait()
 
-    def _wait_for_save(self) -> None:
+    def wait_for_save(self) -> None:
+        """Waits for the save that is being written; as `wait`, but for `on_save`."""
         failure: Exception | None = None
-        thread = self._finalize_thread.get()
+        step = self._orbax.step_being_written()
         try:
             with told_elsewhere():
-                super().wait_until_finished()
+                self._orbax.wait_until_finished()
         except Exception as error:
             # Whatever Orbax or a handler of the user raised: it belongs to this save, and the
             # manager goes on.
@@ -119,109 +123,67 @@ class EndingManager(ocp.CheckpointManager):
             # An error in writing Orbax's metadata comes out while the rest is being written;
             # what becomes of that must not come out of the next save.
             with contextlib.suppress(Exception):
-                self._wait_for_checkpointers()
-            self._settle()
-            self._reread()
-            self._forget_finalize_thread()
+                self.wait_for_checkpointers()
+            self.settle()
+            self.reread()
+            self._orbax.forget_save()
         except BaseException:
             # Orbax has struck off the step, which is written nevertheless.
             self._is_stale = True
             raise
-        self._settle()
-        known, self._failure = self._failure, None
+        self.settle()
+        known: errors.CnrError | None = self._lifecycle.take_failure()
         if failure is not None:
-            step = thread.step() if thread is not None else None
-            # `_settle` notes a failure if, and only if, this save is not committed. Another
+            # `settle` notes a failure if, and only if, this save is not committed. Another
             # step of its number may be back, which was moved aside for it.
             committed = known is None and any(
-                entry.step == step for entry in self._ledger.committed()
+                entry.step == step for entry in self.ledger.committed()
             )
             known = self._as_save_error(failure, step, committed=committed)
-            self._handler.last_save.last_failure = without_frames(known)
+            self._lifecycle.last_failure = without_frames(known)
         try:
             if known is not None:
                 raise known
         finally:
             del failure, known  # whose frames hold this one
 
-    def check_for_errors(self) -> None:
-        """Raises what the last save raised, if it has ended; does not wait.
-
-        Orbax's own takes an error away from the thread that is about to delete old steps.
-
-        Raises:
-            SaveError: if it failed; once.
-            CallError: inside `on_save`, which cannot act on it.
-        """
-        if self._is_busy():
-            return  # also in the thread that ends a save, which must not wait for others
-        refuse_in_on_save(self, "check_for_errors")
-        with self._lock:
-            if not self._is_busy():
-                self._wait_for_save()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Notes a committed save, unless one is still being written."""
-        if self._is_launching or self._is_busy():
+        if self._is_launching or self._orbax.is_busy():
             return
-        saving = self._handler.last_save.flight is not None
+        saving = self._lifecycle.flight is not None
         if saving:
             # After an interrupt there may be no thread that finalizes a save, or one that
             # Python takes for ended, but one that writes.
             # Its error is the handler's to tell.
             with contextlib.suppress(Exception):
-                self._wait_for_checkpointers()
+                self.wait_for_checkpointers()
         if self._is_stale:
-            self._reread()
-        if self._handler.last_save.settle() is None and saving:
+            self.reread()
+        if self._lifecycle.settle() is None and saving:
             self._course.failed()
-            self._failure = self._handler.last_save.take_failure()
-        if self._deleter.take_failures():
+        if self.deleter.take_failures():
             # Orbax struck off what it would have deleted after this save, but did not delete,
             # and lists the step that failed.
-            self._reread()
+            self.reread()
 
-    def _reread(self) -> None:
+    def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
-        if jax.process_count() > 1 and self._options.single_host_load_and_broadcast:
-            # It is a broadcast, to which the others come in the next save.
-            self._handler.served.changed = True
+        if self._orbax.broadcasts_steps:
+            # The other processes come to it in the next save.
+            self._writer.changed = True
             self._is_stale = False
             return
         try:
-            super().reload()
+            self._orbax.reload()
         except OSError as error:
             _log.warning("%s cannot be read now: %s", self._root, error)
             self._is_stale = True
         else:
             self._is_stale = False
 
-    def _is_in_on_save(self) -> bool:
-        return self._handler.last_save.listener.is_here()
-
-    def _asking(self) -> contextlib.AbstractContextManager[Any]:
-        """What a question about steps is asked in: the lock.
-
-        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
-        for who waits for it; meanwhile nothing changes either.
-        """
-        return contextlib.nullcontext() if self._is_writing_here() else self._lock
-
-    def _is_writing_here(self) -> bool:
-        """Whether this is a thread of Orbax's that writes a save of this manager."""
-        committing = getattr(self._checkpointer, "_async_manager", None)
-        writers = (self._finalize_thread.get(), getattr(committing, "_thread", None))
-        return threading.current_thread() in writers
-
-    def _is_busy(self) -> bool:
-        """Whether a save is being written, or old steps are being deleted after it."""
-        thread = self._finalize_thread.get()
-        if thread is threading.current_thread():
-            return True
-        return thread is not None and thread.is_alive()
-
     @contextlib.contextmanager
-    def _clearing_up(self) -> Iterator[None]:
+    def clearing_up(self) -> Iterator[None]:
         """Ends a save of which the blocking part is left by an error or an interrupt."""
         self._is_launching = True
         try:
@@ -231,14 +193,14 @@ class EndingManager(ocp.CheckpointManager):
             try:
                 # First: what is written behind goes on until the task ends that began it.
                 end_interrupted_tasks()
-                self._settle()
-                self._failure = None  # it is on its way
+                self.settle()
+                self._lifecycle.take_failure()  # it is on its way
                 if jax.process_count() == 1:
-                    self._save_progress_tracker.set(False)
+                    self._orbax.end_progress()
             finally:
-                self._handler.last_save.withdraw()
+                self._lifecycle.withdraw()
                 # Steps that were moved aside are back only now.
-                self._reread()
+                self.reread()
             raise
         finally:
             self._is_launching = False
@@ -256,79 +218,63 @@ class EndingManager(ocp.CheckpointManager):
             return after_commit(error, step)
         return save_error(error, step, str(self._root))
 
-    def _forget_finalize_thread(self) -> None:
-        """So that the error comes out once, and nothing holds what its frames hold."""
-        self._finalize_thread.set(None)
-
-    def _wait_for_checkpointers(self) -> None:
+    def wait_for_checkpointers(self) -> None:
+        """As Orbax's; a process that has failed frees the others, which wait in barriers."""
+        flight = self._lifecycle.flight
         try:
-            super()._wait_for_checkpointers()
+            self._orbax.wait_for_checkpointers()
         except BaseException as error:
             # Nobody comes to Orbax's barriers after an error that all have heard of. Of
             # another one, such as in another item or in the commit, they must hear there.
-            if self._handler.last_save.has_failed():
-                self._handler.barriers.forget()
+            if flight is not None and flight.has_failed():
+                self._barriers.forget()
             else:
-                flight = self._handler.last_save.flight
                 step = flight.plan.step if flight is not None else None
-                self._handler.barriers.leave(save_error(error, step, str(self._root)))
+                self._barriers.leave(save_error(error, step, str(self._root)))
             raise
-        if self._handler.last_save.has_failed():
+        if flight is not None and flight.has_failed():
             # Orbax takes a cancelled save for a finished one, and would delete old steps.
-            raise self._handler.last_save.failure()
+            raise flight.error()
 
-    def _with_barriers(self, options: Any) -> Any:
-        """Orbax's options of saves in the background, with barriers that do not hang."""
-        options = options or ocp.AsyncOptions()
-        if jax.process_count() == 1 or options.barrier_sync_fn is not None:
-            return options
-        return dataclasses.replace(options, barrier_sync_fn=self._handler.barriers)
+    def sync_uncommitted(self) -> None:
+        """Makes the step durable that Orbax is about to rename."""
+        self._is_synced = sync_uncommitted(self._root, self._directory, self._item)
 
-    def _barrier_keys(self, step: int) -> list[str]:
-        prefix = self._multiprocessing_options.barrier_sync_key_prefix or ""
-        directory = self._step_directory(step)
-        return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
-
-    def _sync_uncommitted(self) -> None:
-        item = str(self._item)
-        self._is_synced = sync_uncommitted(self._root, self._saving, item)
-
-    def _finalize_checkpoint(self, step: int) -> None:
+    def finalize_checkpoint(self, step: int) -> None:
         """Makes the step durable; only then does Orbax delete others."""
-        super()._finalize_checkpoint(step)
-        options = self._options
-        if ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
-            directory, whole = self._step_directory(step), not self._is_synced
-            try:
-                sync_committed(self._root, directory, str(self._item), whole=whole)
-            except OSError as error:
-                self._handler.last_save.synced(error)
-                raise
-            self._handler.last_save.synced(None)
-            self._look()
+        self._orbax.finalize_checkpoint(step)
+        if not self._orbax.is_primary:
+            return
+        whole = not self._is_synced
+        try:
+            sync_committed(self._root, self._directory, self._item, whole=whole)
+        except OSError as error:
+            self._lifecycle.synced(error)
+            raise
+        self._lifecycle.synced(None)
+        self._look()
 
-    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+    def finalize(self, step: int, steps_to_remove: list[int]) -> None:
         """Ends a save in the background; what comes of it is told there and then.
 
         Process 0 tells of a commit once it is durable, before old steps are deleted. The others
         do so once process 0 has done all that; should it have failed to sync the step, or to
         delete others, it alone knows until the next call.
         """
-        last_save = self._handler.last_save
         self._is_dropped = step in steps_to_remove
         try:
-            super()._finalize(step, steps_to_remove)
+            self._orbax.finalize(step, steps_to_remove)
         except BaseException as error:
-            last_save.end_writing()
+            self._lifecycle.end_writing()
             # An error in writing Orbax's metadata comes out while the rest is being written.
             with contextlib.suppress(Exception):
-                self._wait_for_checkpointers()
+                self.wait_for_checkpointers()
             committed = self._look()
-            last_save.fail(self._as_save_error(error, step, committed=committed))
+            self._lifecycle.fail(self._as_save_error(error, step, committed=committed))
             raise
-        last_save.end_writing()
+        self._lifecycle.end_writing()
         self._look()
 
     def _look(self) -> bool:
         """Whether the save in flight is seen to be committed; then it is reported."""
-        return not self._is_dropped and self._handler.last_save.look()
+        return not self._is_dropped and self._lifecycle.look()

@@ -1,4 +1,4 @@
-"""What becomes of a save after it is launched."""
+"""What becomes of saves: each is committed and reported, or undone and its error kept."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import logging
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.save_errors import without_frames
-from cnr_jax.checkpointer.saving.save_in_flight import (
-    InFlight,
-    pending_entry,
-    report_of,
-)
+from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.options import Options
-from cnr_jax.repository.lineage.planner import Plan, Planner
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import Listener, SaveReport
@@ -21,23 +18,23 @@ from cnr_jax.telemetry import Listener, SaveReport
 _log = logging.getLogger(__name__)
 
 
-class LastSave:
+class Lifecycle:
     """The save that was begun last, until `settle` finds out what became of it.
 
-    It comes out in one of two ways. Committed: it may be a parent, and is reported. Or not:
-    the root is as it was before, and its error is kept until someone takes it.
+    Committed: it may be a parent, and is reported. Or not: the root is as it was before, and its
+    error is kept until someone takes it.
 
     What is written in the background is told from there, by `look` and `fail`: they change
     neither the ledger nor the planner, which belong to the thread that saves.
 
     Args:
-        served: where it goes.
+        writer: where saves go.
         planner: is told of committed saves.
         tables: of the handler; None: nothing is saved.
         options: of the run.
 
     Attributes:
-        flight: the save; None if there is none, or it is settled.
+        flight: that save; None if there is none, or it is settled.
         report: of the last save that was committed.
         last_failure: why the save that ended last failed, without frames; None if it did not.
         listener: is told of committed saves.
@@ -47,41 +44,48 @@ class LastSave:
 
     def __init__(
         self,
-        served: RootWriter,
+        writer: RootWriter,
         planner: Planner,
         tables: Tables | None,
         options: Options,
     ) -> None:
-        self._served, self._planner = served, planner
+        self._writer, self._planner = writer, planner
         self._tables = tables
         self.listener = Listener(options.on_save)
-        self.flight: InFlight | None = None
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
         self.doubt = ""
         self.managed = False
-        # Of the last save that was seen to be committed, before anything was deleted.
-        self._seen = ""
-        self._plan: Plan | None = None
-        self._failure: errors.SaveError | None = None
+        self.flight: SaveInFlight | None = None
+        self._last: SaveInFlight | None = None
 
-    def begin(self, flight: InFlight) -> None:
+    def begin(self, flight: SaveInFlight) -> None:
         """A save is about to be written."""
-        assert self._served.ledger is not None
-        self._served.ledger.begin(pending_entry(flight.plan))
-        self._plan, self.flight = flight.plan, flight
+        assert self._writer.ledger is not None
+        plan = flight.plan
+        self._writer.ledger.begin(
+            Entry(
+                directory=plan.directory,
+                step=plan.step,
+                uuid=plan.uuid,
+                generation=plan.generation,
+                parent=plan.parent,
+                run=plan.run,
+            )
+        )
+        self._last = self.flight = flight
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
         if self.flight is not None:
-            self._seen = self.flight.plan.uuid
+            self.flight.is_synced = True
         if error is None:
             self.doubt = ""
-            self._served.committed()
+            self._writer.committed()
         else:
             # So nothing is deleted in its favour.
-            if self._served.ledger is not None:
-                self._served.ledger.doomed.clear()
+            if self._writer.ledger is not None:
+                self._writer.ledger.doomed.clear()
             self.doubt = f"the save before may not be durable: {error}"
 
     def look(self) -> bool:
@@ -89,7 +93,7 @@ class LastSave:
 
         In doubt it is not, and `settle` looks again.
         """
-        flight, ledger = self.flight, self._served.ledger
+        flight, ledger = self.flight, self._writer.ledger
         if flight is None or ledger is None:
             return False
         place = flight.place
@@ -113,16 +117,16 @@ class LastSave:
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
-        if self._served.writes:
+        if self._writer.writes:
             if self.flight is not None:
                 self.flight.stop()
-            self._served.end_writing()
+            self._writer.end_writing()
 
     def withdraw(self) -> None:
         """Undoes what was prepared for a save that Orbax then refused."""
         self.end_writing()
         if self.flight is None:
-            self._served.undo()
+            self._writer.undo()
 
     def settle(self, committed: str | None = None) -> str | None:
         """Finds out whether the last save is committed and notes it if so.
@@ -133,58 +137,69 @@ class LastSave:
             committed: uuid that process 0 found to be committed; on process 0 itself, None.
 
         Returns:
-            Its uuid if it is committed.
+            Its uuid if this call found it to be committed.
         """
+        # Once: should an interrupt cut this short, the step is found when the root is read again.
         flight, self.flight = self.flight, None
-        ledger = self._served.ledger
+        ledger = self._writer.ledger
         if ledger is None or flight is None:
             return None
-        self._failure = None
-        dropped, seen = flight.place.directory in ledger.doomed, None
-        if self._served.writes and self.managed:
-            seen = self._seen == flight.plan.uuid
+        place, plan = flight.place, flight.plan
+        dropped, seen = place.directory in ledger.doomed, None
+        if self._writer.writes and self.managed:
+            seen = flight.is_synced
             dropped = dropped and seen
-        place = flight.place
         entry = ledger.settle(place.root, place.item, seen, flight.manifest)
         if entry is None and dropped:
-            self._served.committed()
-            _log.info("retention did not keep step %d, the newest", flight.plan.step)
+            flight.end("dropped")
+            self._writer.committed()
+            _log.info("retention did not keep step %d, the newest", plan.step)
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
-            self._note_failure(flight)
+            self._fail(flight)
             return None
-        self._served.committed()
-        self._planner.saved(flight.plan, entry)
+        self._writer.committed()
+        self._planner.saved(plan, entry)
         assert entry.manifest is not None
         self._report(flight, entry.manifest)
+        flight.end("committed")
         return entry.uuid
 
     def settle_as(self, committed: str | None) -> None:
         """Notes what process 0 found, though this process' view of the root may be older."""
-        place, ledger = self._served.place, self._served.ledger
+        place, ledger = self._writer.place, self._writer.ledger
         assert ledger is not None and place is not None
-        last = self.flight.plan if self.flight else self._plan
         self.settle(committed)
+        last = self._last.plan if self._last is not None else None
         if committed is not None and last is not None and last.uuid == committed:
             if last.directory not in ledger.entries:
                 ledger.read(place.root, last.directory, place.item)
 
-    def _note_failure(self, flight: InFlight) -> None:
+    def take_failure(self) -> errors.SaveError | None:
+        """The error of the last save, if it failed; once."""
+        if self._last is None:
+            return None
+        failure, self._last.failure = self._last.failure, None
+        return failure
+
+    def _fail(self, flight: SaveInFlight) -> None:
         """Keeps the error of a save until someone takes it, and removes what it wrote."""
         flight.stop()
-        self._failure = flight.failure()
+        failure = flight.error()
         if not flight.is_failure_told:
-            self.fail(self._failure)
-        self._served.discard(flight.place.directory)
-        self._served.undo()
+            self.fail(failure)
+        flight.end("failed")
+        flight.failure = failure
+        self._writer.discard(flight.place.directory)
+        self._writer.undo()
 
-    def _report(self, flight: InFlight, manifest: Manifest) -> None:
+    def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
         if flight.is_reported:
             return
         flight.is_reported, self.last_failure = True, None
         assert self._tables is not None
         try:
-            report = report_of(flight, manifest, self._tables)
+            report = flight.report(manifest, self._tables)
         except Exception:
             # The step is saved, and this may be the middle of the next save, for which other
             # processes wait.
@@ -196,17 +211,3 @@ class LastSave:
             self.listener.tell(report)
         else:
             self.listener.tell_here(report)
-
-    def has_failed(self) -> bool:
-        """Whether all processes have heard that the save in flight has failed."""
-        return self.flight is not None and self.flight.has_failed()
-
-    def failure(self) -> errors.SaveError:
-        """The error of the save in flight, which has failed."""
-        assert self.flight is not None
-        return self.flight.failure()
-
-    def take_failure(self) -> errors.SaveError | None:
-        """The error of the last save, if it failed; once."""
-        failure, self._failure = self._failure, None
-        return failure

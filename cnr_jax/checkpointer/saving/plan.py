@@ -20,7 +20,7 @@ from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.auto_bits import Widening
-from cnr_jax.checkpointer.saving.lifecycle import LastSave
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import entry_of
@@ -42,8 +42,8 @@ class Planning:
 
     Args:
         channel: to the other processes.
-        served: where saves go.
-        last_save: is settled by each plan.
+        writer: where saves go.
+        lifecycle: is settled by each plan.
         planner: decides, on process 0.
         widening: puts the width of codes into the plan.
     """
@@ -51,12 +51,12 @@ class Planning:
     def __init__(
         self,
         channel: Channel,
-        served: RootWriter,
-        last_save: LastSave,
+        writer: RootWriter,
+        lifecycle: Lifecycle,
         planner: Planner,
         widening: Widening,
     ) -> None:
-        self._channel, self._served, self._last_save = channel, served, last_save
+        self._channel, self._writer, self._lifecycle = channel, writer, lifecycle
         self._planner, self._widening = planner, widening
 
     def refuse(self, obstacle: errors.CnrError) -> None:
@@ -118,10 +118,10 @@ class Planning:
             raise explained from error
         if not isinstance(plan, Plan):
             plan = _plan_of(plan)
-        self._served.changed = False
+        self._writer.changed = False
         if jax.process_index() != 0:
-            self._last_save.settle_as(plan.committed)
-            self._served.know(plan.known)
+            self._lifecycle.settle_as(plan.committed)
+            self._writer.know(plan.known)
         return plan
 
     def _explained(self, error: errors.AuditError) -> errors.CnrError:
@@ -138,15 +138,15 @@ class Planning:
         return error if found is error else errors.CnrError.from_json(found)
 
     def _explain(self, error: errors.AuditError) -> None:
-        ledger, place = self._served.ledger, self._served.place
+        ledger, place = self._writer.ledger, self._writer.place
         if not ledger or not place:
             return
-        self._served.noted = True
+        self._writer.noted = True
         branch = self._planner.branches.get(error.lineage)
         clocks = dict(branch.parents) if branch else {}
         committed = ledger.committed()
         # Under a plain manager of Orbax the last save is settled by the next plan only.
-        last, flight = ledger.pending, self._last_save.flight
+        last, flight = ledger.pending, self._lifecycle.flight
         manifest = ledger.look(place.root, place.item) if last and flight else None
         if last and flight and manifest:
             entry = entry_of(last.directory, manifest)
@@ -157,19 +157,19 @@ class Planning:
         suspects.explain(error, place.root, committed, clocks)
 
     def _decide(self, request: Request, doubt: str) -> Plan:
-        committed = self._last_save.settle()
+        committed = self._lifecycle.settle()
         if self._planner.runs.current is None:
             # First: who claims a root ends the saves of the run that is at work there.
-            self._planner.runs.check_origin(self._served.look(), request.origin)
+            self._planner.runs.check_origin(self._writer.look(), request.origin)
         # A plain manager of Orbax is making the folder of this save by now.
-        own = None if self._last_save.managed else request.directory
-        ledger = self._served.begin(own)
-        asked = dataclasses.replace(request, doubt=doubt or self._last_save.doubt)
+        own = None if self._lifecycle.managed else request.directory
+        ledger = self._writer.begin(own)
+        asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
         plan = self._planner.plan(ledger, asked, committed)
         plan = self._widening.widened(plan)
-        plan = dataclasses.replace(plan, changed=self._served.changed)
+        plan = dataclasses.replace(plan, changed=self._writer.changed)
         # Before the others hear of the plan, and of an error here instead.
-        self._served.move_aside(plan)
+        self._writer.move_aside(plan)
         return plan
 
 

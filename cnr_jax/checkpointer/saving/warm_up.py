@@ -14,6 +14,7 @@ from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints import rotation, tiles
 from cnr_jax.rows.fingerprints.watch import group_tiles
 from cnr_jax.rows.gather.chunk import Program
+from cnr_jax.rows.gather.where import placing
 from cnr_jax.rows.tiling import own_tiles
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.table import Tables
@@ -52,7 +53,7 @@ class Warmth:
 
     def hashes(self) -> Iterator[Program]:
         """What finding changed rows needs."""
-        options, way = self._options, capture.staging(self._options)
+        options, way = self._options, placing(self._options.staging)
         asked = options.tracking
         groups = group_tiles(self._tiles).values()
         if asked in (None, "fingerprint"):

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.checkpointer.saving.capture import Choose, staging
 from cnr_jax.checkpointer.tracking import audit
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
@@ -25,6 +24,7 @@ from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
 from cnr_jax.rows.fingerprints.tiles import Arrays
 from cnr_jax.rows.fingerprints.watch import Group, Look, Rows, RowWatch
 from cnr_jax.rows.gather.host import touched_positions
+from cnr_jax.rows.gather.where import placing
 from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf, own_tiles, shards_of
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
@@ -38,6 +38,10 @@ from cnr_jax.state.table import Tables
 _log = logging.getLogger(__name__)
 
 
+# Sorted positions within a tile that are to be saved, None for all; asked for each tile.
+Choose = Callable[[OwnTile], np.ndarray | None]
+
+
 class Moment(NamedTuple):
     """A lineage of stamps, and its clock at one time."""
 
@@ -49,7 +53,7 @@ _NEVER = Moment("", -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ChangedRows:
     """What was found out about the rows of a state that is to be saved.
 
     Attributes:
@@ -110,7 +114,7 @@ class Tracker:
 
     def find(
         self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
-    ) -> Found:
+    ) -> ChangedRows:
         """Looks for changed rows; nothing is changed here until `keep`.
 
         Args:
@@ -142,7 +146,9 @@ class Tracker:
             if mode == "recorded":
                 glimpse = self._glimpse(tiles, shards, recorded)
             else:
-                look = self._watching(mode).look(tiles, arrays, staging(self._options))
+                look = self._watching(mode).look(
+                    tiles, arrays, placing(self._options.staging)
+                )
             if recorded is not None:
                 doubt = self._doubt(look, glimpse, recorded)
                 if not doubt:
@@ -152,7 +158,7 @@ class Tracker:
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
         if recorded is not None and not by_fingerprints:
             chosen_by = recorded
-        return Found(
+        return ChangedRows(
             mode=mode,
             tiles=tiles,
             shards=shards,
@@ -207,7 +213,9 @@ class Tracker:
         # Rows of another lineage, or of a time ahead, say nothing about these.
         known = last is not None and last.lineage == recorded.lineage
         anew = last is None or not known or last.clock > recorded.clock
-        return self._rotation.look(tiles, shards, staging(self._options), anew=anew)
+        return self._rotation.look(
+            tiles, shards, placing(self._options.staging), anew=anew
+        )
 
     def _doubt(
         self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
@@ -242,7 +250,7 @@ class Tracker:
         assert self._last is not None
 
         def at(group: Group, positions: np.ndarray) -> np.ndarray:
-            way = staging(self._options)
+            way = placing(self._options.staging)
             return stamps_at(shards(group.table), group.rows, positions, way)
 
         def stamps(rows: Rows) -> np.ndarray:
@@ -265,7 +273,7 @@ class Tracker:
             recorded=clock > self._last.clock,
         )
 
-    def keep(self, found: Found, stamps: Moment) -> None:
+    def keep(self, found: ChangedRows, stamps: Moment) -> None:
         """Takes what was found as known from now on: its save was decided.
 
         Args:
@@ -283,7 +291,7 @@ class Tracker:
         if found.recorded is not None:
             self._last = found.recorded
 
-    def chooser(self, found: Found, parent_clock: int | None) -> Choose:
+    def chooser(self, found: ChangedRows, parent_clock: int | None) -> Choose:
         """What chooses the rows of a save on a parent.
 
         Args:
@@ -291,7 +299,7 @@ class Tracker:
             parent_clock: of the stamps at the parent; None chooses all rows.
         """
         known: dict[Rows, np.ndarray | None] = {}
-        way = staging(self._options)
+        way = placing(self._options.staging)
 
         def positions(rows: Rows, clock: int) -> np.ndarray:
             if found.by_fingerprints:
@@ -353,7 +361,7 @@ class Tracker:
                 self._rotation.keep(glimpse, self._last.clock)
             return
         watch = self._watching(mode)
-        look = watch.look(tiles, arrays, staging(self._options))
+        look = watch.look(tiles, arrays, placing(self._options.staging))
         watch.start(look, stamps)
         self._prints = self._last
 

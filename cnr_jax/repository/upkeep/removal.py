@@ -328,6 +328,12 @@ class ChainDeleter:
         failed, self._failed = self._failed, []
         return failed
 
+    def raise_failure(self) -> None:
+        """Raises why a step was not removed; only process 0 removes any."""
+        failures = self.take_failures()
+        if failures:
+            raise failures[0]
+
     def close(self) -> None:
         """Waits for what is being deleted in the background."""
         self._close()

@@ -1,0 +1,207 @@
+"""The private members of Orbax's manager that are relied on, each behind a named method.
+
+tests/test_orbax_assumptions.py asserts what is said of each of them here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
+from cnr_jax.checkpointer.orbax_compat.processes import COMMIT_BARRIERS
+from cnr_jax.repository.files import is_local
+from cnr_jax.repository.layout import step_directories
+
+_log = logging.getLogger(__name__)
+_Manager = ocp.CheckpointManager
+
+
+class OrbaxSeams:
+    """What a manager of ours asks of Orbax's below it, and what it makes that do.
+
+    Methods of the names of Orbax's do what these do there, without what ours add.
+
+    Args:
+        manager: of which Orbax's part is meant; it need not be initialized yet.
+        root: its directory.
+
+    Attributes:
+        root: the same.
+    """
+
+    def __init__(self, manager: ocp.CheckpointManager, root: epath.Path) -> None:
+        self._manager: Any = manager
+        self.root = root
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is being written; raises its error."""
+        _Manager.wait_until_finished(self._manager)
+
+    def wait_for_checkpointers(self) -> None:
+        """Waits for what handlers write in the background; raises their errors."""
+        _Manager._wait_for_checkpointers(self._manager)
+
+    def finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        """Waits, commits, and deletes old steps; runs in a thread of its own."""
+        _Manager._finalize(self._manager, step, steps_to_remove)
+
+    def finalize_checkpoint(self, step: int) -> None:
+        """Renames a step that is written, and notes it."""
+        _Manager._finalize_checkpoint(self._manager, step)
+
+    def reload(self) -> None:
+        """Reads again which step directories there are."""
+        _Manager.reload(self._manager)
+
+    def restore(
+        self, step: int, directory: epath.Path | None, args: ocp.args.CheckpointArgs
+    ) -> Any:
+        """Restores a step of this root, or of another directory."""
+        return _Manager.restore(self._manager, step, directory=directory, args=args)
+
+    def all_steps(self) -> list[int]:
+        """Numbers of all step directories, whatever is in them, as Orbax tracks them."""
+        return list(_Manager.all_steps(self._manager))
+
+    def should_save(self, step: int, after: int | None) -> bool:
+        """Whether a save is due if `after` is the latest step."""
+        asked: Any = _CountingFrom(self._manager, after)
+        return _Manager.should_save(asked, step)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing is saved."""
+        return bool(self._manager._options.read_only)
+
+    @property
+    def has_best(self) -> bool:
+        """Whether steps are ranked by metrics."""
+        return self._manager._options.best_fn is not None
+
+    @property
+    def broadcasts_steps(self) -> bool:
+        """Whether reading which steps there are is a broadcast, to which all processes come."""
+        options = self._manager._options
+        return jax.process_count() > 1 and options.single_host_load_and_broadcast
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process commits and deletes."""
+        options = self._manager._options.multiprocessing_options
+        return ocp.multihost.is_primary_host(options.primary_host)
+
+    def is_busy(self) -> bool:
+        """Whether a save is being written, or old steps are being deleted after it."""
+        thread = self._manager._finalize_thread.get()
+        if thread is threading.current_thread():
+            return True
+        return thread is not None and thread.is_alive()
+
+    def is_writing_here(self) -> bool:
+        """Whether this is a thread of Orbax's that writes a save of this manager."""
+        committing = getattr(self._manager._checkpointer, "_async_manager", None)
+        writers = (
+            self._manager._finalize_thread.get(),
+            getattr(committing, "_thread", None),
+        )
+        return threading.current_thread() in writers
+
+    def step_being_written(self) -> int | None:
+        """The step of the save that was begun last, until it is forgotten."""
+        thread = self._manager._finalize_thread.get()
+        return thread.step() if thread is not None else None
+
+    def forget_save(self) -> None:
+        """So that its error comes out once, and nothing holds what its frames hold."""
+        self._manager._finalize_thread.set(None)
+
+    def end_progress(self) -> None:
+        """No save is in progress: one was left by an error before Orbax noted its end."""
+        self._manager._save_progress_tracker.set(False)
+
+    def new_directory(self, step: int) -> str:
+        """Name of the directory that a save of this step makes."""
+        return self._manager._get_write_step_directory(step, self.root).name
+
+    def find_directory(self, step: int, root: epath.Path) -> epath.Path:
+        """The directory of a step that is there, which may be in another form than new ones.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        return self._manager._get_read_step_directory(step, root)
+
+    def existing_directory(self, step: int) -> str:
+        """Name of the directory of a step of the root; of a new one if there is none."""
+        try:
+            return self.find_directory(step, self.root).name
+        except ValueError:
+            return self.new_directory(step)
+
+    def forget_steps(self, directories: Collection[str]) -> None:
+        """Strikes steps off that are not in the way of a save any more."""
+        if not directories:
+            return
+        steps = {
+            info.step
+            for info in self._manager._checkpoints
+            if self.new_directory(info.step) in directories
+        }
+        self._manager._checkpoints.delete_if(lambda info: info.step in steps)
+
+    def ranked_steps(self) -> list[int]:
+        """Steps with metrics, the best one last."""
+        manager = self._manager
+        _, ranked = manager._sort_checkpoints_by_metrics(manager._checkpoints)
+        return [info.step for info in ranked]
+
+    def load_checkpoint_infos(self, skip_metadata_read: bool) -> list[Any]:
+        """What Orbax tracks; damage to its own files must not keep the root closed."""
+        try:
+            if not skip_metadata_read and is_local(self.root):
+                for name in step_directories(self.root):
+                    refuse_pipes(self.root / name)
+            return _Manager._load_checkpoint_infos(self._manager, skip_metadata_read)
+        except Exception as error:
+            _log.debug("reading the steps one by one", exc_info=error)
+            return checkpoint_infos(self._manager, skip_metadata_read)
+
+    def barrier_keys(self, step: int) -> list[str]:
+        """Keys of the barriers of a save, in the order in which they come."""
+        options = self._manager._multiprocessing_options
+        prefix, directory = (
+            options.barrier_sync_key_prefix or "",
+            self.new_directory(step),
+        )
+        return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
+
+    def replace_deleter(self, make: Any) -> Any:
+        """Puts another deleter in the place of Orbax's.
+
+        Args:
+            make: the new one, from Orbax's and what names the directory of a step.
+        """
+        manager = self._manager
+        theirs = manager._checkpoint_deleter
+        manager._checkpoint_deleter = make(theirs, self.existing_directory)
+        return manager._checkpoint_deleter
+
+
+class _CountingFrom:
+    """A manager as it would be if another step were its latest."""
+
+    def __init__(self, manager: Any, latest: int | None) -> None:
+        self._manager, self._latest = manager, latest
+
+    def latest_step(self) -> int | None:
+        return self._latest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
