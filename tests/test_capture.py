@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.saving import capture
+from cnr_jax.rows.gather import where as places
 
 
 class Accelerator:
@@ -20,10 +20,10 @@ class Accelerator:
 @pytest.mark.parametrize(
     ("staging", "device", "size", "where"),
     [
-        ("auto", "cpu", capture.SMALL_SHARD_BYTES + 1, "host"),
+        ("auto", "cpu", places.SMALL_SHARD_BYTES + 1, "host"),
         ("auto", "cpu", 8, "host"),
-        ("auto", "gpu", capture.SMALL_SHARD_BYTES + 1, "device"),
-        ("auto", "gpu", capture.SMALL_SHARD_BYTES, "host"),
+        ("auto", "gpu", places.SMALL_SHARD_BYTES + 1, "device"),
+        ("auto", "gpu", places.SMALL_SHARD_BYTES, "host"),
         ("device", "gpu", 8, "device"),
         ("device", "cpu", 8, "device"),
         ("host", "gpu", 1 << 40, "host"),
@@ -32,6 +32,6 @@ class Accelerator:
 def test_rows_are_staged_by_platform_and_size(
     staging: Any, device: str, size: int, where: str
 ) -> None:
-    way = capture.staging(cnr.Options(staging=staging))
+    way = places.placing(staging)
     found: Any = jax.devices()[0] if device == "cpu" else Accelerator()
     assert way(found, size) == where

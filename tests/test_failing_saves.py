@@ -30,7 +30,7 @@ from orbax.checkpoint._src import asyncio_utils
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat import DenseStore
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.save_in_flight import InFlight
+from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.warm_up import Warmth
 from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
@@ -439,7 +439,7 @@ def test_a_second_interrupt_while_the_first_is_cleared_up_holds_nothing_up(
     run.train(3)
     with monkeypatch.context() as patch:
         patch.setattr(DenseStore, "save", _interrupt_while_waiting)
-        patch.setattr(InFlight, "stop", _interrupt)
+        patch.setattr(SaveInFlight, "stop", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             manager.save(3, args=cnr.args.Save(run.state, run.touched))
     with pytest.raises(SaveError, match="step 3 failed\n  KeyboardInterrupt"):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.saving import capture
+from cnr_jax import handler
 from cnr_jax.rows.tiling import LocalShards
 
 TABLES = 12
@@ -34,7 +34,7 @@ def test_saves_look_each_array_up_once_and_list_tables_never(
     looked: Counter[int] = Counter()
     listed: list[Any] = []
     alive: list[jax.Array] = []  # so that an id is of one array alone
-    make, entries = LocalShards.__init__, capture.table_entries
+    make, entries = LocalShards.__init__, handler.table_entries
 
     def counted(self: LocalShards, array: jax.Array) -> None:
         alive.append(array)
@@ -47,7 +47,7 @@ def test_saves_look_each_array_up_once_and_list_tables_never(
 
     with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
         monkeypatch.setattr(LocalShards, "__init__", counted)
-        monkeypatch.setattr(capture, "table_entries", told)
+        monkeypatch.setattr(handler, "table_entries", told)
         for step in range(4):
             ids = jnp.array([step, 100 + step])
             touched = cnr.record(touched, dict.fromkeys(names, ids))

@@ -239,7 +239,7 @@ def train_and_save(
             lines.append(f"{step}: {brief(error)}")
             if error.kind == "process_silent":
                 break
-        while manager._is_busy():  # what fails must belong to this step
+        while manager._orbax.is_busy():  # what fails must belong to this step
             time.sleep(0.01)
     return lines
 
@@ -276,7 +276,7 @@ def save_and_only_look(
 
 def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> str:
     """Leaves out saves that are due while one is being written; ends with one that is not."""
-    manager._skips_when_busy = True
+    manager._ending._skips_when_busy = True
     saved: list[bool] = []
     for step in range(first, first + 6):
         run.train(step)
