@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import pytest
 
-import cnr_jax as cnr
 from cnr_jax.rows.gather import where as places
 
 

@@ -31,6 +31,7 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat import (
     DenseStore,
     ExactPath,
+    OrbaxSeams,
     checkpoint_infos,
     end_interrupted_tasks,
     place_of,
@@ -389,6 +390,43 @@ def test_the_manager_keeps_the_finalize_thread_and_the_list_of_steps(
     assert [info.step for info in manager._checkpoints] == [7]
     manager._checkpoints.delete_if(lambda info: info.step == 7)
     assert list(manager.all_steps()) == []
+
+
+def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> None:
+    """Private names behind the methods of `OrbaxSeams`."""
+    handler, manager = probe
+    root = epath.Path(tmp_path)
+    orbax = OrbaxSeams(manager, root)
+    assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
+    handler.may_write.clear()
+    manager.save(7, args=ProbeSave())
+    assert (orbax.is_busy(), orbax.step_being_written()) == (True, 7)
+    assert manager.is_saving_in_progress() and not orbax.is_writing_here()
+    # What an interrupt leaves: nothing is in progress any more, though it was noted so.
+    orbax.end_progress()
+    assert not manager.is_saving_in_progress()
+    handler.may_write.set()
+    orbax.wait_until_finished()
+    orbax.forget_save()
+    assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
+    assert (orbax.new_directory(7), orbax.existing_directory(7)) == ("7", "7")
+    assert orbax.find_directory(7, root) == root / "7"
+    assert orbax.existing_directory(8) == "8"
+    assert orbax.barrier_keys(7)[0].endswith("async_write_complete.7")
+    assert (orbax.is_read_only, orbax.has_best, orbax.is_primary) == (
+        False,
+        False,
+        True,
+    )
+    assert orbax.all_steps() == [7]
+    orbax.forget_steps(["7"])
+    assert orbax.all_steps() == []
+    orbax.reload()
+    assert orbax.all_steps() == [7]
+    assert (orbax.should_save(7, after=7), orbax.should_save(7, after=5)) == (
+        False,
+        True,
+    )
 
 
 class NotingDeleter:

@@ -134,7 +134,7 @@ class OrbaxSeams:
         """The directory of a step that is there, which may be in another form than new ones.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there is none, and a format of the user's own names directories.
         """
         return self._manager._get_read_step_directory(step, root)
 
