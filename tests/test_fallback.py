@@ -511,9 +511,9 @@ def test_step_that_is_being_written_is_not_listed(
     goes_on = threading.Event()
     finish = cnr_jax.handler.write_manifest
 
-    def held(*args: Any) -> Any:
+    def held(*args: Any, **given: Any) -> Any:
         assert goes_on.wait(60)
-        return finish(*args)
+        return finish(*args, **given)
 
     monkeypatch.setattr(cnr_jax.handler, "write_manifest", held)
     with opened(root, run) as manager:

@@ -213,7 +213,7 @@ PLACES = {
     "deletion": (ChainDeleter, "delete_steps"),
     "kill rows": (RowsWriter, "write"),
     "open": (cnr_jax.handler.CnrHandler, "open"),
-    "hang prepare": (cnr_jax.handler.CnrHandler, "prepare"),
+    "hang prepare": (cnr_jax.handler.CnrHandler, "plan"),
 }
 
 

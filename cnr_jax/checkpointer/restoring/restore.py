@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def restore(
     step: int | None,
-    args: ocp.args.CheckpointArgs | None,
+    args: Any,
     directory: epath.PathLike | None,
     *,
     orbax: OrbaxSeams,
@@ -84,7 +83,7 @@ def restore(
 
 def _attempt(
     step: int,
-    args: ocp.args.CheckpointArgs,
+    args: Any,
     elsewhere: epath.Path | None,
     root: epath.Path,
     orbax: OrbaxSeams,
