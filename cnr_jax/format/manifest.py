@@ -207,10 +207,6 @@ class Manifest:
     # None: that of all steps whose manifests name none.
     run: str | None = None
 
-    def table(self, name: str) -> TableEntry | None:
-        """The table of that name, or None."""
-        return next((table for table in self.tables if table.name == name), None)
-
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -238,17 +234,16 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def dump(value: Any, kind: str = names.FORMAT) -> bytes:
+def dump(manifest: Manifest) -> bytes:
     """Canonical bytes of a manifest, with a digest of themselves; see SPEC.md, section 5.1.
 
     Sorted keys, no spaces, one final newline; `sha256` is the digest of the same document
     without that key, so that any change of any byte shows.
     """
-    document: dict[str, Any] = {"format": kind, **to_json(value)}
-    if isinstance(value, Manifest):
-        for entry in document["history"]:
-            if entry["saves"] == 1:
-                del entry["saves"]
+    document: dict[str, Any] = {"format": names.FORMAT, **to_json(manifest)}
+    for entry in document["history"]:
+        if entry["saves"] == 1:
+            del entry["saves"]
     return dump_document(document)
 
 

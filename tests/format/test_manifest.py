@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.fields import dump_document
 from cnr_jax.format.manifest import (
     MAX_HISTORY,
     DenseLeaf,
@@ -131,7 +132,7 @@ def document(changes: dict[str, Any], base: Any = MANIFEST) -> bytes:
             del inner[last]
         else:
             inner[int(last) if isinstance(inner, list) else last] = new
-    return dump({k: v for k, v in value.items() if k != "format"}, value["format"])
+    return dump_document(value)
 
 
 def problems_of(changes: dict[str, Any], base: Any = MANIFEST) -> list[str]:
@@ -484,11 +485,6 @@ def test_rules_of_a_process_manifest_are_checked(
         value["arrays"][".."] = changes["arrays..."]
         value["tiles"][0]["box"] = [0, 8, 0, 4]
         with pytest.raises(errors.ManifestError, match=problem):
-            load_process(dump(value, PROCESS_FORMAT), "manifest")
+            load_process(dump_document({"format": PROCESS_FORMAT, **value}), "manifest")
         return
     assert any(problem in found for found in problems_of(changes, PROCESS))
-
-
-def test_table_is_found_by_name() -> None:
-    assert MANIFEST.table("user") is MANIFEST.tables[0]
-    assert MANIFEST.table("item") is None

@@ -108,8 +108,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(chain: tuple[StepReader, ...], table: str, leaf: str) -> np.ndarray:
     """The leaf, by the letter of SPEC.md, section 9.2."""
-    entry = chain[0].manifest.table(table)
-    assert entry is not None
+    entry = chain[0].tables[table]
     found = next(x for x in entry.leaves if x.name == leaf)
     out = np.zeros(found.shape, jnp.dtype(found.dtype))
     for reader in chain:
@@ -230,8 +229,7 @@ def test_rows_that_nothing_holds_are_positive_zeros(
     """More stored rows are wanted than were saved: some devices hold padding alone."""
     way(monkeypatch)
     chain = open_chain(epath.Path(root), "2", "default")
-    entry = chain[0].manifest.table("user")
-    assert entry is not None
+    entry = chain[0].tables["user"]
     padded = 2 * entry.rows
     target = target_of(entry, padded)
     expected = np.zeros((padded, SHAPES["user"][1]), np.float32)
@@ -251,8 +249,7 @@ def test_another_dtype_is_converted_as_numpy_does(
 ) -> None:
     way(monkeypatch)
     chain = open_chain(epath.Path(root), "2", "default")
-    entry = chain[0].manifest.table("user")
-    assert entry is not None
+    entry = chain[0].tables["user"]
     target = target_of(entry)
     expected = replayed(chain, "user", "table").astype(jnp.bfloat16)
     abstract = jax.ShapeDtypeStruct(
@@ -267,8 +264,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
 ) -> None:
     """On CPU an array may share memory with numpy's: a donated step must not write there."""
     chain = open_chain(epath.Path(root), "0", "default")
-    entry = chain[0].manifest.table("user")
-    assert entry is not None
+    entry = chain[0].tables["user"]
     target = target_of(entry)
     abstract = jax.ShapeDtypeStruct(
         SHAPES["user"], np.float32, sharding=sharding("whole", 2)
@@ -288,8 +284,7 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
 def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> None:
     """Rows of another kind than most that were saved anew later are no patches."""
     chain = open_chain(epath.Path(root), str(len(STEPS) - 1), "default")
-    entry = chain[0].manifest.table("user")
-    assert entry is not None
+    entry = chain[0].tables["user"]
     target = target_of(entry)
     box = ((0, entry.rows), (0, 3))
     leaf = regions.WantedLeaf(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from cnr_jax.repository.chunk_files import numpy_dtype
 from cnr_jax.repository.replay.overlap import (
     Index,
     Target,
-    entry_of,
     length,
     overlap,
     placement,
@@ -61,6 +60,14 @@ class Encoding:
     def row_bytes(self) -> int:
         """Bytes of an encoded row, all parts together."""
         return self.codec.row_bytes(self.width, self.dtype)
+
+    def room(
+        self,
+        rows: int,
+        make: Callable[[tuple[int, int], np.dtype], np.ndarray] = np.empty,
+    ) -> dict[str, np.ndarray]:
+        """An array for each part of so many rows."""
+        return {n: make((rows, p.width), p.dtype) for n, p in self.parts.items()}
 
     @functools.cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -121,7 +128,7 @@ def held_rows(
     """What a chain holds of a region, in the order in which it applies."""
     found: list[Held] = []
     for reader in chain:
-        entry = entry_of(reader, table)
+        entry = reader.tables[table]
         dtype = reader.dtype(table, leaf)
         place = placement(entry, target)
         for process, tile in reader.tiles(entry, leaf):

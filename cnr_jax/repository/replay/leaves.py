@@ -25,7 +25,6 @@ from cnr_jax.repository.replay.on_host import host_rows
 from cnr_jax.repository.replay.overlap import (
     Index,
     Target,
-    entry_of,
     overlap,
     placement,
 )
@@ -263,7 +262,7 @@ def _rows_in(
 
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """
-    entry = entry_of(reader, table)
+    entry = reader.tables[table]
     place = placement(entry, target)
     done: set[tuple[int, tuple[int, int], int]] = set()
     for process, tile in reader.tiles(entry):

@@ -36,10 +36,7 @@ def merge(
     """
     if main is None:
         main = held[0].encoding if held else empty
-    parts = {
-        name: aligned_empty((rows, part.width), part.dtype)
-        for name, part in main.parts.items()
-    }
+    parts = main.room(rows, aligned_empty)
     owners = _Owners(rows, sum(each.count for each in held if each.first))
     queue = Queue()
     others: list[tuple[int, Held]] = []
@@ -54,7 +51,8 @@ def merge(
     patches = _patches(others, owners)
     nothing = owners.rows_of(_NOBODY)
     if len(nothing):
-        patches.append(_zeros(empty, nothing))
+        zeros = empty.room(len(nothing), np.zeros)
+        patches.append(Patch(empty, nothing, zeros))
     return Merged(main, parts, tuple(_joined(patches)))
 
 
@@ -68,24 +66,13 @@ def _patches(others: Sequence[tuple[int, Held]], owners: _Owners) -> list[Patch]
     for owner, each in others:
         mine = owners.mine(each.at, owner)
         rows = as_array(each.at)[mine]
-        parts = {
-            name: np.empty((len(rows), part.width), part.dtype)
-            for name, part in each.encoding.parts.items()
-        }
+        parts = each.encoding.room(len(rows))
         at = np.where(mine, np.cumsum(mine) - 1, DROPPED)
         queue.extend(jobs(dataclasses.replace(each, at=at), parts, direct=False))
         if len(rows):
             found.append(Patch(each.encoding, rows, parts))
     queue.drain()
     return found
-
-
-def _zeros(encoding: Encoding, rows: np.ndarray) -> Patch:
-    parts = {
-        name: np.zeros((len(rows), part.width), part.dtype)
-        for name, part in encoding.parts.items()
-    }
-    return Patch(encoding, rows, parts)
 
 
 def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:

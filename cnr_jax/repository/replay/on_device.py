@@ -191,11 +191,7 @@ def run(
 def _put_patch(
     put: Any, encoding: Encoding, room: int, rows: int, merged: Sequence[Merged]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    nothing = Patch(
-        encoding,
-        np.empty(0, np.int64),
-        {name: np.empty((0, p.width), p.dtype) for name, p in encoding.parts.items()},
-    )
+    nothing = Patch(encoding, np.empty(0, np.int64), encoding.room(0))
     found = [
         next((patch for patch in each.patches if patch.encoding == encoding), nothing)
         for each in merged

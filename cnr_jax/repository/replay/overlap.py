@@ -35,11 +35,6 @@ class Target:
     padded_rows: int
 
 
-def entry_of(reader: StepReader, table: str) -> TableEntry:
-    """The table's entry in the manifest, which must have it."""
-    return reader.tables[table]
-
-
 def placement(entry: TableEntry, target: Target) -> RowMap | None:
     """Maps stored rows to wanted ones, -1 for padding; None where they are the same."""
     saved = layout_from(entry.layout.name, entry.layout.configuration)
@@ -109,7 +104,7 @@ def split_columns(
     """
     cuts = [{start, stop} for start, stop in box[1:]]
     for reader in chain:
-        for _, tile in reader.tiles(entry_of(reader, table), leaf):
+        for _, tile in reader.tiles(reader.tables[table], leaf):
             for found, (a, b), (c, d) in zip(cuts, tile.box[1:], box[1:], strict=True):
                 found.update(cut for cut in (a, b) if c < cut < d)
     runs = [itertools.pairwise(sorted(found)) for found in cuts]
