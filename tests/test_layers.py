@@ -58,7 +58,6 @@ PLAIN = (
     "step",
     "upkeep",
 )
-# Modules that are still to be taken apart.
 HEAVY = {"jax", "orbax", "tensorstore"}
 
 

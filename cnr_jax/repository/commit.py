@@ -76,21 +76,10 @@ def write_manifest(
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(tables, tiles, os.fspath(directory))
-    dense = directory / names.DENSE
-    dense_files: tuple[FileDigest, ...] = ()
-    if exists(dense):
-        sync_tree(dense)
-        dense_files = digest_tree(dense, names.DENSE)
+    dense_files = _sync_dense(directory)
     check_dense_index(dense_leaves, dense_files, directory)
     totals = _totals(processes, digests, dense_files)
-    saved = HistoryEntry(
-        step=plan.step,
-        kind=plan.kind,
-        bytes=totals.table_bytes + totals.slot_bytes,
-        rows=totals.rows,
-        # Rounded, because a manifest's digest is taken over its text.
-        secs=round(time.perf_counter() - started_secs, 6),
-    )
+    features = sorted({each for process in processes for each in process.features})
     manifest = Manifest(
         uuid=plan.uuid,
         step=plan.step,
@@ -108,13 +97,11 @@ def write_manifest(
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=bounded_history((*plan.history, saved)),
+        history=_history(plan, totals, started_secs),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
-        required_features=tuple(
-            sorted({each for process in processes for each in process.features})
-        ),
+        required_features=tuple(features),
         run=plan.run or None,
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
@@ -194,6 +181,15 @@ def _read_processes(
     return tuple(digests), processes
 
 
+def _sync_dense(directory: AnyPath) -> tuple[FileDigest, ...]:
+    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing."""
+    dense = directory / names.DENSE
+    if not exists(dense):
+        return ()
+    sync_tree(dense)
+    return digest_tree(dense, names.DENSE)
+
+
 def _totals(
     processes: list[ProcessManifest],
     digests: tuple[FileDigest, ...],
@@ -210,6 +206,21 @@ def _totals(
         dense_bytes=sum(file.bytes for file in dense_files),
         manifest_bytes=sum(digest.bytes for digest in digests),
     )
+
+
+def _history(
+    plan: Plan, totals: Totals, started_secs: float
+) -> tuple[HistoryEntry, ...]:
+    """The history of the branch, this save the last of it."""
+    saved = HistoryEntry(
+        step=plan.step,
+        kind=plan.kind,
+        bytes=totals.table_bytes + totals.slot_bytes,
+        rows=totals.rows,
+        # Rounded, because a manifest's digest is taken over its text.
+        secs=round(time.perf_counter() - started_secs, 6),
+    )
+    return bounded_history((*plan.history, saved))
 
 
 def array_bytes(entry: ArrayEntry) -> int:
