@@ -10,8 +10,9 @@ comprehension. Everything was compiled before.
 
 *State*: what is reachable from the manager and differs while the files of a save are being
 written both from what it was before the call and from what it is once the save has ended:
-attributes of objects that stay, and objects that come and go. Values that a save only carries on
-(clocks, the newest step) are not among them, as they stay.
+attributes of objects that stay, and objects that come and go. Not among them are values that
+never change once they are made (plans, entries), and what a save carries on (clocks, the newest
+step), which stays.
 
 Takes a few seconds; figures do not depend on the machine.
 """
@@ -240,6 +241,12 @@ class writing_stopped:
         self._may.set()
 
 
+def _is_value(each: object) -> bool:
+    """Whether an object never changes: what is made once and handed on holds no state."""
+    made = getattr(type(each), "__dataclass_params__", None)
+    return isinstance(each, tuple) or bool(made and made.frozen)
+
+
 Seen = dict[int, tuple[Any, dict[str, Any]]]
 
 
@@ -263,9 +270,8 @@ def reachable(start: object) -> Seen:
 
 
 def _is_ours(value: object) -> bool:
-    return type(value).__module__.startswith(cnr.__name__) and not isinstance(
-        value, type
-    )
+    ours = type(value).__module__.startswith(cnr.__name__)
+    return ours and not isinstance(value, type | os.PathLike)
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
@@ -274,7 +280,8 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
         for name in getattr(kind, "__slots__", ()):
             if hasattr(value, name) and not name.startswith("__"):
                 yield name, getattr(value, name)
-    yield from zip(getattr(value, "_fields", ()), value, strict=False)  # type: ignore
+    if isinstance(value, tuple):
+        yield from zip(getattr(value, "_fields", ()), value, strict=False)
 
 
 def _inside(value: object) -> list[object]:
@@ -326,7 +333,7 @@ def of_the_flight(before: Seen, during: Seen, after: Seen) -> dict[str, list[str
     for number, (each, values) in during.items():
         name = type(each).__qualname__
         if number not in before:
-            if number not in after:
+            if number not in after and not _is_value(each):
                 found[f"{name} (comes and goes)"] = sorted(values)
             continue
         then = after[number][1] if number in after else {}
