@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.saving.save_in_flight import pending_entry
 from cnr_jax.policy import Consecutive, Full, OneShot
 from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
@@ -180,7 +179,16 @@ class Root:
         moved = [self.ledger.entries[name] for name in plan.abandoned]
         for entry in moved:
             self.ledger.forget(entry.directory)
-        self.ledger.begin(pending_entry(plan))
+        self.ledger.begin(
+            Entry(
+                directory=plan.directory,
+                step=plan.step,
+                uuid=plan.uuid,
+                generation=plan.generation,
+                parent=plan.parent,
+                run=plan.run,
+            )
+        )
         dropped = self._dropped(program)
         if self.random.random() < 0.2:
             self._fail(moved)
