@@ -19,6 +19,8 @@ from cnr_jax import errors
 from cnr_jax.state.table import Leaf, Table, Tables
 
 Box = tuple[tuple[int, int], ...]
+# Leaves, by table and leaf name.
+Arrays = Mapping[str, Mapping[str, jax.Array]]
 
 
 class Piece(NamedTuple):
@@ -217,7 +219,7 @@ class LocalShards:
 ShardsOf = Callable[[str, str], LocalShards]
 
 
-def shards_of(arrays: Mapping[str, Mapping[str, jax.Array]]) -> ShardsOf:
+def shards_of(arrays: Arrays) -> ShardsOf:
     """Looks the shards of leaves up, those of each once.
 
     Example:

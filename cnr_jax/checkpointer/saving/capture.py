@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from cnr_jax.checkpointer.tracking.tracker import Choose
@@ -26,9 +25,7 @@ from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import host_programs
 from cnr_jax.rows.gather.rounding import comparing_program, sample_positions
 from cnr_jax.rows.gather.where import placing
-from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf
-
-Arrays = Mapping[str, Mapping[str, jax.Array]]
+from cnr_jax.rows.tiling import Arrays, LocalShards, OwnTile, ShardsOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

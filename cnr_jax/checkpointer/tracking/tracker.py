@@ -21,11 +21,17 @@ from cnr_jax.checkpointer.tracking import audit
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
-from cnr_jax.rows.fingerprints.tiles import Arrays
 from cnr_jax.rows.fingerprints.watch import Group, Look, Rows, RowWatch
 from cnr_jax.rows.gather.host import touched_positions
 from cnr_jax.rows.gather.where import placing
-from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf, own_tiles, shards_of
+from cnr_jax.rows.tiling import (
+    Arrays,
+    LocalShards,
+    OwnTile,
+    ShardsOf,
+    own_tiles,
+    shards_of,
+)
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Touched,

@@ -6,7 +6,7 @@ On accelerators one program hashes a whole shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,7 @@ import numpy as np
 from cnr_jax.rows.fingerprints.chunks import Span, chunk_programs, hash_chunks
 from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
 from cnr_jax.rows.gather.chunk import Program, Way, Where, aligned_empty
-from cnr_jax.rows.tiling import LocalShards, OwnTile, bytes_in
-
-Arrays = Mapping[str, Mapping[str, jax.Array]]
+from cnr_jax.rows.tiling import Arrays, LocalShards, OwnTile, bytes_in
 
 # Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
 # uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from cnr_jax.rows.fingerprints.tiles import (
-    Arrays,
     Hashed,
     changed_of,
     hash_tiles,
@@ -27,7 +26,7 @@ from cnr_jax.rows.fingerprints.tiles import (
     tags_of,
 )
 from cnr_jax.rows.gather.chunk import Way, Where
-from cnr_jax.rows.tiling import Box, OwnTile, bytes_in
+from cnr_jax.rows.tiling import Arrays, Box, OwnTile, bytes_in
 
 
 class Rows(NamedTuple):
