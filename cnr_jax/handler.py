@@ -20,13 +20,13 @@ import cnr_jax.options
 from cnr_jax import errors
 from cnr_jax.args import Restore, Save
 from cnr_jax.checkpointer.describe import table_entries
-from cnr_jax.checkpointer.multihost.agreement import all_succeed
+from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.resume import Resumption, resume, run_restored
-from cnr_jax.checkpointer.save_errors import save_error
+from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.auto_bits import Widening
 from cnr_jax.checkpointer.saving.background import STOP_SECS
@@ -76,6 +76,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         barriers: of Orbax's saves with several processes.
+        is_of_run: whether saves are known to be of the run in the root, on all processes alike.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
@@ -91,7 +92,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.options.check_tables(tables)
         self._entries = table_entries(tables or Tables({}))
         self.writer = RootWriter(lambda: jax.process_index() == 0)
-        self.guarded = False
+        self.guarded = self.is_of_run = False
         self._planner = Planner(self.options.policy)
         self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
         self._widening = Widening(self.options, tables)
@@ -200,15 +201,25 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return PlannedSave(flight=flight, checked=checked, changed=changed)
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
-        """Makes sure that a state may be saved to a root; see `Runs.check_origin`.
+        """Makes sure, once, that a state may begin or go on with a run; see `Runs.check_origin`.
 
         Raises:
-            UsedRootError: if the root holds checkpoints of another run.
+            UsedRootError: on all processes, if the root holds checkpoints of another run.
         """
-        ledger = self.open(root, item)
-        # Else no train step is waited for.
-        if ledger.checkpoints() or self._other_checkpoints(root):
-            self._planner.runs.check_origin(ledger, self._origin(root, args.touched))
+        if self.is_of_run:
+            return
+
+        def check() -> None:
+            ledger = self.open(root, item)
+            # Else no train step is waited for.
+            if ledger.checkpoints() or self._other_checkpoints(root):
+                self._planner.runs.check_origin(
+                    ledger, self._origin(root, args.touched)
+                )
+
+        with as_save_errors(None, str(root)):
+            on_primary(self.channel, check)
+        self.is_of_run = True
 
     def _other_checkpoints(self, root: Any) -> tuple[str, ...]:
         """Checkpoints that are not listed; once it is known whose root it is, none matters."""

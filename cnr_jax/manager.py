@@ -18,7 +18,7 @@ from cnr_jax.args import (
     planned_args,
     state_to_save,
 )
-from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
+from cnr_jax.checkpointer.multihost.agreement import all_succeed
 from cnr_jax.checkpointer.orbax_compat import (
     ExactPath,
     OrbaxSeams,
@@ -40,7 +40,6 @@ from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
-from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.preemption import Sigterm
 from cnr_jax.checkpointer.saving.warm_up import Warmth
 from cnr_jax.handler import CnrHandler, handler_registry
@@ -111,7 +110,7 @@ class CheckpointManager(ocp.CheckpointManager):
         writer.bind(self._root, step_names(orbax_options))
         self._orbax = OrbaxSeams(self, self._root)
         self._calls = Calls(lifecycle.listener.is_here)
-        self._course = Course(self._handler.uses)
+        self._course = Course(self._handler.uses, self._channel, options.when_busy)
         self._ending = Ending(
             self._orbax,
             lifecycle,
@@ -126,9 +125,6 @@ class CheckpointManager(ocp.CheckpointManager):
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        self._skips_when_busy = options.when_busy == "skip"
-        # Whether the first save may be of the run that it is, as all processes found alike.
-        self._may_save = False
         writes = tables is not None and not (orbax_options and orbax_options.read_only)
         made = self._listing.begin(item, writes=writes)
         orbax_options = with_retention(
@@ -153,19 +149,14 @@ class CheckpointManager(ocp.CheckpointManager):
         )
         try:
             self._listing.say_what_is_there(made)
-            self._warmth = Warmth(tables, options) if tables is not None else None
-            self._warm_up(self._handler.auto_bits())
+            self._warmth = Warmth(tables or Tables({}), options)
+            self._warmth.warm_up(self._handler.auto_bits())
         except BaseException:
             super().close()
             raise
         # Last: without a manager nobody would act on a signal that is noted.
         if self._sigterm is not None:
             self._sigterm.listen()
-
-    def _warm_up(self, auto_bits: int | None) -> None:
-        """Compiles what saves with codes of this width need, once."""
-        if self._warmth is not None:
-            self._warmth.warm_up(auto_bits)
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -288,22 +279,37 @@ class CheckpointManager(ocp.CheckpointManager):
         item = str(self._listing.item)
         if state is not None:
             check_concrete(state.state, state.touched)
-            self._check_origin(state, item)
+            self._handler.check_origin(self._root, item, state)
         touched = state.touched if state else None
         if not force and not self._course.is_due(
             step, state is not None, touched, self.should_save
         ):
             return False
         last = self.reached_preemption(step)
-        if not force and not last and self._is_left_out(step):
+        if (
+            not force
+            and not last
+            and self._course.is_left_out(step, self._orbax.is_busy)
+        ):
             return False
-        planned = self._planned(step, state, item, last)
+        try:
+            self.wait_until_finished()
+        except errors.CnrError as error:
+            # The others may know of no error, such as one in deleting old steps, or of another.
+            self._handler.planning.refuse(error)
+            raise
+        planned = plan = None
+        if state is not None:
+            place = Place(self._root, self._orbax.new_directory(step), item)
+            # The root may be such that it cannot be read or claimed.
+            with as_save_errors(step, str(self._root)):
+                planned = self._handler.plan(place, state, urgent=last)
+            plan = planned.flight.plan
         with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-            plan = planned.flight.plan if planned else None
             self._ending.begin(step, plan, item)
             if plan is not None:
                 # Not foreseen where touched rows were made anew.
-                self._warm_up(plan.auto_bits)
+                self._warmth.warm_up(plan.auto_bits)
                 if plan.changed:
                     all_succeed(self._channel, self._orbax.reload)
             with self._listing.all_directories():
@@ -321,44 +327,6 @@ class CheckpointManager(ocp.CheckpointManager):
         if last:
             self.wait_until_finished()
         return saved
-
-    def _check_origin(self, state: Save, item: str) -> None:
-        """Makes sure, once, that a save of this state may begin or go on with a run here."""
-        if self._may_save:
-            return
-        with as_save_errors(None, str(self._root)):
-            on_primary(
-                self._channel,
-                lambda: self._handler.check_origin(self._root, item, state),
-            )
-        self._may_save = True
-
-    def _is_left_out(self, step: int) -> bool:
-        """Whether a save that is due is skipped because one is being written."""
-        if not self._skips_when_busy:
-            return False
-        # Threads end at slightly different times; the processes must do the same.
-        busy = bool(on_primary(self._channel, self._orbax.is_busy))
-        if busy:
-            _log.info("step %d is not saved: the save before is being written", step)
-        return busy
-
-    def _planned(
-        self, step: int, state: Save | None, item: str, urgent: bool
-    ) -> PlannedSave | None:
-        """A save of a state, decided once the save before has ended; None without a state."""
-        try:
-            self.wait_until_finished()
-        except errors.CnrError as error:
-            # The others may know of no error, such as one in deleting old steps, or of another.
-            self._handler.planning.refuse(error)
-            raise
-        if state is None:
-            return None
-        place = Place(self._root, self._orbax.new_directory(step), item)
-        # The root may be such that it cannot be read or claimed.
-        with as_save_errors(step, str(self._root)):
-            return self._handler.plan(place, state, urgent=urgent)
 
     @alone
     def restore(
@@ -418,9 +386,9 @@ class CheckpointManager(ocp.CheckpointManager):
         ours = isinstance(state, Restored)
         if directory is None and ours:
             self._course.restored(taken, state.touched)
-            self._may_save = True
+            self._handler.is_of_run = True
         if not self._orbax.is_read_only:
-            self._warm_up(self._handler.auto_bits())
+            self._warmth.warm_up(self._handler.auto_bits())
         plain = isinstance(args, ocp.args.StandardRestore)
         return state.state if plain and ours else restored
 

@@ -6,6 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+from cnr_jax.checkpointer.multihost.agreement import on_primary
+from cnr_jax.checkpointer.multihost.channel import Channel
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 
 _log = logging.getLogger(__name__)
@@ -25,13 +27,18 @@ class Course:
 
     Args:
         uses: whether saves go by these touched rows.
+        channel: to the other processes.
+        when_busy: `Options.when_busy`.
 
     Attributes:
         tip: None for a manager that starts anew, whatever its root holds.
     """
 
-    def __init__(self, uses: Callable[[Touched | None], bool]) -> None:
-        self._uses = uses
+    def __init__(
+        self, uses: Callable[[Touched | None], bool], channel: Channel, when_busy: str
+    ) -> None:
+        self._uses, self._channel = uses, channel
+        self._skips = when_busy == "skip"
         self.tip: Tip | None = None
         # Where the tip goes back to when the last save failed: its step is due again.
         self._before: Tip | None = None
@@ -98,6 +105,14 @@ class Course:
                 self.tip.step,
             )
         return False
+
+    def is_left_out(self, step: int, is_busy: Callable[[], bool]) -> bool:
+        """Whether a save that is due is skipped because one is being written."""
+        # Threads end at slightly different times; the processes must do the same.
+        busy = self._skips and bool(on_primary(self._channel, is_busy))
+        if busy:
+            _log.info("step %d is not saved: the save before is being written", step)
+        return busy
 
     def _tip_at(self, step: int, touched: Touched | None) -> Tip:
         if touched is None or not self._uses(touched):

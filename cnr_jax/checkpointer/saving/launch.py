@@ -104,15 +104,13 @@ async def launch(
         )
         # The writer starts first: a state larger than the staging budget streams through it.
         flight.background = in_background(
-            lambda: _write(flight, directory, plans, stage, options),
-            stage.abort,
+            lambda: _write(flight, directory, plans, stage, options), stage.abort
         )
         for chunk in captured.chunks(buffers):
             if not stage.put(chunk):
                 break  # the writer has failed; its future says why
         stage.start()
-        leaves = without_texts(planned.checked.dense)
-        parts = await dense.save(directory, leaves)
+        parts = await dense.save(directory, without_texts(planned.checked.dense))
         stage.close()
         flight.background.hand_over(parts)
     except BaseException as error:
