@@ -40,6 +40,7 @@ from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
+from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.preemption import Sigterm
 from cnr_jax.checkpointer.saving.warm_up import Warmth
 from cnr_jax.handler import CnrHandler, handler_registry
@@ -281,31 +282,15 @@ class CheckpointManager(ocp.CheckpointManager):
             check_concrete(state.state, state.touched)
             self._handler.check_origin(self._root, item, state)
         touched = state.touched if state else None
-        if not force and not self._course.is_due(
-            step, state is not None, touched, self.should_save
-        ):
+        due = self._course.is_due
+        if not (force or due(step, state is not None, touched, self.should_save)):
             return False
-        last = self.reached_preemption(step)
-        if (
-            not force
-            and not last
-            and self._course.is_left_out(step, self._orbax.is_busy)
-        ):
+        last, is_left_out = self.reached_preemption(step), self._course.is_left_out
+        if not (force or last) and is_left_out(step, self._orbax.is_busy):
             return False
-        try:
-            self.wait_until_finished()
-        except errors.CnrError as error:
-            # The others may know of no error, such as one in deleting old steps, or of another.
-            self._handler.planning.refuse(error)
-            raise
-        planned = plan = None
-        if state is not None:
-            place = Place(self._root, self._orbax.new_directory(step), item)
-            # The root may be such that it cannot be read or claimed.
-            with as_save_errors(step, str(self._root)):
-                planned = self._handler.plan(place, state, urgent=last)
-            plan = planned.flight.plan
+        planned = self._planned(step, state, item, last)
         with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
+            plan = planned.flight.plan if planned else None
             self._ending.begin(step, plan, item)
             if plan is not None:
                 # Not foreseen where touched rows were made anew.
@@ -327,6 +312,23 @@ class CheckpointManager(ocp.CheckpointManager):
         if last:
             self.wait_until_finished()
         return saved
+
+    def _planned(
+        self, step: int, state: Save | None, item: str, urgent: bool
+    ) -> PlannedSave | None:
+        """A save of a state, decided once the save before has ended; None without a state."""
+        try:
+            self.wait_until_finished()
+        except errors.CnrError as error:
+            # The others may know of no error, such as one in deleting old steps, or of another.
+            self._handler.planning.refuse(error)
+            raise
+        if state is None:
+            return None
+        place = Place(self._root, self._orbax.new_directory(step), item)
+        # The root may be such that it cannot be read or claimed.
+        with as_save_errors(step, str(self._root)):
+            return self._handler.plan(place, state, urgent=urgent)
 
     @alone
     def restore(
