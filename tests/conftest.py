@@ -33,15 +33,21 @@ if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) and _has_room():
     os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
 
 # Imports of jax must come after the flags above.
+import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
+import functools  # noqa: E402
 import importlib  # noqa: E402
+import inspect  # noqa: E402
 import sys  # noqa: E402
+import threading  # noqa: E402
+from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -49,6 +55,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
+from cnr_jax.testing import inprocess  # noqa: E402
+from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
 
 # Programs of their own: what they import is there when they are run.
 collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
@@ -60,14 +68,58 @@ _LEFT_BY_ORBAX = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The state machine's example fails saves, as marked tests do, but has no mark of its own.
+# ---- many cases of one test ---------------------------------------------------------------
 
-    A failing save leaves coroutines of Orbax unawaited, on event loops that are closed.
+
+@contextlib.contextmanager
+def case_of(case: Any) -> Iterator[None]:
+    """Says in which case something failed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {case!r}")
+        raise
+
+
+def each_of(names: Any, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Tries cases one after the other in one test, where an item for each would tell no more.
+
+    Args:
+        names: of the test's arguments, as `pytest.mark.parametrize` takes them.
+        cases: values of these.
+    """
+    several = names.split(",") if isinstance(names, str) else list(names)
+    keys, cases = [name.strip() for name in several], list(cases)
+
+    def wrap(test: Callable[..., None]) -> Callable[..., None]:
+        def tries(**others: Any) -> None:
+            for case in cases:
+                values = [case] if len(keys) == 1 and isinstance(names, str) else case
+                with case_of(case):
+                    test(**others, **dict(zip(keys, values, strict=True)))
+
+        functools.update_wrapper(tries, test)
+        signature = inspect.signature(test)
+        left = [p for name, p in signature.parameters.items() if name not in keys]
+        tries.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return tries
+
+    return wrap
+
+
+# Before items are deselected by their marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Examples have no marks of their own: those of tools are tests of tools.
+
+    But for that of the state machine, which is a test of the library. It fails saves, as marked
+    tests do: that leaves coroutines of Orbax unawaited, on event loops that are closed.
     """
     for item in items:
         if item.nodeid.startswith("cnr_jax/testing/machine.py"):
             item.add_marker(pytest.mark.filterwarnings(*_LEFT_BY_ORBAX))
+        elif item.nodeid.startswith("cnr_jax/testing/"):
+            item.add_marker(pytest.mark.tools)
 
 
 _ROWS = {"user": 64, "item": 32}
@@ -98,6 +150,18 @@ class TinyRun:
     tables: cnr.Tables
     salt: int = 0
     truth: dict[int, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def open(
+        self, root: Path, orbax: dict[str, Any] | None = None, **options: Any
+    ) -> cnr.CheckpointManager:
+        """A manager that saves exactly, each step on the one before."""
+        settings = {"codec": "raw", "policy": cnr.Consecutive()} | options
+        return cnr.CheckpointManager(
+            root,
+            tables=self.tables,
+            options=cnr.Options(**settings),
+            orbax_options=ocp.CheckpointManagerOptions(**orbax or {}),
+        )
 
     def train(self, step: int) -> None:
         """One train step: a few rows of each table, the same ones for the same salt."""
@@ -188,13 +252,14 @@ def _tiny_state(dtype: Any = np.float32) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tiny_run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes fresh `TinyRun`s, all from the same first state.
-
-    Nothing here is about surviving a power cut, and syncing is what such small saves spend
-    their time on.
-    """
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is synced: no power fails in a test, and small saves spend their time on it."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def tiny_run(unsynced: None) -> Any:
+    """Makes fresh `TinyRun`s, all from the same first state."""
 
     def make(salt: int = 0, dtype: Any = np.float32) -> TinyRun:
         state = _tiny_state(dtype)
@@ -203,6 +268,157 @@ def tiny_run(monkeypatch: pytest.MonkeyPatch) -> Any:
         return TinyRun(state=state, touched=touched, tables=tables, salt=salt)
 
     return make
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Any]:
+    """Opens managers of one root for tiny runs, and closes them."""
+    managers: list[cnr.CheckpointManager] = []
+    of_orbax = {each.name for each in dataclasses.fields(ocp.CheckpointManagerOptions)}
+    of_ours = {each.name for each in dataclasses.fields(cnr.Options)}
+
+    def open_(run: TinyRun, root: Path | None = None, **options: Any) -> Any:
+        orbax = {k: options.pop(k) for k in of_orbax - of_ours if k in options}
+        managers.append(run.open(root or tmp_path / "root", orbax, **options))
+        return managers[-1]
+
+    yield open_
+    for manager in managers:
+        manager.close()
+
+
+class Keep:
+    """A preservation policy that keeps the steps it is told."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = set(steps)
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        return [info.step in self.steps for info in checkpoints]
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flips a bit of a file, in the middle unless told otherwise."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 4
+    path.write_bytes(data)
+
+
+# ---- faults, of storage and not of functions ----------------------------------------------
+
+# Files that say how far a save is: the arrays of a process are on storage when it writes its
+# manifest, everything is when the manifest of the step is written.
+ARRAYS, PROCESS_MANIFEST = "/rows.p00000/", "/manifest.p00000.json"
+MANIFEST = "/manifest.json"
+
+
+class Gate:
+    """Holds back whoever comes to it, from when it is shut until it is opened."""
+
+    def __init__(self) -> None:
+        self.may_pass, self.reached = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self.may_pass.set()
+
+    def shut(self) -> None:
+        """From now on nobody passes."""
+        self.may_pass.clear()
+        self.reached.clear()
+
+    def open(self, error: BaseException | None = None) -> None:
+        """Lets all pass; the first one meets the error."""
+        self._error = error
+        self.may_pass.set()
+
+    def passes(self) -> None:
+        """Called by whoever comes."""
+        self.reached.set()
+        assert self.may_pass.wait(120)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class Storage:
+    """Storage that fails or waits at chosen files, below the folder of a test."""
+
+    def __init__(self, below: Path) -> None:
+        self.below = below
+
+    def failing(
+        self,
+        match: str = PROCESS_MANIFEST,
+        call: str = "open",
+        action: str = "ENOSPC",
+        times: int = 0,
+    ) -> contextlib.AbstractContextManager[list[Call]]:
+        """Calls of a kind fail whose path has `match` in it, 0: all; at least one must."""
+        fault = Fault(call, action=action, times=times, match=match)
+        return inprocess.failing(self.below, fault)
+
+    def calling(
+        self, work: Callable[[Call], Any], match: str, call: str | None = "open"
+    ) -> contextlib.AbstractContextManager[list[Call]]:
+        """Work is done, in whichever thread, right before each such call; None: before any."""
+
+        def before(found: Call) -> None:
+            if call in (found.call, None) and match in found.path:
+                work(found)
+
+        looks = call is None or call in LOOKS
+        return inprocess.watching(self.below, before=before, looks=looks)
+
+    @contextlib.contextmanager
+    def held(self, match: str = PROCESS_MANIFEST) -> Iterator[Gate]:
+        """Whoever is about to write such a file waits at a gate, which is shut."""
+        gate = Gate()
+        gate.shut()
+        with self.calling(lambda _: gate.passes(), match):
+            try:
+                yield gate
+            finally:
+                gate.open()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """Faults of what lies in the folder of the test."""
+    return Storage(tmp_path)
+
+
+# ---- limits ---------------------------------------------------------------------------------
+
+# Where the limits are read that only time and memory depend on.
+_LIMITS = {
+    "stored_chunk_bytes": "cnr_jax.repository.array_writer.CHUNK_BYTES",
+    "compressed_least_bytes": "cnr_jax.repository.array_writer.COMPRESSED_LEAST_BYTES",
+    "restored_small_bytes": "cnr_jax.repository.replay.leaves.SMALL_BYTES",
+    "restored_host_bytes": "cnr_jax.repository.replay.leaves.HOST_BYTES",
+    "restored_slab_bytes": "cnr_jax.repository.replay.leaves.SLAB_BYTES",
+    "fetched_block_bytes": "cnr_jax.repository.replay.fetch.BLOCK_BYTES",
+    "fetched_ahead_bytes": "cnr_jax.repository.replay.fetch.AHEAD_BYTES",
+    "gathered_small_rows": "cnr_jax.rows.gather.chunk.SMALL_ROWS",
+    "gathered_chunk_bytes": "cnr_jax.rows.gather.chunk.CHUNK_BYTES",
+    "gathered_large_bytes": "cnr_jax.rows.gather.device.LARGE_BYTES",
+    "hashed_chunk_bytes": "cnr_jax.rows.fingerprints.chunks.CHUNK_BYTES",
+    "hashed_again_rows": "cnr_jax.rows.fingerprints.chunks._AGAIN_ROWS",
+    "hashed_many_rows": "cnr_jax.rows.fingerprints.chunks._MANY_ROWS",
+    "audited_chunk_bytes": "cnr_jax.rows.fingerprints.rotation._CHUNK_BYTES",
+    "row_id_block": "cnr_jax.format.rowids._BLOCK_IDS",
+    "room_secs": "cnr_jax.repository.upkeep.leftovers.ROOM_SECS",
+    "hand_over_secs": "cnr_jax.repository.upkeep.writer.HAND_OVER_SECS",
+}
+
+
+@pytest.fixture
+def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets limits, by the names above, so that small tables are cut as large ones are."""
+
+    def set_limits(**limits: float) -> None:
+        for name, value in limits.items():
+            monkeypatch.setattr(_LIMITS[name], value)
+
+    return set_limits
 
 
 @pytest.fixture

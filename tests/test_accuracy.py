@@ -13,6 +13,8 @@ import pytest
 
 from cnr_jax.format.rowids import decode_rowids
 
+pytestmark = pytest.mark.tools
+
 BATCH = 4096
 
 

@@ -15,6 +15,8 @@ import pytest
 
 import cnr_jax as cnr
 
+pytestmark = pytest.mark.tools
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 SCRIPT = """

@@ -189,6 +189,7 @@ def test_what_a_root_holds_is_read_without_jax_orbax_and_tensorstore() -> None:
     subprocess.run([sys.executable, "-c", code, *modules], check=True, timeout=120)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -212,6 +213,7 @@ def test_checker_catches_a_forbidden_import(module: str, source: str) -> None:
     assert len(violations({module: source, **known})) == 1
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -227,6 +229,7 @@ def test_checker_passes_an_allowed_import(module: str, source: str) -> None:
     assert violations({module: source}) == []
 
 
+@pytest.mark.tools
 def test_checker_catches_a_cycle_within_a_part() -> None:
     sources = {
         "cnr_jax.rows.__init__": "from cnr_jax.rows import a",

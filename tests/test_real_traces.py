@@ -15,6 +15,8 @@ from cnr_jax.format.rowids import encode_rowids
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot
 from cnr_jax.rows.codecs import make_codec
 
+pytestmark = pytest.mark.tools
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 SAVES = 6
 

@@ -20,6 +20,8 @@ import pytest
 
 from cnr_jax.testing import damage, faults
 
+pytestmark = pytest.mark.tools
+
 CAMPAIGN = Path(__file__).parent
 SMALL = ("kill: delete", "damage: flips, manifest", "errors: EIO", "once: open")
 CASES = (

@@ -15,6 +15,8 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.testing import damage
 
+pytestmark = pytest.mark.tools
+
 
 def picture(root: Path) -> dict[str, Any]:
     """Everything there, with contents and times."""

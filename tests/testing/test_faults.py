@@ -20,9 +20,10 @@ from cnr_jax import errors
 from cnr_jax.testing import _compiling, faults
 from cnr_jax.testing.faults import Fault
 
-pytestmark = pytest.mark.skipif(
-    not faults.available(), reason=str(faults.why_unavailable())
-)
+pytestmark = [
+    pytest.mark.tools,
+    pytest.mark.skipif(not faults.available(), reason=str(faults.why_unavailable())),
+]
 
 # Works in the folder that is its working directory; prints the error number, if any.
 EVERY_CALL = """

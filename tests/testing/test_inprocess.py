@@ -16,6 +16,8 @@ from cnr_jax import errors
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
+pytestmark = pytest.mark.tools
+
 
 def work(root: Path) -> None:
     (root / "d").mkdir()

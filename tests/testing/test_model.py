@@ -20,6 +20,8 @@ from cnr_jax.testing.faults import Fault
 from cnr_jax.testing.model import Model, differences
 from cnr_jax.testing.setup import Setup
 
+pytestmark = pytest.mark.tools
+
 NOTHING: dict[str, np.ndarray] = {}
 
 
