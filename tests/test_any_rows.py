@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,7 @@ LAYOUTS = {
 }
 BITS = 4
 
-
-@pytest.fixture(autouse=True)
-def quick_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about surviving a power cut."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @lru_cache

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import pytest
 
 from cnr_jax.rows.gather import where as places
+
+from .conftest import each_of
 
 
 class Accelerator:
@@ -16,7 +17,7 @@ class Accelerator:
     platform = "gpu"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("staging", "device", "size", "where"),
     [
         ("auto", "cpu", places.SMALL_SHARD_BYTES + 1, "host"),

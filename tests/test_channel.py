@@ -26,6 +26,8 @@ from cnr_jax.checkpointer.multihost.agreement import (
 from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.multihost.channel import Channel
 
+from .conftest import each_of
+
 CLASSES = [
     kind
     for kind in vars(errors).values()
@@ -33,7 +35,7 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+@each_of("kind", CLASSES)
 def test_error_comes_back_from_json_with_all_that_it_says(kind: Any) -> None:
     error = kind("the fact\n  where\n  hint: what to do", kind="special")
     facts = {k: v for k, v in vars(error).items() if not k.startswith("_")}

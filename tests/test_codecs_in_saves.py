@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,11 +22,7 @@ TABLE_CODECS = {
 # Of each element, relative.
 SLOT_CODECS = {"bfloat16": 2.0**-8, "log": 0.0014, "log8": 0.03}
 
-
-@pytest.fixture(autouse=True)
-def quick_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about surviving a power cut."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 def make_state() -> dict:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format import names
-from cnr_jax.repository import array_writer
 from cnr_jax.testing import damage
 
 ROWS, DIM = 300, 16
@@ -24,9 +23,9 @@ ZSTD = {"compression": "zstd"}
 
 
 @pytest.fixture
-def every_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_array(tiny_limits: Any) -> None:
     """Compresses arrays of any length, so that tables may be tiny."""
-    monkeypatch.setattr(array_writer, "COMPRESSED_LEAST_BYTES", 0)
+    tiny_limits(compressed_least_bytes=0)
 
 
 def array_bytes(root: Path, step: int) -> int:
@@ -93,13 +92,12 @@ def sharded_state(seed: int, axes: tuple[int, int], spec: P) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("every_array")
+@pytest.mark.usefixtures("every_array", "unsynced")
 def test_a_sharded_table_restores_the_same_bits_on_other_meshes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_limits: Any
 ) -> None:
     """In chunks much shorter than an array, which tiles neither begin nor end with."""
-    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 1500)
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    tiny_limits(stored_chunk_bytes=1500)
     state, later = (sharded_state(seed, (2, 4), P("a", "b")) for seed in (1, 2))
     rows = jnp.arange(5, ROWS, 3)
     later = jax.tree.map(lambda a, b: a.at[rows].set(b[rows]), state, later)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +22,9 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.format.fields import dump_document
+from cnr_jax.repository.step import read_manifest
+
+from .conftest import case_of
 
 UUID = "ab" * 16
 WRITER = "cnr_jax.writer.json"
@@ -68,28 +75,27 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 def two_steps(run: Any, root: Path) -> None:
-    with cnr.CheckpointManager(
-        root, tables=run.tables, options=cnr.Options(codec="raw")
-    ) as manager:
+    with run.open(root, policy=cnr.Full()) as manager:
         run.run(manager, range(2))
 
 
 def goes_on(run: Any, root: Path) -> None:
     """Opening, restoring and saving work, and nothing that was there is gone."""
-    with cnr.CheckpointManager(
-        root, tables=run.tables, options=cnr.Options(codec="raw")
-    ) as manager:
-        assert manager.all_steps() == [0, 1]
+    with run.open(root, policy=cnr.Full()) as manager:
+        steps = manager.all_steps()
+        assert steps == [*range(len(steps))] and len(steps) > 1
         run.restore(manager, None)
-        run.run(manager, [2])
-        for step in range(3):
+        run.run(manager, [len(steps)])
+
+
+def all_restore(run: Any, root: Path) -> None:
+    with run.open(root) as manager:
+        assert manager.all_steps() == [*run.truth]
+        for step in run.truth:
             run.check(manager, step)
 
 
-@pytest.mark.parametrize("renames", RENAMES)
-def test_crafted_claims_rename_nothing(
-    tmp_path: Path, tiny_run: Any, renames: str
-) -> None:
+def test_crafted_claims_rename_nothing(tmp_path: Path, tiny_run: Any) -> None:
     run, root, victim = tiny_run(), tmp_path / "root", tmp_path / "victim"
     two_steps(run, root)
     for folder in (
@@ -101,31 +107,39 @@ def test_crafted_claims_rename_nothing(
     ):
         folder.mkdir()
         (folder / "file").write_text("mine")
-    moved = [
-        name.replace("{out}", str(tmp_path)) if isinstance(name, str) else name
-        for name in RENAMES[renames]
-    ]
-    (root / WRITER).write_text(json.dumps(claim(moved=[moved])))
     before = {p: tree(p) for p in tmp_path.iterdir() if p != root}
-    inside = tree(root).keys()
-    goes_on(run, root)
-    assert {p: tree(p) for p in tmp_path.iterdir() if p != root} == before
-    assert inside <= tree(root).keys()
+    for case, names in RENAMES.items():
+        moved = [
+            name.replace("{out}", str(tmp_path)) if isinstance(name, str) else name
+            for name in names
+        ]
+        (root / WRITER).write_text(json.dumps(claim(moved=[moved])))
+        inside = tree(root).keys()
+        with case_of(case):
+            goes_on(run, root)
+            assert {p: tree(p) for p in tmp_path.iterdir() if p != root} == before
+            assert inside <= tree(root).keys()
+    all_restore(run, root)
 
 
-@pytest.mark.parametrize("key", ["directory", "item"])
-@pytest.mark.parametrize("name", ["../victim", "", "a/b", "..", "a\0b", 3, None])
 def test_claims_that_name_a_save_elsewhere_are_not_understood(
-    tmp_path: Path, tiny_run: Any, caplog: pytest.LogCaptureFixture, key: str, name: Any
+    tmp_path: Path, tiny_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would be looked there whether steps are to be brought back."""
     run, root = tiny_run(), tmp_path / "root"
     two_steps(run, root)
     (root / f"9.abandoned-g1-{UUID}").mkdir()
-    (root / WRITER).write_text(json.dumps(claim(**{key: name})))
-    goes_on(run, root)
-    assert (root / f"9.abandoned-g1-{UUID}").is_dir()
-    assert f"aside.{key}" in caplog.text
+    cases = itertools.product(
+        ("directory", "item"), ("../victim", "", "a/b", "..", "a\0b", 3, None)
+    )
+    for key, name in cases:
+        caplog.clear()
+        (root / WRITER).write_text(json.dumps(claim(**{key: name})))
+        with case_of((key, name)):
+            goes_on(run, root)
+            assert (root / f"9.abandoned-g1-{UUID}").is_dir()
+            assert f"aside.{key}" in caplog.text
+    all_restore(run, root)
 
 
 def test_claims_of_the_right_form_are_still_followed(
@@ -137,6 +151,7 @@ def test_claims_of_the_right_form_are_still_followed(
     moved = [["1", f"1.abandoned-g1-{UUID}"]]
     (root / WRITER).write_text(json.dumps(claim(moved=moved)))
     goes_on(run, root)
+    all_restore(run, root)
 
 
 def deep(path: Path) -> None:
@@ -179,23 +194,33 @@ def listed(path: Path) -> None:
     path.write_text("[1]")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [deep, numbers, long_number, own_group, pipe, endless, large, no_text, listed],
+NO_CLAIMS = (
+    deep,
+    numbers,
+    long_number,
+    own_group,
+    pipe,
+    endless,
+    large,
+    no_text,
+    listed,
 )
+
+
 def test_whatever_is_in_the_place_of_a_claim_a_run_goes_on(
-    tmp_path: Path,
-    tiny_run: Any,
-    caplog: pytest.LogCaptureFixture,
-    make: Callable[[Path], None],
+    tmp_path: Path, tiny_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, root = tiny_run(), tmp_path / "root"
     two_steps(run, root)
-    (root / WRITER).unlink()
-    make(root / WRITER)
-    goes_on(run, root)
-    assert "cannot be understood" in caplog.text
-    assert json.loads((root / WRITER).read_text())["pid"] == os.getpid()
+    for make in NO_CLAIMS:
+        caplog.clear()
+        (root / WRITER).unlink()
+        make(root / WRITER)
+        with case_of(make):
+            goes_on(run, root)
+            assert "cannot be understood" in caplog.text
+            assert json.loads((root / WRITER).read_text())["pid"] == os.getpid()
+    all_restore(run, root)
 
 
 def test_a_folder_in_the_place_of_a_claim_keeps_a_run_from_saving_with_an_error(
@@ -234,12 +259,22 @@ def resealed(
     path.write_bytes(dump_document(manifest))
 
 
-def two_fulls(run: Any, root: Path) -> Path:
-    """Two steps that do not rest on each other; returns the item of the newer."""
-    options = cnr.Options(codec="raw", policy=cnr.Full())
-    with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
-        run.run(manager, range(2))
-    return root / "1" / "default"
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What is saved once for all tests."""
+    return SimpleNamespace(root=tmp_path_factory.mktemp("saved") / "root", run=None)
+
+
+@pytest.fixture
+def two_fulls(tiny_run: Any, once: Any, tmp_path: Path) -> tuple[Any, Path, Path]:
+    """A run, its root of two steps that do not rest on each other, the item of the newer."""
+    if once.run is None:
+        once.run = tiny_run()
+        two_steps(once.run, once.root)
+    root = tmp_path / "root"
+    shutil.copytree(once.root, root)
+    run = dataclasses.replace(once.run, truth=dict(once.run.truth))
+    return run, root, root / "1" / "default"
 
 
 def is_refused(run: Any, root: Path, match: str, **options: Any) -> None:
@@ -259,11 +294,9 @@ def is_refused(run: Any, root: Path, match: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("which", ["all", "one table", "a slot"])
 def test_full_checkpoints_that_lack_rows_do_not_restore_as_zeros(
-    tmp_path: Path, tiny_run: Any, which: str
+    two_fulls: Any, which: str
 ) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-
-    item = two_fulls(run, root)
+    run, root, item = two_fulls
 
     def drop(process: dict[str, Any]) -> None:
         for tile in process["tiles"]:
@@ -284,28 +317,33 @@ def not_files() -> dict[str, Callable[[Path], None]]:
     }
 
 
-@pytest.mark.parametrize("made", not_files())
-@pytest.mark.parametrize("verify_reads", [True, False])
+@pytest.mark.parametrize(
+    ("made", "verify_reads"),
+    [("a pipe", True), ("a pipe", False), ("a device", False), ("a folder", True)],
+)
 def test_chunks_that_are_no_files_are_refused(
-    tmp_path: Path, tiny_run: Any, made: str, verify_reads: bool
+    two_fulls: Any, made: str, verify_reads: bool
 ) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-    item = two_fulls(run, root)
+    run, root, item = two_fulls
     (chunk,) = item.glob("rows.p00000/raw.rows.float32/c/0")
     chunk.unlink()
     not_files()[made](chunk)
     is_refused(run, root, "is not a file", verify_reads=verify_reads)
 
 
-@pytest.mark.parametrize("made", ["a pipe", "a device"])
 @pytest.mark.parametrize(
-    "file", ["manifest.json", "manifest.p00000.json", "dense/_METADATA"]
+    ("made", "file"),
+    [
+        ("a pipe", "manifest.json"),
+        ("a device", "manifest.json"),
+        ("a device", "manifest.p00000.json"),
+        ("a pipe", "dense/_METADATA"),
+    ],
 )
 def test_small_files_that_are_no_files_are_refused(
-    tmp_path: Path, tiny_run: Any, made: str, file: str
+    two_fulls: Any, made: str, file: str
 ) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-    item = two_fulls(run, root)
+    run, root, item = two_fulls
     (item / file).unlink()
     not_files()[made](item / file)
     is_refused(run, root, "is not a file|does not exist")
@@ -313,10 +351,10 @@ def test_small_files_that_are_no_files_are_refused(
 
 @pytest.mark.parametrize("made", ["a pipe", "a device"])
 def test_metadata_of_orbax_that_is_no_file_is_refused(
-    tmp_path: Path, tiny_run: Any, made: str
+    two_fulls: Any, made: str
 ) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-    file = two_fulls(run, root).parent / "_CHECKPOINT_METADATA"
+    run, root, item = two_fulls
+    file = item.parent / "_CHECKPOINT_METADATA"
     file.unlink()
     not_files()[made](file)
     is_refused(run, root, "_CHECKPOINT_METADATA is not a file")
@@ -400,13 +438,20 @@ def half(text: str) -> str:
     return text[:-1] + "\ud800" + text[-1]
 
 
-@pytest.mark.parametrize("change", [nul, half])
-@pytest.mark.parametrize("where", ["process", "dense", "array", "parent"])
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        ("process", nul),
+        ("dense", half),
+        ("array", nul),
+        ("array", half),
+        ("parent", nul),
+    ],
+)
 def test_names_that_no_file_can_have_are_refused(
-    tmp_path: Path, tiny_run: Any, where: str, change: Callable[[str], str]
+    two_fulls: Any, where: str, change: Callable[[str], str]
 ) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-    item = two_fulls(run, root)
+    run, root, item = two_fulls
 
     def manifest(found: dict[str, Any]) -> None:
         if where == "process":
@@ -431,23 +476,25 @@ def test_names_that_no_file_can_have_are_refused(
     is_refused(run, root, "is not valid|cannot be restored")
 
 
-@pytest.mark.parametrize("value", [2**63, 10**400, 10**4000])
-@pytest.mark.parametrize("key", ["generation", "restores", "rows", "secs", "clock"])
-def test_numbers_past_any_array_are_refused(
-    tmp_path: Path, tiny_run: Any, key: str, value: int
-) -> None:
-    run, root = tiny_run(), tmp_path / "root"
-    item = two_fulls(run, root)
+def put(manifest: dict[str, Any], key: str, value: int) -> None:
+    if key == "rows":
+        manifest["tables"][0]["rows"] = value
+    elif key == "secs":
+        manifest["history"][-1]["secs"] = value
+    elif key == "clock":
+        manifest["recorded_clock"] = value
+    else:
+        manifest[key] = value
 
-    def change(manifest: dict[str, Any]) -> None:
-        if key == "rows":
-            manifest["tables"][0]["rows"] = value
-        elif key == "secs":
-            manifest["history"][-1]["secs"] = value
-        elif key == "clock":
-            manifest["recorded_clock"] = value
-        else:
-            manifest[key] = value
 
-    resealed(item, change)
+def test_numbers_past_any_array_are_refused(two_fulls: Any) -> None:
+    """By whoever reads the manifest; and a step in which it is, by all who read that."""
+    run, root, item = two_fulls
+    good = (item / "manifest.json").read_bytes()
+    keys = ("generation", "restores", "rows", "secs", "clock")
+    for key, value in itertools.product(keys, (2**63, 10**400, 10**4000)):
+        (item / "manifest.json").write_bytes(good)
+        resealed(item, lambda manifest, k=key, v=value: put(manifest, k, v))
+        with case_of(key), pytest.raises(cnr.errors.ManifestError, match="not valid"):
+            read_manifest(item)
     is_refused(run, root, "is not valid")

@@ -1,8 +1,11 @@
 """No optimizer of optax passes silently wrong, whichever rows it moves.
 
-Each is trained for fifty steps on a sharded table and saved now and then. With fingerprints every
-step comes back bit for bit; with recorded rows the audit raises at the first save that would lie.
-Which save that is follows from the true states, which are kept in numpy.
+Each is trained for fifty steps on a sharded table and looked at now and then, as a save would.
+With fingerprints the rows found are those that changed; with recorded rows the audit raises at the
+first save that would lie. Which that is follows from the true states, which are kept in numpy.
+
+Ten, one for each way in which states differ, are saved and restored too; `-m slow` does so with
+all: with fingerprints every step comes back bit for bit, with recorded rows all before the lie.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +29,16 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.errors import AuditError
 from cnr_jax.state.find import Table
+from cnr_jax.state.split import split
 
 # Some of what optax still offers it advises against.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("unsynced"),
+]
 
 ROWS, DIM, BATCH, STEPS, SAVES = 512, 8, 16, 50, 6
 LR = 0.05
@@ -542,10 +549,46 @@ def _first_lie(tables: cnr.Tables, saves: list[Saved]) -> int | None:
 # ---- tests --------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about power cuts, and such small saves mostly wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+# Rows that stay, slots that move, of few bits, smaller than the table or of other rows, keys,
+# sums of several steps, parameters twice, copies beside them, updates that come late.
+SAVED = [
+    "sgd",
+    "adagrad",
+    "adam, bfloat16 mu",
+    "adafactor, factored",
+    "lbfgs",
+    "noisy_sgd",
+    "MultiSteps, sgd",
+    "lookahead",
+    "sgd, parameters' average",
+    "sgd, pipelined, wrong ids",
+]
+
+
+def _rows_found(
+    tracker: Tracker, found: ChangedRows, clock: int
+) -> dict[str, set[int]]:
+    """Rows of each table that a delta on a save at this clock would hold."""
+    choose = tracker.chooser(found, clock)
+    rows: dict[str, set[int]] = {}
+    for tile in found.tiles:
+        start, stop = tile.rows
+        chosen = choose(tile)
+        positions = range(stop - start) if chosen is None else chosen.tolist()
+        rows.setdefault(tile.table.name, set()).update(start + at for at in positions)
+    return rows
+
+
+def _rows_changed(tables: cnr.Tables, saves: list[Saved]) -> dict[str, set[int]]:
+    """Rows of each table that changed from some of the saves to the next."""
+    return {
+        name: {
+            row
+            for pair in itertools.pairwise(saves)
+            for row in np.flatnonzero(_changed(table, *pair)).tolist()
+        }
+        for name, table in tables.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -553,6 +596,53 @@ def test_no_optimizer_passes_silently_wrong(name: str, tmp_path: Path) -> None:
     seed = zlib.crc32(name.encode())
     trainer = Trainer(CASES[name], seed)
     tables, saves = trainer.tables, trainer.run()
+    lie = _first_lie(tables, saves)
+    assert CASES[name].moves in (None, lie is not None)
+    prints, record = (
+        Tracker(cnr.Options(tracking=mode)) for mode in ("fingerprint", "recorded")
+    )
+    clocks: list[int] = []
+    for number, saved in enumerate(saves):
+        arrays, _ = split(saved.state, tables)
+        found = prints.find(saved.state, None, tables, arrays)
+        prints.keep(found, found.stamps)
+        # On the save before, and on the first one.
+        for parent in {number - 1, 0} - {-1, number}:
+            changed = _rows_changed(tables, saves[parent : number + 1])
+            assert _rows_found(prints, found, clocks[parent]) == changed
+        clocks.append(found.stamps.clock)
+    for before, saved in itertools.pairwise([None, *saves]):
+        arrays, _ = split(saved.state, tables)
+        if saved.step == lie:
+            with pytest.raises(AuditError, match="|".join(tables)):
+                record.find(saved.state, saved.touched, tables, arrays)
+            break
+        found = record.find(saved.state, saved.touched, tables, arrays)
+        record.keep(found, found.stamps)
+        if before is not None:
+            clock = int(before.touched.clock)
+            rows = _rows_found(record, found, clock)
+            for table, changed in _rows_changed(tables, [before, saved]).items():
+                assert changed <= rows[table]
+    if name in SAVED:
+        _save_and_restore(trainer, saves, seed, lie, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SAVED])
+def test_every_other_optimizer_is_saved_and_restored(name: str, tmp_path: Path) -> None:
+    seed = zlib.crc32(name.encode())
+    trainer = Trainer(CASES[name], seed)
+    saves = trainer.run()
+    lie = _first_lie(trainer.tables, saves)
+    _save_and_restore(trainer, saves, seed, lie, tmp_path)
+
+
+def _save_and_restore(
+    trainer: Trainer, saves: list[Saved], seed: int, lie: int | None, tmp_path: Path
+) -> None:
+    """Both ways; a run that records rows ends at the save that would lie."""
+    tables = trainer.tables
     reports: list[cnr.SaveReport] = []
     options = _options("fingerprint", seed, on_save=reports.append)
     root = tmp_path / "fingerprint"
@@ -565,8 +655,6 @@ def test_no_optimizer_passes_silently_wrong(name: str, tmp_path: Path) -> None:
     for report in deltas:
         assert report.rows == _rows_of(report, tables, saves)
 
-    lie = _first_lie(tables, saves)
-    assert CASES[name].moves in (None, lie is not None)
     root, options = tmp_path / "recorded", _options("recorded", seed + 1)
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         for saved in saves:
@@ -580,7 +668,7 @@ def test_no_optimizer_passes_silently_wrong(name: str, tmp_path: Path) -> None:
     _assert_all_restore(root, tables, true)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "add_noise", "MultiSteps, sgd"])
+@pytest.mark.parametrize("name", ["adam", "MultiSteps, sgd"])
 def test_without_audit_a_step_comes_back_wrong(name: str, tmp_path: Path) -> None:
     trainer = Trainer(CASES[name], 1)
     tables, saves = trainer.tables, trainer.run()
@@ -596,11 +684,8 @@ def test_without_audit_a_step_comes_back_wrong(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "tracking"),
     [
-        ("adam", "fingerprint"),
         ("adamw", "fingerprint"),
-        ("lion", "fingerprint"),
         ("MultiSteps, adam", "fingerprint"),
-        ("adagrad", "recorded"),
         ("adagrad, pipelined", "recorded"),
     ],
 )

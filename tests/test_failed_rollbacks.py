@@ -26,10 +26,12 @@ class Run:
     def __init__(self, root: Path, *steps: int, **options: Any) -> None:
         self.root = root
         self.state = {"user": jnp.arange(32.0).reshape(8, 4), "w": jnp.ones(3)}
-        tables = cnr.find_tables(self.state, ["user"])
-        self.touched = cnr.init_touched(self.state, tables)
+        self.tables = cnr.find_tables(self.state, ["user"])
+        self.touched = cnr.init_touched(self.state, self.tables)
         self.manager: Any = cnr.CheckpointManager(
-            root, tables=tables, orbax_options=ocp.CheckpointManagerOptions(**options)
+            root,
+            tables=self.tables,
+            orbax_options=ocp.CheckpointManagerOptions(**options),
         )
         for step in steps:
             self.save(step, loss=step)
@@ -57,16 +59,11 @@ class Run:
         self.manager.close()
 
 
-def no_space(*_: Any) -> Any:
-    raise OSError(errno.ENOSPC, "no space")
-
-
 def test_a_failed_save_is_not_taken_for_the_step_that_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Any
 ) -> None:
     run = Run(tmp_path, 1, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.handler.write_manifest", no_space)
+    with storage.failing("/manifest.json"):
         run.save(2)
         with pytest.raises(cnr.errors.SaveError) as raised:
             run.manager.wait_until_finished()
@@ -76,16 +73,19 @@ def test_a_failed_save_is_not_taken_for_the_step_that_comes_back(
 
 
 def test_a_failed_save_that_retention_would_have_dropped_brings_back_the_old_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Any
 ) -> None:
     best = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "max"}
     run = Run(tmp_path, 1, 2, max_to_keep=1, **best)
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.handler.write_manifest", no_space)
+    with storage.failing("/manifest.json"):
         run.save(2, loss=0.1)
         with pytest.raises(cnr.errors.SaveError, match="step 2 failed"):
             run.manager.wait_until_finished()
     run.check([1, 2])
+
+
+def no_space(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "no space")
 
 
 def test_an_error_before_orbax_begins_gives_steps_and_lock_back(
@@ -97,7 +97,7 @@ def test_an_error_before_orbax_begins_gives_steps_and_lock_back(
         patch.setattr(run.manager, "_load_checkpoint_infos", no_space)
         with pytest.raises(cnr.errors.SaveError, match="no space"):
             run.save(2)
-    with cnr.CheckpointManager(tmp_path, tables=run.manager._handler.tables) as other:
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as other:
         assert other.save(4, args=cnr.args.Save(run.state, run.touched))
     shutil.rmtree(tmp_path / "4")
     run.manager.reload()

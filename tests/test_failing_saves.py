@@ -35,12 +35,13 @@ from cnr_jax.checkpointer.saving.warm_up import Warmth
 from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
-from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository import rows_writer
 from cnr_jax.repository.lineage import planner
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.stage import Stage
+from cnr_jax.testing import inprocess
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -57,13 +58,6 @@ def _collected() -> Iterator[None]:
     """Lets what Orbax leaves behind warn in the test that it belongs to."""
     yield
     gc.collect()
-
-
-def open_manager(root: Path, run: Any, **options: Any) -> cnr.CheckpointManager:
-    settings = {"policy": cnr.Consecutive(), "codec": "raw"} | options
-    return cnr.CheckpointManager(
-        root, tables=run.tables, options=cnr.Options(**settings)
-    )
 
 
 def temporaries(root: Path) -> list[str]:
@@ -188,7 +182,7 @@ def test_a_real_fault_comes_out_once_and_the_next_save_has_all_rows(
     inject, numbers = FAULTS[fault]
     with small_disk(tmp_path / "disk") as disk:
         budget = {"max_staging_bytes": 64} if streams else {}
-        manager = open_manager(disk / "run", run, **budget)
+        manager = run.open(disk / "run", **budget)
         run.run(manager, [1])
         run.train(2)
         with inject(disk):
@@ -210,22 +204,98 @@ def test_a_real_fault_comes_out_once_and_the_next_save_has_all_rows(
         manager.close()
 
 
+# ---- wherever it fails ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_array_can_be_made(storage: Any) -> Iterator[None]:
+    """A file is where the folder of the arrays has to be."""
+
+    def put(call: Any) -> None:
+        if call.call == "mkdir" and call.path.endswith(f"default{TEMPORARY_SUFFIX}"):
+            Path(call.path, "rows.p00000").write_bytes(b"")
+
+    with inprocess.watching(storage.below, after=put):
+        yield
+
+
+def no_memory_in(owner: Any, name: str) -> Callable[[Any], Any]:
+    """No storage fails there, but memory may run out."""
+
+    @contextlib.contextmanager
+    def failing(storage: Any) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, _no_memory)
+            yield
+
+    return failing
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("on purpose")
+
+
+POINTS: dict[str, Callable[[Any], Any]] = {
+    "finding rows": no_memory_in(tracker.Tracker, "find"),
+    "choosing rows": no_memory_in(capture, "capture"),
+    "gathering": no_memory_in(host, "gather_chunks"),
+    "dense leaves": no_memory_in(DenseStore, "save"),
+    "encoding": no_memory_in(rows_writer, "encode_chunks"),
+    "making arrays": no_array_can_be_made,
+    "ending arrays": lambda s: s.failing("/rows.p00000/", "open_read", "EIO"),
+    "syncing arrays": lambda s: s.failing("/rows.p00000", "fsync", "EIO"),
+    "process manifest": lambda s: s.failing("/manifest.p00000.json"),
+    "syncing dense files": lambda s: s.failing("/dense", "fsync", "EIO"),
+    "manifest": lambda s: s.failing("/manifest.json"),
+    "syncing the manifest": lambda s: s.failing("/manifest.json", "fsync", "EIO"),
+    "commit": lambda s: s.failing(TEMPORARY_SUFFIX, "rename", "EIO", times=1),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_wherever_a_save_fails_nothing_changes_and_its_rows_are_in_the_next(
+    tiny_run: Any, tmp_path: Path, storage: Any, point: str
+) -> None:
+    run = tiny_run()
+    manager = run.open(tmp_path)
+    run.run(manager, [1])
+    run.train(2)
+    with POINTS[point](storage), pytest.raises((SaveError, MemoryError)):
+        manager.save(2, args=cnr.args.Save(run.state, run.touched))
+        manager.wait_until_finished()
+    # A retry of the step uses the same folder: nobody may still be writing into it.
+    assert "cnr_write_rows" not in [thread.name for thread in threading.enumerate()]
+    manager.check_for_errors()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1] and manager.latest_step() == 1
+    run.train(3)
+    run.run(manager, [2])
+    report = manager.last_report
+    assert report is not None and (report.step, report.parent) == (2, 1)
+    tables = [path for path in run.truth[1] if "params" in path]
+    changed = [(run.truth[1][at] != run.truth[2][at]).any(axis=1) for at in tables]
+    assert report.rows == sum(int(rows.sum()) for rows in changed)
+    assert temporaries(tmp_path) == []
+    run.check(manager, 2)
+    run.check(manager, 1)
+    manager.close()
+
+
 def test_a_run_of_failing_saves_leaks_nothing(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
     before = set(threading.enumerate())
     kept: list[SaveError] = []
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [0])
     descriptors = len(open_files())
     for step in range(1, 6):
         run.train(step)
-        with monkeypatch.context() as patch:
-            patch.setattr(ArrayWriter, "finish", _no_memory)
+        with storage.failing("/rows.p00000/", "open_read", "EIO"):
             kept.append(failed_save(manager, run, step))
     assert [error.step for error in kept] == [1, 2, 3, 4, 5]
-    assert all(isinstance(error.__cause__, MemoryError) for error in kept)
+    assert all(isinstance(error.__cause__, OSError) for error in kept)
     wait_for_removal(tmp_path)
     assert len(open_files()) == descriptors
     # The errors are kept; the rows that the failed saves had staged are not.
@@ -244,16 +314,12 @@ def staged_rows() -> list[Chunk]:
     return [found for found in gc.get_objects() if isinstance(found, Chunk)]
 
 
-def _no_memory(*args: Any) -> Any:
-    raise MemoryError("on purpose")
-
-
 def test_no_thread_waits_for_directories_that_never_come(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     """Orbax's own futures would wait five minutes for each such save."""
     run = tiny_run()
-    manager = open_manager(tmp_path / "run", run)
+    manager = run.open(tmp_path / "run")
     run.run(manager, [1])
     before = {t for t in threading.enumerate() if t.is_alive()}
     for step in (2, 3):
@@ -267,38 +333,31 @@ def test_no_thread_waits_for_directories_that_never_come(
 
 
 def test_an_error_that_is_not_asked_for_comes_out_of_close_which_still_closes(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run, save_on_sigterm=True)
-    monkeypatch.setattr(RowsWriter, "write", _no_memory)
-    run.train(1)
-    manager.save(1, args=cnr.args.Save(run.state, run.touched))
-    with pytest.raises(SaveError, match="step 1 failed"):
-        manager.close()
+    manager = run.open(tmp_path, save_on_sigterm=True)
+    with storage.failing():
+        run.train(1)
+        manager.save(1, args=cnr.args.Save(run.state, run.touched))
+        with pytest.raises(SaveError, match="step 1 failed"):
+            manager.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     manager.close()
 
 
 def test_polling_for_errors_neither_waits_nor_swallows(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1])
-    go_on = threading.Event()
-
-    def held(*args: Any) -> Any:
-        assert go_on.wait(60)
-        raise MemoryError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", held)
+    with storage.held() as gate:
         run.train(2)
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
         manager.check_for_errors()
         assert manager.is_saving_in_progress()
-        go_on.set()
+        gate.open(MemoryError("on purpose"))
         with pytest.raises(SaveError, match="step 2"):
             while True:
                 manager.check_for_errors()
@@ -309,29 +368,20 @@ def test_polling_for_errors_neither_waits_nor_swallows(
 
 
 def test_a_cancelled_save_is_no_success(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     """Orbax takes a cancelled save for a finished one."""
     run = tiny_run()
     keep = ocp.checkpoint_managers.LatestN(1)
-    manager = open_manager(tmp_path, run, policy=cnr.Full(), preservation_policy=keep)
+    manager = run.open(tmp_path, policy=cnr.Full(), preservation_policy=keep)
     run.run(manager, [1])
-    started, go_on = threading.Event(), threading.Event()
-    append = ArrayWriter.append
-
-    def held(*args: Any) -> Any:
-        started.set()
-        assert go_on.wait(60)
-        return append(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ArrayWriter, "append", held)
+    with storage.held() as gate:
         run.train(2)
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
-        assert started.wait(60)
+        assert gate.reached.wait(60)
         checkpointer: Any = manager._checkpointer
         checkpointer.cancel()
-        go_on.set()
+        gate.open()
         with pytest.raises(SaveError, match="step 2"):
             manager.wait_until_finished()
     wait_for_removal(tmp_path)
@@ -343,7 +393,7 @@ def test_a_cancelled_save_is_no_success(
 
 
 def test_a_plain_manager_goes_on_too(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
     registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
@@ -354,8 +404,7 @@ def test_a_plain_manager_goes_on_too(
         tmp_path, options=options, handler_registry=registry
     )
     run.run(manager, [1])
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", _no_memory)
+    with storage.failing():
         run.train(2)
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
         with pytest.raises(SaveError, match="step 2 failed"):
@@ -407,7 +456,7 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
     where: str,
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1, 2])
     owner, name, *how = INTERRUPTED[where]
     run.train(3)
@@ -434,7 +483,7 @@ def test_a_second_interrupt_while_the_first_is_cleared_up_holds_nothing_up(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1, 2])
     run.train(3)
     with monkeypatch.context() as patch:
@@ -456,7 +505,7 @@ def test_an_interrupted_restore_leaves_no_task_behind(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1])
     manager.wait_until_finished()
 
@@ -475,19 +524,19 @@ def test_an_interrupted_restore_leaves_no_task_behind(
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_loses_no_step(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     main = threading.main_thread().ident
     assert main is not None
-    with slow_writes(monkeypatch) as go_on:
+    with storage.held() as gate:
         run.train(1)
         assert run.save(manager, 1)
         threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             manager.wait_until_finished()
-        go_on()
+        gate.open()
         manager.wait_until_finished()
     assert manager.all_steps() == [1]
     run.run(manager, [2])
@@ -499,38 +548,22 @@ def test_an_interrupt_while_waiting_loses_no_step(
 # ---- saves while one is being written -------------------------------------------------------
 
 
-@contextlib.contextmanager
-def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Rows are not written before the returned function is called."""
-    go_on = threading.Event()
-    write = RowsWriter.write
-
-    def held(*args: Any) -> Any:
-        assert go_on.wait(60)
-        return write(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", held)
-        yield go_on.set
-        go_on.set()
-
-
 def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(
     tiny_run: Any,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    storage: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run, when_busy="skip")
-    with slow_writes(monkeypatch) as go_on, caplog.at_level("INFO"):
+    manager = run.open(tmp_path, when_busy="skip")
+    with storage.held() as gate, caplog.at_level("INFO"):
         run.train(1)
         assert run.save(manager, 1)
         run.train(2)
         assert not run.save(manager, 2)
         assert "step 2 is not saved" in caplog.text
         run.train(3)
-        threading.Timer(0.2, go_on).start()
+        threading.Timer(0.2, gate.open).start()
         assert run.save(manager, 3, force=True), "a forced save waits"
         manager.wait_until_finished()
         run.run(manager, [4])
@@ -541,14 +574,14 @@ def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(
 
 
 def test_a_save_that_is_due_while_one_is_written_waits_by_default(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
-    with slow_writes(monkeypatch) as go_on:
+    manager = run.open(tmp_path)
+    with storage.held() as gate:
         run.train(1)
         assert run.save(manager, 1)
-        threading.Timer(0.2, go_on).start()
+        threading.Timer(0.2, gate.open).start()
         for step in (2, 3):  # back to back
             run.train(step)
             assert run.save(manager, step)
@@ -650,9 +683,9 @@ def test_a_manager_that_could_not_be_made_listens_to_no_signal(
     with monkeypatch.context() as patch:
         patch.setattr(Warmth, "warm_up", _no_memory)
         with pytest.raises(MemoryError):
-            open_manager(tmp_path, run, save_on_sigterm=True)
+            run.open(tmp_path, save_on_sigterm=True)
     assert signal.getsignal(signal.SIGTERM) is before
-    with open_manager(tmp_path, run, save_on_sigterm=True) as manager:
+    with run.open(tmp_path, save_on_sigterm=True) as manager:
         run.run(manager, [1])
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -661,11 +694,11 @@ def test_sigterm_is_left_alone_unless_asked_for_and_given_back(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with open_manager(tmp_path / "a", tiny_run()) as manager:
+    with tiny_run().open(tmp_path / "a") as manager:
         assert signal.getsignal(signal.SIGTERM) is before
         assert not manager.reached_preemption(1)
     run = tiny_run()
-    with open_manager(tmp_path / "b", run, save_on_sigterm=True) as manager:
+    with run.open(tmp_path / "b", save_on_sigterm=True) as manager:
         assert not manager.reached_preemption(1)
         signal.raise_signal(signal.SIGTERM)
         # A loop that has saved, or not, at step 1 must not stop after it.
@@ -676,7 +709,7 @@ def test_sigterm_is_left_alone_unless_asked_for_and_given_back(
 
     def elsewhere() -> None:
         try:
-            open_manager(tmp_path / "c", run, save_on_sigterm=True)
+            run.open(tmp_path / "c", save_on_sigterm=True)
         except cnr.errors.OptionError as error:
             found.append(error)
 

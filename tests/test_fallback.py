@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +20,12 @@ import pytest
 
 import cnr_jax as cnr
 import cnr_jax.handler
-import cnr_jax.repository.lineage.ledger
 from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat import DenseStore
+
+from .conftest import flip
 
 STEPS = range(4)
-
-
-def flip(path: Path, at: int | None = None) -> None:
-    """Flips a bit, in the middle unless told otherwise."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 4
-    path.write_bytes(data)
 
 
 def truncate(path: Path) -> None:
@@ -182,7 +177,28 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+# Kinds of damage are told apart, and named, by those that read: see test_verify and test_store.
+# Here it is what the manager does about them: damage that is met late, early, or in listing.
+HERE = (
+    "chunk flipped",
+    "chunk gone",
+    "manifest flipped",
+    "manifest a folder",
+    "step of another number",
+    "process manifest flipped",
+    "dense flipped",
+    "dense linked",
+    "item gone",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in HERE))
+        for name in DAMAGE
+    ],
+)
 def test_damaged_step_is_passed_over_and_said_to_be(
     saved: Any, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,22 +322,20 @@ def test_newer_steps_that_are_passed_over_may_have_smaller_numbers(
 
 
 def test_damage_that_names_no_file_is_noted_with_its_step(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
+    saved: Any, storage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, root = saved
-    read, tried = cnr_jax.handler.read_back, list[str]()
 
-    def damaged(directory: Any, *args: Any, **kwargs: Any) -> Any:
-        tried.append(directory.parent.name)
-        assert len(tried) < 9, tried
-        if directory.parent.name != "1":
+    def damaged(call: Any) -> None:
+        if "/2/" in call.path or "/3/" in call.path:
             raise errors.IntegrityError("it is damaged", kind="data_damaged")
-        return read(directory, *args, **kwargs)
 
-    monkeypatch.setattr(cnr_jax.handler, "read_back", damaged)
     with opened(root) as manager:
-        run.same(restore(manager, run).state, run.truth[1])
-        assert tried == ["3", "2", "1"]
+        with storage.calling(damaged, "/rows.p00000/", "open_read"):
+            run.same(restore(manager, run).state, run.truth[1])
+        found = warnings_of(caplog, "passed over")
+        assert [text.split()[1] for text in found] == ["3", "2"]
+        assert all("it is damaged" in text for text in found)
         assert manager.all_steps() == [0, 1]
 
 
@@ -358,53 +372,34 @@ def test_damaged_step_can_be_deleted_and_never_is_saved_over(saved: Any) -> None
 # ---- what is no damage --------------------------------------------------------------------
 
 
-def _no_memory(*args: Any) -> Any:
-    raise MemoryError("no memory")
-
-
-def _not_allowed(path: Any, *args: Any, **kwargs: Any) -> Any:
-    raise PermissionError(13, "Permission denied", str(path))
-
-
-def _interrupted(*args: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-NO_DAMAGE: dict[str, tuple[type[BaseException], str | None, Any]] = {
-    "no memory": (
-        MemoryError,
-        "cnr_jax.checkpointer.restoring.match.rebuild",
-        _no_memory,
-    ),
-    "not allowed": (
-        PermissionError,
-        "cnr_jax.repository.array_reader.stored_crc32c",
-        _not_allowed,
-    ),
-    "interrupted": (
-        KeyboardInterrupt,
-        "cnr_jax.checkpointer.restoring.match.read_stamps",
-        _interrupted,
-    ),
-    "another state": (errors.StateMismatchError, None, None),
+# What is raised, and the files at which it comes.
+NO_DAMAGE: dict[str, tuple[type[BaseException], str | None]] = {
+    "no memory": (MemoryError, "/c/0"),
+    "not allowed": (PermissionError, "/c/0"),
+    "interrupted": (KeyboardInterrupt, "/dense/"),
+    "another state": (errors.StateMismatchError, None),
 }
 
 
 @pytest.mark.parametrize("name", NO_DAMAGE)
 def test_other_trouble_is_raised_and_changes_nothing(
-    saved: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    saved: Any, name: str, storage: Any
 ) -> None:
     run, root = saved
-    expected, place, stand_in = NO_DAMAGE[name]
+    expected, place = NO_DAMAGE[name]
+
+    def trouble(call: Any) -> None:
+        raise expected(13, "on purpose", call.path)
+
     with opened(root, run) as manager:
         run.restore(manager, None)
         run.run(manager, [4])
         state = run.state
-        with monkeypatch.context() as patch:
+        with contextlib.ExitStack() as stack:
             if place is None:
                 state = {**run.state, "w": jnp.zeros(7)}
             else:
-                patch.setattr(place, stand_in)
+                stack.enter_context(storage.calling(trouble, place, "open_read"))
             for step in (None, 4):
                 with pytest.raises(expected):
                     manager.restore(step, args=cnr.args.Restore(state))
@@ -416,41 +411,46 @@ def test_other_trouble_is_raised_and_changes_nothing(
 
 
 def test_step_that_storage_does_not_give_out_is_not_passed_over(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
+    saved: Any, storage: Any
 ) -> None:
     """It may be whole, and the newest."""
     run, root = saved
-    read = cnr_jax.repository.lineage.ledger.read_step
-
-    def withheld(root: Path, directory: str, item: str) -> Any:
-        return (_not_allowed if directory == "3" else read)(root, directory, item)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.repository.lineage.ledger.read_step", withheld)
-        patch.setattr("cnr_jax.checkpointer.restoring.choose_step.read_step", withheld)
-        with opened(root) as manager:
+    with contextlib.ExitStack() as stack:
+        with storage.failing("/3/default/manifest.json", "open_read", "EACCES"):
+            manager = stack.enter_context(opened(root))
             assert manager.latest_step() == 2
             with pytest.raises(PermissionError):
                 restore(manager, run)
-            patch.undo()
-            run.same(restore(manager, run).state, run.truth[3])
-            assert manager.latest_step() == 3
+        run.same(restore(manager, run).state, run.truth[3])
+        assert manager.latest_step() == 3
 
 
-@pytest.mark.parametrize("name", ["chunk flipped", "dense flipped"])
-def test_refused_restore_leaves_saving_as_it_was(saved: Any, name: str) -> None:
+# With its chunk damaged nothing may rest on the step any more.
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [("chunk flipped", False), ("dense flipped", False), ("dense flipped", True)],
+)
+def test_refused_restore_leaves_saving_as_it_was(
+    saved: Any, name: str, recorded: bool
+) -> None:
     """With hashes too: those of the rows that training has are still known."""
     run, root = saved
     with opened(root, run) as manager:
         run.restore(manager, None)
         run.run(manager, [4])
         DAMAGE[name][0](root / "3" / "default")
-        branches = manager._handler._planner.branches
-        watch = manager._handler._tracker._rotation
         with pytest.raises(errors.IntegrityError):
             manager.restore(3, args=cnr.args.Restore(run.state))
-        assert manager._handler._planner.branches is branches
-        assert manager._handler._tracker._rotation is watch is not None
+        if recorded:
+            run.run(manager, [5])
+            assert run.manifest(manager, 5).parent.directory == "4"
+            return
+        row = int(np.argmin(np.asarray(run.touched.stamps["user"])))
+        user = run.state["params"]["user"]["embedding"].at[row].add(1.0)
+        params = {**run.state["params"], "user": {"embedding": user}}
+        run.state = {**run.state, "params": params}
+        with pytest.raises(errors.AuditError, match=f"first rows: {row}"):
+            run.save(manager, 5)
 
 
 def test_items_are_restored_together_or_not_at_all(
@@ -485,7 +485,7 @@ def test_dense_files_that_change_while_they_are_read_are_noticed(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, root = saved
-    read = cnr_jax.handler.DenseStore.restore
+    read = DenseStore.restore
 
     def changed(self: Any, directory: Any, abstract: Any) -> Any:
         if directory.parent.name == "3":
@@ -493,7 +493,7 @@ def test_dense_files_that_change_while_they_are_read_are_noticed(
             os.utime(path)  # as a write of the same length would
         return read(self, directory, abstract)
 
-    monkeypatch.setattr(cnr_jax.handler.DenseStore, "restore", changed)
+    monkeypatch.setattr(DenseStore, "restore", changed)
     with opened(root) as manager:
         run.same(restore(manager, run).state, run.truth[2])
         with pytest.raises(errors.IntegrityError, match="changed while") as caught:
@@ -504,27 +504,15 @@ def test_dense_files_that_change_while_they_are_read_are_noticed(
 # ---- listing ------------------------------------------------------------------------------
 
 
-def test_step_that_is_being_written_is_not_listed(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_that_is_being_written_is_not_listed(saved: Any, storage: Any) -> None:
     run, root = saved
-    goes_on = threading.Event()
-    finish = cnr_jax.handler.write_manifest
-
-    def held(*args: Any, **given: Any) -> Any:
-        assert goes_on.wait(60)
-        return finish(*args, **given)
-
-    monkeypatch.setattr(cnr_jax.handler, "write_manifest", held)
     with opened(root, run) as manager:
         run.restore(manager, None)
-        run.train(4)
-        assert run.save(manager, 4)
-        try:
+        with storage.held("/manifest.json"):
+            run.train(4)
+            assert run.save(manager, 4)
             assert (manager.latest_step(), manager.all_steps()) == (3, [0, 1, 2, 3])
             assert manager.best_step() == 3
-        finally:
-            goes_on.set()
         manager.wait_until_finished()
         assert (manager.latest_step(), manager.all_steps()) == (4, [0, 1, 2, 3, 4])
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from cnr_jax.errors import FormatError, TableError
 from cnr_jax.state.layouts import Identity, ModSharded, RowLayout, layout_from
 
+from .conftest import each_of
+
 LAYOUTS = [
     Identity(),
     ModSharded(shards=1, rows_per_shard=7),
@@ -32,7 +34,7 @@ def test_mod_sharded_deals_rows_round_robin():
     assert [layout.to_physical(row) for row in range(6)] == [0, 2, 4, 1, 3, 5]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_of("layout", LAYOUTS)
 def test_ints_numpy_and_traced_arrays_agree(layout: RowLayout):
     rows = np.arange(7)  # no layout above has fewer
     for method in (layout.to_physical, layout.to_logical):
@@ -53,7 +55,7 @@ def test_mod_sharded_stays_right_near_the_end_of_int32():
     assert jax.jit(layout.to_physical)(narrow).tolist() == physical.tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_of("layout", LAYOUTS)
 def test_layout_from_rebuilds_an_equal_layout(layout: RowLayout):
     rebuilt = layout_from(layout.name, layout.configuration())
     assert rebuilt == layout
@@ -72,7 +74,7 @@ def test_unknown_layout_error_lists_the_known_ones():
         layout_from("zigzag", {})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "configuration"),
     [
         ("identity", {"shards": 1}),

@@ -17,41 +17,24 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.rows.touched import CLOCK_LIMIT
 
 NEW_RUN = "a new run begins"
 NOT_COUNTED = "the stamps are not counted from any checkpoint here"
 POLICIES = [cnr.Consecutive(), cnr.OneShot()]
 by_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Any:
-    """Opens managers of one root and closes them."""
-    managers: list[cnr.CheckpointManager] = []
-
-    def open_(
-        run: Any,
-        policy: Any = None,
-        root: Path | None = None,
-        new_run: bool = False,
-        **orbax: Any,
-    ) -> Any:
-        manager = cnr.CheckpointManager(
-            root or tmp_path / "root",
-            tables=run.tables,
-            options=cnr.Options(
-                codec="raw", policy=policy or cnr.Consecutive(), new_run=new_run
-            ),
-            orbax_options=ocp.CheckpointManagerOptions(**orbax),
-        )
-        managers.append(manager)
-        return manager
-
-    yield open_
-    for manager in managers:
-        manager.close()
+# Steps of a new branch that collide with those of the old one, and steps after them.
+COLLIDING, AFTER = [3, 4], [5, 6]
+by_branch = pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        (POLICIES[0], COLLIDING),
+        (POLICIES[1], AFTER),
+        pytest.param(POLICIES[0], AFTER, marks=pytest.mark.slow),
+        pytest.param(POLICIES[1], COLLIDING, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 
 
 def names(manager: Any) -> set[str]:
@@ -94,7 +77,7 @@ def test_touched_made_anew_after_a_restore_makes_the_next_save_full(
     tiny_run: Any, opened: Any, policy: Any
 ) -> None:
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, range(5))
     run.restore(manager, 2)
     run.touched = cnr.init_touched(run.state, run.tables)
@@ -107,14 +90,13 @@ def test_touched_made_anew_after_a_restore_makes_the_next_save_full(
     assert manager.latest_step() == 6
 
 
-@by_policy
-@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+@by_branch
 def test_old_touched_kept_after_a_restore_makes_the_next_save_full(
     tiny_run: Any, opened: Any, policy: Any, steps: list[int]
 ) -> None:
     """The old touched rows know nothing of the rows that the restore put back."""
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, range(5))
     run.state = manager.restore(2, args=cnr.args.Restore(run.state)).state
     run.salt = 1
@@ -149,7 +131,7 @@ def test_evaluating_an_older_step_costs_a_full_save_and_no_rows(
     tiny_run: Any, opened: Any, policy: Any
 ) -> None:
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, range(4))
     evaluated = manager.restore(1, args=cnr.args.Restore(run.state))
     run.same(evaluated.state, run.truth[1])
@@ -239,7 +221,7 @@ def test_going_back_with_one_shot_deltas_moves_only_colliding_steps(
     tiny_run: Any, opened: Any
 ) -> None:
     run = tiny_run()
-    manager = opened(run, cnr.OneShot())
+    manager = opened(run, policy=cnr.OneShot())
     run.run(manager, range(6))
     old = run.truth[5]
     run.restore(manager, 2)
@@ -254,7 +236,7 @@ def test_going_back_with_one_shot_deltas_moves_only_colliding_steps(
     run.check(manager, 5, {5: old})
     manager.close()
 
-    manager = opened(run, cnr.OneShot())
+    manager = opened(run, policy=cnr.OneShot())
     assert manager.latest_step() == 3
     run.check(manager, None)
     run.check(manager, 5, {5: old})
@@ -272,7 +254,7 @@ def test_a_second_rollback_loses_nothing(
     tiny_run: Any, opened: Any, policy: Any
 ) -> None:
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, range(5))
     seen = uuids(manager)
     for salt, (back_to, steps) in enumerate([(3, [4, 5, 6]), (1, [2, 3])], start=1):
@@ -283,7 +265,7 @@ def test_a_second_rollback_loses_nothing(
         assert seen < uuids(manager), "a rollback deletes nothing"
         seen = uuids(manager)
         manager.close()
-        manager = opened(run, policy)
+        manager = opened(run, policy=policy)
         assert manager.latest_step() == steps[-1]
         for step in (*range(back_to + 1), *steps):
             run.check(manager, step)
@@ -358,7 +340,7 @@ def test_a_new_run_in_the_same_process_and_manager_skips_no_save(
     tiny_run: Any, opened: Any
 ) -> None:
     run, again = tiny_run(), tiny_run(salt=1)
-    manager = opened(run, cnr.OneShot())
+    manager = opened(run, policy=cnr.OneShot())
     run.run(manager, [10, 20])
     again.run(manager, [5, 10])
     expect(manager, again, 5, "full", NEW_RUN, gen=2)
@@ -368,13 +350,12 @@ def test_a_new_run_in_the_same_process_and_manager_skips_no_save(
         again.check(manager, step)
 
 
-@by_policy
-@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+@by_branch
 def test_a_clock_that_went_back_makes_the_next_save_full(
     tiny_run: Any, opened: Any, policy: Any, steps: list[int]
 ) -> None:
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, [0, 1])
     kept = run.state, run.touched
     run.run(manager, [2, 3, 4])
@@ -389,7 +370,7 @@ def test_a_clock_that_went_back_makes_the_next_save_full(
 
 
 def test_a_clock_that_went_back_counts_even_if_the_full_save_fails(
-    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, opened: Any, storage: Any
 ) -> None:
     """When the clock has caught up, nothing else shows that rows went back."""
     run = tiny_run()
@@ -399,11 +380,10 @@ def test_a_clock_that_went_back_counts_even_if_the_full_save_fails(
     run.run(manager, [2, 3])
     run.state, run.touched = kept
     run.salt = 1
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", _fail)
+    with storage.failing():
         run.train(4)
         run.save(manager, 4)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(OSError, match="No space"):
             manager.wait_until_finished()
     for step in (5, 6, 7):
         run.train(step)
@@ -414,17 +394,12 @@ def test_a_clock_that_went_back_counts_even_if_the_full_save_fails(
         run.check(manager, step)
 
 
-def _fail(*args: Any) -> Any:
-    raise OSError("no space")
-
-
-@by_policy
-@pytest.mark.parametrize("steps", [[5, 6], [3, 4]], ids=["after", "colliding"])
+@by_branch
 def test_a_rollback_in_memory_with_reset_touched_loses_nothing(
     tiny_run: Any, opened: Any, policy: Any, steps: list[int]
 ) -> None:
     run = tiny_run()
-    manager = opened(run, policy)
+    manager = opened(run, policy=policy)
     run.run(manager, [0, 1])
     kept = run.state
     run.run(manager, [2, 3, 4])

@@ -19,6 +19,8 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax import errors
 
+from .conftest import each_of
+
 OPTION, STATE, TOUCHED = (
     errors.OptionError,
     errors.StateMismatchError,
@@ -125,7 +127,7 @@ def test_options_of_orbax_and_of_cnr_are_told_apart(
     assert not root.exists()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("policy", "hint"),
     [
         ("full", r"cnr_jax\.Full\(\)"),
@@ -572,7 +574,7 @@ def test_steps_that_are_moved_aside_are_said_to_be_kept(
 # ---- options and arguments of another kind -------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "message"),
     [
         ({"preservation_policy": 2}, r"preservation_policy is 2.*\n.*LatestN\(3\)"),

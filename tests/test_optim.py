@@ -27,6 +27,8 @@ from cnr_jax.optim import (
 )
 from cnr_jax.state.optimizer_states import moving_parts
 
+from .conftest import each_of
+
 OPTIMIZERS = {"adagrad": rowwise_adagrad(0.1), "adam": lazy_adam(0.1)}
 both = pytest.mark.parametrize("name", OPTIMIZERS)
 V, DIM, N = 7, 3, 12
@@ -119,7 +121,7 @@ def _record(touched: cnr.Touched, ids: Any, where: Any) -> cnr.Touched:
     return cnr.record(touched, {"user": cnr.Lookup(ids, where=where)})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("ids", "rows"),
     [
         (np.array([0, 299, 255], np.uint16), [0, 299, 255]),
@@ -155,7 +157,7 @@ def rate(count: Any) -> Any:
     return 0.5 / (1.0 + count)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("ours", "theirs", "dim"),
     [
         (rowwise_adagrad(0.1), optax.adagrad(0.1), 1),
@@ -460,7 +462,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISFITS)
+@each_of("case", MISFITS)
 def test_arguments_that_do_not_fit_raise(case: str) -> None:
     optimizer = OPTIMIZERS["adam"]
     changes, message = MISFITS[case]
@@ -477,7 +479,7 @@ def test_init_refuses_what_is_no_table(name: str, leaf: Any) -> None:
         OPTIMIZERS[name].init({"user": leaf})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "arguments"),
     [
         (rowwise_adagrad, {"initial_accumulator_value": -1.0}),

@@ -16,6 +16,8 @@ from flax.training.train_state import TrainState
 from cnr_jax.state.find import TableSpec, find_tables
 from cnr_jax.state.optimizer_states import moving_parts
 
+from .conftest import each_of
+
 ROWS, DIM = 6, 3
 SPARSE = {
     "sgd": optax.sgd(0.1),
@@ -113,14 +115,14 @@ def moves_untouched_rows(tx) -> bool:
     return any(not np.array_equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@each_of("name", SPARSE)
 def test_nothing_is_said_of_an_optimizer_that_leaves_other_rows_alone(name):
     state = state_of(SPARSE[name])
     assert parts_of(state) == parts_of(without_classes(state)) == ()
     assert not moves_untouched_rows(SPARSE[name])
 
 
-@pytest.mark.parametrize("name", MOVING)
+@each_of("name", MOVING)
 def test_slots_of_an_optimizer_that_moves_other_rows_are_named(name):
     state = state_of(MOVING[name])
     parts = parts_of(state)
@@ -131,7 +133,7 @@ def test_slots_of_an_optimizer_that_moves_other_rows_are_named(name):
     assert {part.split()[0] for part in bare} <= {part.split()[0] for part in parts}
 
 
-@pytest.mark.parametrize("name", PARTS)
+@each_of("name", PARTS)
 def test_texts_name_the_slot_and_the_state_that_holds_it(name):
     state = state_of(MOVING[name])
     assert parts_of(state) == PARTS[name]
@@ -141,7 +143,7 @@ def test_texts_name_the_slot_and_the_state_that_holds_it(name):
     )
 
 
-@pytest.mark.parametrize(
+@each_of(
     "name", ["adam", "adafactor", "accumulating", "schedule_free", "madgrad", "sm3"]
 )
 def test_optimizer_whose_slots_are_named_does_move_other_rows(name):
@@ -280,7 +282,7 @@ def test_moving_leaves_are_named_even_when_not_declared_as_slots():
     assert moving_parts(state, find_tables(state, spec)["user"]) == PARTS["adam"]
 
 
-@pytest.mark.parametrize("name", ["ema_params", "target", "params_ema", "teacher"])
+@each_of("name", ["ema_params", "target", "params_ema", "teacher"])
 def test_copy_that_follows_the_parameters_is_named(name):
     state = state_of(optax.adagrad(0.1)) | {name: params()}
     assert parts_of(state) == (f"{name} (a copy that follows the parameters)",)
@@ -362,7 +364,7 @@ ODD_STATES = {
 }
 
 
-@pytest.mark.parametrize("name", ODD_STATES)
+@each_of("name", ODD_STATES)
 def test_odd_states_are_looked_at_as_far_as_they_go(name):
     make, expected = ODD_STATES[name]
     table = find_tables(state_of(optax.adam(0.1)), ["user"])["user"]

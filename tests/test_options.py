@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric, Greedy, Raw, SharedCodebook, Symmetric
+
+from .conftest import each_of
 
 
 class Own(Raw):
@@ -21,7 +24,7 @@ def test_codec_of_the_users_own_is_refused() -> None:
         cnr.Options(tables={"user": cnr.TableOptions(codec=Own())})
 
 
-@pytest.mark.parametrize(
+@each_of(
     "codec",
     [
         Raw(),
@@ -30,7 +33,6 @@ def test_codec_of_the_users_own_is_refused() -> None:
         Greedy(bins=7, ratio=0.25),
         SharedCodebook(bits=2, levels=(-1.5, -0.1, 0.1, 1.5)),
     ],
-    ids=str,
 )
 def test_codec_objects_of_the_library_are_taken(codec: Any) -> None:
     assert cnr.Options(codec=codec).codec == codec
@@ -66,7 +68,7 @@ def test_auto_bits_are_for_slots_too() -> None:
 OWN_BITS = "bits='auto' has nothing to choose: Asymmetric.* has bits of its own"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "message"),
     [
         ({**AUTO, "codec": Asymmetric()}, f"options: {OWN_BITS}"),
@@ -105,7 +107,7 @@ def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> N
         cnr.Options(**options)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "options",
     [
         {**AUTO, "codec": "raw", "expected_restores": 3},
@@ -133,3 +135,22 @@ def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
 def test_a_compression_that_is_not_known_is_refused() -> None:
     with pytest.raises(cnr.errors.OptionError, match="'lz4' is not known"):
         cnr.Options(compression="lz4")  # type: ignore[arg-type]
+
+
+BAD: list[Callable[[], Any]] = [
+    lambda: cnr.Options(codec="zip"),
+    lambda: cnr.Options(slot_codec="zip"),
+    lambda: cnr.Options(bits=5),
+    lambda: cnr.Options(bits="four"),  # type: ignore[arg-type]
+    lambda: cnr.Options(staging="disk"),  # type: ignore[arg-type]
+    lambda: cnr.Options(tracking="guessed"),  # type: ignore[arg-type]
+    lambda: cnr.Options(max_staging_bytes=0),
+    lambda: cnr.Options(tables={"user": cnr.TableOptions(bits=7)}),
+    lambda: cnr.Intermittent(max_deltas=-1),
+]
+
+
+def test_bad_options_are_refused_when_made() -> None:
+    for make in BAD:
+        with pytest.raises(cnr.errors.OptionError):
+            make()

@@ -22,6 +22,8 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.handler import CnrHandler
 
+from .conftest import each_of
+
 STORES = [
     "s3://bucket/run",
     "http://host/run",
@@ -68,14 +70,14 @@ def verify(root: Any, elsewhere: Any, tables: Any) -> None:
 
 
 @pytest.mark.parametrize("take", [save, restore, restore_step, look, verify])
-@pytest.mark.parametrize("root", STORES, ids=str)
+@each_of("root", STORES)
 def test_roots_that_do_not_work_are_refused_and_make_no_folder(
     root: Any,
     take: Callable[..., None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "here").mkdir()
+    (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     tables = cnr.find_tables({"user": jnp.zeros((8, 4))}, ["user"])
     with pytest.raises(errors.OptionError, match="is no root") as caught:
@@ -252,7 +254,7 @@ def test_runs_live_in_a_bucket(bucket: str, tmp_path: Path) -> None:
     """
     path = tmp_path / "run.py"
     path.write_text(IN_A_BUCKET)
-    (tmp_path / "here").mkdir()
+    (tmp_path / "here").mkdir(exist_ok=True)
     found = [str(Path(cnr.__file__).parent.parent), *filter(None, sys.path)]
 
     def run(*more: str) -> str:

@@ -18,6 +18,8 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric
 
+from .conftest import each_of
+
 SAMPLE_ROWS = 16_384
 
 
@@ -228,7 +230,7 @@ def test_default_options_warn_once_in_a_process_and_name_the_way_out() -> None:
     assert "of 1,024 sampled rows" in text and "codec='raw'" in text
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "level"),
     [
         ("bits=4", "INFO"),

@@ -22,33 +22,6 @@ LATEST = ocp.checkpoint_managers.LatestN
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Any:
-    """Opens managers of one root and closes them."""
-    managers: list[cnr.CheckpointManager] = []
-
-    def open_(run: Any, root: Path | None = None, **options: Any) -> Any:
-        orbax = {k: options.pop(k) for k in tuple(options) if k in _ORBAX}
-        manager = cnr.CheckpointManager(
-            root or tmp_path / "root",
-            tables=run.tables,
-            options=cnr.Options(
-                codec="raw",
-                **{"policy": cnr.Consecutive(), **options},
-            ),
-            orbax_options=ocp.CheckpointManagerOptions(**orbax),
-        )
-        managers.append(manager)
-        return manager
-
-    yield open_
-    for manager in managers:
-        manager.close()
-
-
-_ORBAX = {"max_to_keep", "save_interval_steps", "read_only", "step_prefix"}
-
-
-@pytest.fixture
 def used(tiny_run: Any, opened: Any) -> Any:
     """A run of four steps that has ended, in the root that `opened` opens."""
     run = tiny_run()

@@ -12,21 +12,26 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.repository.replay import leaves
 
 
-@pytest.mark.parametrize("staging", ["host", "device"])
-@pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("tracking", ["audited", "fingerprint"])
+@pytest.mark.parametrize(
+    ("tracking", "small", "staging"),
+    [
+        ("audited", True, "host"),
+        ("audited", False, "device"),
+        ("fingerprint", False, "host"),
+        ("fingerprint", True, "device"),
+    ],
+)
 def test_a_run_within_a_mesh_saves_and_restores(
     tracking: Any,
     small: bool,
     staging: Any,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_limits: Any,
 ) -> None:
     if not small:
-        monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+        tiny_limits(restored_small_bytes=0)
     mesh = jax.make_mesh(
         (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
     )

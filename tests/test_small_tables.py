@@ -21,10 +21,7 @@ from cnr_jax.rows.codecs import Asymmetric
 ROWS = {"user": 3000, "airport": 20, "day": 7}
 
 
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about surviving a power cut."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 def made(**rows: int) -> tuple[Any, cnr.Tables]:

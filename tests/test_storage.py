@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,9 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.format import names
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.repository.upkeep import leftovers
+
+from .conftest import Keep
 
 ITEM = "default"
 
@@ -213,16 +214,6 @@ class Flaky:
         monkeypatch.setattr(os, "rename", call)
 
 
-class Keep:
-    """A preservation policy that keeps the steps it is told."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = set(steps)
-
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        return [info.step in self.steps for info in checkpoints]
-
-
 def test_a_step_that_cannot_be_removed_stays_with_its_parents_and_goes_later(
     tiny_run: Any,
     tmp_path: Path,
@@ -323,18 +314,14 @@ def test_a_way_to_delete_that_cannot_work_is_refused(
 
 
 def test_nothing_is_deleted_in_favour_of_a_save_whose_error_was_taken_away(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`check_for_errors` may take the error that the finalizing thread waits for."""
     run = tiny_run()
     manager = open_manager(tmp_path, run, cnr.Full(), max_to_keep=1)
     run.run(manager, [1])
 
-    def fail(*args: Any) -> Any:
-        raise OSError("no space")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", fail)
+    with storage.failing(), monkeypatch.context() as patch:
         # As if somebody always were a moment earlier.
         checkpointer: Any = manager._checkpointer
         patch.setattr(checkpointer._async_manager, "check_for_errors", lambda: None)
@@ -400,52 +387,40 @@ def test_leftovers_are_reported_and_cleared_by_a_save_but_never_by_a_reader(
 
 
 def test_what_a_failed_save_has_written_is_deleted(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     run = tiny_run()
-    write = RowsWriter.write
-
-    def write_then_fail(self: Any, *args: Any) -> Any:
-        write(self, *args)
-        raise OSError("no space")
-
     with open_manager(tmp_path, run) as manager:
         run.run(manager, [1])
-        with monkeypatch.context() as patch:
-            patch.setattr(RowsWriter, "write", write_then_fail)
+        with storage.failing():
             run.train(2)
             run.save(manager, 2)
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(OSError, match="No space"):
                 manager.wait_until_finished()
         assert f"2{names.TEMPORARY_SUFFIX}" not in marked(tmp_path, "2")
     assert marked(tmp_path, "2") == []
 
 
 def test_what_a_failed_save_has_written_is_deleted_behind_training(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any, tiny_limits: Any
 ) -> None:
     """It is out of the way at once, and deleted however long that takes."""
     run, may_delete, by = tiny_run(), threading.Event(), list[str]()
-    unlink = os.unlink
 
-    def held(path: Any, **kwargs: Any) -> None:
-        if names.REMOVED_MARK in os.fspath(path):
-            by.append(threading.current_thread().name)
-            assert may_delete.wait(60)
-        unlink(path, **kwargs)
+    def held(call: Any) -> None:
+        by.append(threading.current_thread().name)
+        assert may_delete.wait(60)
 
-    def fail(*args: Any) -> Any:
-        raise OSError("no space")
-
-    monkeypatch.setattr(leftovers, "ROOM_SECS", 0.1)
-    with open_manager(tmp_path, run) as manager:
+    tiny_limits(room_secs=0.1)
+    with (
+        storage.calling(held, names.REMOVED_MARK, "unlink"),
+        open_manager(tmp_path, run) as manager,
+    ):
         run.run(manager, [1])
-        monkeypatch.setattr(os, "unlink", held)
-        with monkeypatch.context() as patch:
-            patch.setattr("cnr_jax.handler.write_manifest", fail)
+        with storage.failing("/manifest.json"):
             run.train(2)
             run.save(manager, 2)
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(OSError, match="No space"):
                 manager.wait_until_finished()
         (name,) = marked(tmp_path, "2")
         assert names.REMOVED_MARK in name
@@ -458,22 +433,17 @@ def test_what_a_failed_save_has_written_is_deleted_behind_training(
 
 
 def test_what_a_failed_save_has_written_and_cannot_be_moved_goes_before_the_next(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, flaky = tiny_run(), Flaky(tmp_path, monkeypatch)
-
-    def fail(*args: Any) -> Any:
-        raise OSError("no space")
-
     temporary = f"2{names.TEMPORARY_SUFFIX}"
     with open_manager(tmp_path, run) as manager:
         run.run(manager, [1])
-        with monkeypatch.context() as patch:
-            patch.setattr("cnr_jax.handler.write_manifest", fail)
+        with storage.failing("/manifest.json"):
             flaky.broken = {temporary}
             run.train(2)
             run.save(manager, 2)
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(OSError, match="No space"):
                 manager.wait_until_finished()
         assert flaky.hits == 1 and temporary in marked(tmp_path, "2")
         flaky.broken = set()
@@ -482,42 +452,12 @@ def test_what_a_failed_save_has_written_and_cannot_be_moved_goes_before_the_next
     assert marked(tmp_path, "2") == []
 
 
-class Gate:
-    """Holds back what saves write, from when it is shut until it is opened."""
-
-    def __init__(self) -> None:
-        self.may_write, self.reached = threading.Event(), threading.Event()
-        self.may_write.set()
-        self.error: Exception | None = None
-
-    def shut(self) -> None:
-        self.may_write.clear()
-        self.reached.clear()
-
-    def open(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.may_write.set()
-
-    def passes(self) -> None:
-        """Called by a save that is about to write; only one fails."""
-        self.reached.set()
-        assert self.may_write.wait(120)
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    found, write = Gate(), RowsWriter.write
-
-    def wait_then_write(writer: Any, *args: Any) -> Any:
-        found.passes()
-        return write(writer, *args)
-
-    monkeypatch.setattr(RowsWriter, "write", wait_then_write)
-    yield found
-    found.open()
+def gate(storage: Any) -> Iterator[Any]:
+    """Where saves wait that are about to say what they have written, once it is shut."""
+    with storage.held() as found:
+        found.open()
+        yield found
 
 
 def roll_back_and_save(run: Any, manager: Any) -> None:
@@ -529,7 +469,7 @@ def roll_back_and_save(run: Any, manager: Any) -> None:
 
 
 def test_a_branch_is_back_when_the_save_that_abandons_it_fails(
-    tiny_run: Any, tmp_path: Path, gate: Gate
+    tiny_run: Any, tmp_path: Path, gate: Any
 ) -> None:
     run = tiny_run()
     manager = open_manager(tmp_path, run)
@@ -573,7 +513,7 @@ def test_a_branch_is_back_at_once_if_not_all_of_it_can_be_moved(
 
 
 def test_a_branch_is_back_after_a_kill_of_the_save_that_abandons_it(
-    tiny_run: Any, tmp_path: Path, gate: Gate
+    tiny_run: Any, tmp_path: Path, gate: Any
 ) -> None:
     run, root, after = tiny_run(), tmp_path / "root", tmp_path / "after the kill"
     manager = open_manager(root, run)
@@ -582,7 +522,8 @@ def test_a_branch_is_back_after_a_kill_of_the_save_that_abandons_it(
     gate.shut()
     roll_back_and_save(run, manager)
     assert gate.reached.wait(60)
-    shutil.copytree(root, after)
+    # By another program: what this one writes waits at the gate.
+    subprocess.run(["cp", "-r", root, after], check=True)
     gate.open()
     manager.close()
     assert steps_in(after) == {1}
@@ -633,7 +574,7 @@ def test_the_older_of_two_managers_saves_and_deletes_no_more(
 
 
 def test_a_save_in_flight_is_not_committed_once_another_manager_took_over(
-    tiny_run: Any, tmp_path: Path, gate: Gate
+    tiny_run: Any, tmp_path: Path, gate: Any
 ) -> None:
     """Both save the same step: the files of one must not get into the other's."""
     mine, theirs = tiny_run(), tiny_run(salt=1)

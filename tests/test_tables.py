@@ -22,6 +22,8 @@ from cnr_jax.state.paths import flatten_paths
 from cnr_jax.state.split import merge, split
 from cnr_jax.state.table import Leaf, TableSpec
 
+from .conftest import each_of
+
 USERS, ITEMS, DIM = 16, 24, 4
 
 
@@ -148,7 +150,7 @@ def assert_round_trip(state, tables) -> None:
         assert a is b
 
 
-@pytest.mark.parametrize(("container", "optimizer"), PAIRS)
+@each_of(("container", "optimizer"), PAIRS)
 def test_real_states_are_found_and_put_together_again(container, optimizer):
     tx, slots = OPTIMIZERS[optimizer]
     state, prefix = CONTAINERS[container](tx)
@@ -380,7 +382,7 @@ def test_keys_with_slashes_are_split_for_matching_only():
     assert [slot.name for slot in table.slots] == ["opt/0/sum_of_squares"]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "path",
     [
         "params/user/embedding",
@@ -448,7 +450,7 @@ def test_square_table_needs_listed_slots():
     assert len(find_tables(full, ["user"])["user"].slots) == 1
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("table", "slot", "is_slot"),
     [
         ((4, 3, 2), (4,), True),
@@ -500,8 +502,8 @@ def layers() -> dict:
     }
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(
+@each_of("nested", [False, True])
+@each_of(
     ("name", "leaf"),
     [
         ("dense", "dense/kernel"),
@@ -676,14 +678,14 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@each_of("case", ERRORS)
 def test_find_tables_refuses(case):
     state, spec, message = ERRORS[case]
     with pytest.raises(TableError, match=message):
         find_tables(state, spec)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "dtype",
     """
     float16 bfloat16 float32 float64

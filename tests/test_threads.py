@@ -15,18 +15,10 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat import DenseStore
 from cnr_jax.errors import CallError, CnrError
-from cnr_jax.repository.rows_writer import RowsWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-
-
-def open_manager(root: Path, run: Any, **options: Any) -> cnr.CheckpointManager:
-    settings = {"policy": cnr.Consecutive(), "codec": "raw"} | options
-    return cnr.CheckpointManager(
-        root, tables=run.tables, options=cnr.Options(**settings)
-    )
 
 
 def in_threads(*works: Callable[[], Any]) -> list[BaseException]:
@@ -56,9 +48,7 @@ def test_every_save_of_two_threads_that_returns_true_is_a_step(
     run, saved, reports = tiny_run(), list[int](), list[int]()
     run.train(0)
     args, truth = cnr.args.Save(run.state, run.touched), run.values()
-    manager = open_manager(
-        tmp_path, run, on_save=lambda report: reports.append(report.step)
-    )
+    manager = run.open(tmp_path, on_save=lambda report: reports.append(report.step))
 
     def saves(steps: range) -> None:
         for step in steps:
@@ -81,7 +71,7 @@ def test_all_calls_of_many_threads_are_served_one_after_the_other(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [0])
     args, saved = cnr.args.Save(run.state, run.touched), [0]
 
@@ -111,26 +101,19 @@ def test_all_calls_of_many_threads_are_served_one_after_the_other(
 
 
 def test_closing_waits_for_the_save_of_another_thread(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
-    run, begun, go_on = tiny_run(), threading.Event(), threading.Event()
-    manager = open_manager(tmp_path, run)
+    run = tiny_run()
+    manager = run.open(tmp_path)
     run.train(1)
-    find = RowsWriter.write
+    with storage.held() as gate:
 
-    def held(*args: Any) -> Any:
-        begun.set()
-        assert go_on.wait(60)
-        return find(*args)
+        def close() -> None:
+            assert gate.reached.wait(60)
+            threading.Timer(0.2, gate.open).start()
+            manager.close()
 
-    monkeypatch.setattr(RowsWriter, "write", held)
-
-    def close() -> None:
-        assert begun.wait(60)
-        threading.Timer(0.2, go_on.set).start()
-        manager.close()
-
-    assert in_threads(lambda: run.save(manager, 1), close) == []
+        assert in_threads(lambda: run.save(manager, 1), close) == []
     assert not list(tmp_path.glob("*tmp"))
     run.check(manager, 1)
 
@@ -161,7 +144,7 @@ def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told_so(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1])
     calls: list[Callable[[], Any]] = [
         lambda: run.save(manager, 9, force=True),
@@ -193,7 +176,7 @@ def test_a_signal_handler_that_only_asks_harms_no_save(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, found = tiny_run(), list[Any]()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     run.run(manager, [1])
 
     def handler() -> None:
@@ -221,7 +204,7 @@ def test_a_call_that_is_refused_leaves_the_next_ones_alone(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     run = tiny_run()
-    manager = open_manager(tmp_path, run)
+    manager = run.open(tmp_path)
     for bad in (lambda: manager.save(-1, args=None), lambda: manager.restore(5)):
         with pytest.raises((CnrError, ValueError, TypeError)):
             bad()

@@ -1,4 +1,4 @@
-"""Two hundred steps with saves that fail now and then: every restored step is the true one.
+"""Runs of many steps with saves that fail now and then: every restored step is the true one.
 
 The truth is kept in numpy and never read back from the device: a view of a buffer would keep
 it from being donated.
@@ -6,13 +6,8 @@ it from being donated.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +21,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax import handler
-from cnr_jax.checkpointer import orbax_compat
-from cnr_jax.checkpointer.saving import capture
-from cnr_jax.repository import rows_writer
-from cnr_jax.repository.array_writer import ArrayWriter
-from cnr_jax.rows.gather import chunk, host
+from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
+
+# Orbax leaves coroutines behind when a save fails.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
 
 USERS, ITEMS = 64, 24
 POLICIES = {
-    "full": cnr.Full(),
     "one_shot": cnr.OneShot(),
     "consecutive": cnr.Consecutive(max_chain=12),
     "intermittent": cnr.Intermittent(),
@@ -184,55 +182,24 @@ def assert_restores(
 
 # ---- faults -------------------------------------------------------------------------------
 
+TEMPORARY = ".orbax-checkpoint-tmp"
+# Calls of a save that fail behind training, once or until it gives up.
+IN_BACKGROUND = {
+    "arrays": Fault("open_read", action="EIO", match="/rows.p00000/", times=0),
+    "process manifest": Fault("open", action="ENOSPC", match="/manifest.p", times=0),
+    "dense leaves": Fault("fsync", action="EIO", match="/dense", times=0),
+    "manifest": Fault("fsync", action="EIO", match="/manifest.json", times=0),
+    "commit": Fault("rename", action="ENOSPC", match=TEMPORARY),
+}
+FAULTS = [*IN_BACKGROUND, "handing dense leaves over"]
 
-class Fault(OSError):
-    """Raised on purpose."""
+
+class HandOver(OSError):
+    """Raised on purpose, by `save` itself."""
 
 
 def _raise(*args: Any, **kwargs: Any) -> Any:
-    raise Fault("on purpose")
-
-
-def _append_once_then_fault() -> Callable[..., Any]:
-    first, append = iter([True]), ArrayWriter.append
-
-    def wrapped(writer: ArrayWriter, values: np.ndarray) -> None:
-        append(writer, values) if next(first, False) else _raise()
-
-    return wrapped
-
-
-def _one_chunk_then_fault(*args: Any) -> Iterator[chunk.Chunk]:
-    yield next(_GATHER(*args))
-    _raise()
-
-
-_GATHER = host.gather_chunks
-
-# Where a save can fail: what is replaced, by what.
-IN_BACKGROUND: dict[str, tuple[Any, str, Any]] = {
-    "first array": (ArrayWriter, "append", _raise),
-    "later array": (ArrayWriter, "append", _append_once_then_fault),
-    "end of array": (ArrayWriter, "finish", _raise),
-    "encoding": (rows_writer, "encode_chunks", _raise),
-    "process manifest": (rows_writer, "write_durably", _raise),
-    "manifest": (handler, "write_manifest", _raise),
-}
-IN_FOREGROUND: dict[str, tuple[Any, str, Any]] = {
-    "choosing rows": (capture, "capture", _raise),
-    "gathering": (host, "gather_chunks", _one_chunk_then_fault),
-    "dense leaves": (orbax_compat.DenseStore, "save", _raise),
-}
-
-
-@contextlib.contextmanager
-def fault(where: str) -> Iterator[None]:
-    owner, name, replacement = {**IN_BACKGROUND, **IN_FOREGROUND}[where]
-    if replacement is _append_once_then_fault:
-        replacement = replacement()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, replacement)
-        yield
+    raise HandOver("on purpose")
 
 
 def fails_to_save(
@@ -240,15 +207,16 @@ def fails_to_save(
 ) -> None:
     """Saves with a fault; the error comes out, once."""
     manager.wait_until_finished()  # the fault must not hit the save before
-    with fault(where):
-        if where in IN_FOREGROUND:
-            with pytest.raises(Fault):
+    if where not in IN_BACKGROUND:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DenseStore, "save", _raise)
+            with pytest.raises(HandOver):
                 manager.save(step, args=args)
-        else:
+    else:
+        with inprocess.failing(manager.directory, IN_BACKGROUND[where]):
             assert manager.save(step, args=args)
-            with pytest.raises(cnr.errors.SaveError, match=f"step {step} failed") as e:
+            with pytest.raises(cnr.errors.SaveError, match=f"step {step} failed"):
                 manager.wait_until_finished()
-            assert isinstance(e.value.__cause__, Fault)
     # A retry of the step uses the same folder: nobody may still be writing into it.
     assert "cnr_write_rows" not in [thread.name for thread in threading.enumerate()]
     manager.wait_until_finished()
@@ -267,16 +235,15 @@ def test_every_restored_step_of_a_run_with_failing_saves_is_true(
     truth: dict[int, Any] = {}
     failed: list[str] = []
     kinds: list[str] = []
-    faults = [*IN_BACKGROUND, *IN_FOREGROUND]
     with cnr.CheckpointManager(
         tmp_path, tables=trainer.tables, options=options
     ) as manager:
-        for step in range(200):
+        for step in range(140):
             trainer.step()
             if rng.random() > 0.16:
                 continue
             if rng.random() < 0.4:
-                where = faults[len(failed) % len(faults)]
+                where = FAULTS[len(failed) % len(FAULTS)]
                 fails_to_save(manager, step, trainer.args(), where)
                 failed.append(where)
                 if rng.random() < 0.5:
@@ -287,8 +254,8 @@ def test_every_restored_step_of_a_run_with_failing_saves_is_true(
                 kinds.append(manager.last_report.kind)
         manager.wait_until_finished()
         assert manager.all_steps() == list(truth)
-        assert set(failed) == set(faults)
-        assert ("delta" in kinds) == (policy != "full")
+        assert set(failed) == set(FAULTS)
+        assert "delta" in kinds
         for step, values in truth.items():
             assert_restores(manager, step, values, like)
     with cnr.CheckpointManager(tmp_path, tables=trainer.tables) as again:
@@ -306,7 +273,6 @@ def test_rows_survive_failing_saves_while_old_steps_are_deleted(tmp_path: Path) 
         preservation_policy=ocp.checkpoint_managers.LatestN(2),
     )
     truth: dict[int, Any] = {}
-    faults = [*IN_BACKGROUND, *IN_FOREGROUND]
     with cnr.CheckpointManager(
         tmp_path, tables=trainer.tables, options=options
     ) as manager:
@@ -315,7 +281,9 @@ def test_rows_survive_failing_saves_while_old_steps_are_deleted(tmp_path: Path) 
             if step % 2:
                 continue
             if step and rng.random() < 0.5:
-                fails_to_save(manager, step, trainer.args(), faults[step % 9])
+                fails_to_save(
+                    manager, step, trainer.args(), FAULTS[step // 2 % len(FAULTS)]
+                )
                 assert manager.latest_step() == max(truth)
             else:
                 manager.save(step, args=trainer.args())
@@ -328,142 +296,13 @@ def test_rows_survive_failing_saves_while_old_steps_are_deleted(tmp_path: Path) 
             assert_restores(manager, step, truth[step], like)
 
 
-@pytest.mark.parametrize("where", [*IN_BACKGROUND, *IN_FOREGROUND])
-def test_rows_of_a_failed_save_are_in_the_next(where: str, tmp_path: Path) -> None:
-    trainer = Trainer()
-    like = on_devices(trainer.truth)
-    options = cnr.Options(policy=cnr.Consecutive(), codec="raw")
-    with cnr.CheckpointManager(
-        tmp_path, tables=trainer.tables, options=options
-    ) as manager:
-        manager.save(0, args=trainer.args())
-        manager.wait_until_finished()
-        baseline = trainer.copy_of_truth()
-        trainer.step()
-        fails_to_save(manager, 1, trainer.args(), where)
-        assert manager.all_steps() == [0] and manager.latest_step() == 0
-        trainer.step()
-        manager.save(2, args=trainer.args())
-        manager.wait_until_finished()
-        report = manager.last_report
-        assert report is not None and (report.step, report.parent) == (2, 0)
-        changed = sum(
-            int((baseline["params"][name] != rows).any(axis=1).sum())
-            for name, rows in trainer.truth["params"].items()
-        )
-        assert report.rows == changed
-        assert_restores(manager, 2, trainer.truth, like)
-        assert_restores(manager, 0, baseline, like)
-
-
-@pytest.mark.parametrize("where", IN_BACKGROUND)
-def test_error_of_a_save_in_the_background_comes_out_of_the_next_save_once(
-    where: str, tmp_path: Path
-) -> None:
-    trainer = Trainer()
-    like = on_devices(trainer.truth)
-    options = cnr.Options(policy=cnr.Consecutive(), codec="raw")
-    with cnr.CheckpointManager(
-        tmp_path, tables=trainer.tables, options=options
-    ) as manager:
-        manager.save(0, args=trainer.args())
-        manager.wait_until_finished()
-        trainer.step()
-        with fault(where):
-            manager.save(1, args=trainer.args())
-            trainer.step()
-            with pytest.raises(cnr.errors.SaveError, match="step 1 failed"):
-                manager.save(2, args=trainer.args())
-        trainer.step()
-        assert manager.save(2, args=trainer.args())
-        trainer_truth = trainer.copy_of_truth()
-        trainer.step()
-        manager.wait_until_finished()
-        assert manager.all_steps() == [0, 2]
-        assert_restores(manager, 2, trainer_truth, like)
-
-
-def test_step_that_failed_can_be_saved_again(tmp_path: Path) -> None:
-    trainer = Trainer()
-    like = on_devices(trainer.truth)
-    options = cnr.Options(policy=cnr.Consecutive(), codec="raw")
-    with cnr.CheckpointManager(
-        tmp_path, tables=trainer.tables, options=options
-    ) as manager:
-        manager.save(0, args=trainer.args())
-        for where in (*IN_BACKGROUND, *IN_FOREGROUND):
-            trainer.step()
-            fails_to_save(manager, 1, trainer.args(), where)
-        assert manager.save(1, args=trainer.args())
-        manager.wait_until_finished()
-        assert manager.last_report is not None
-        assert (manager.last_report.step, manager.last_report.parent) == (1, 0)
-        assert_restores(manager, 1, trainer.truth, like)
-
-
 def test_save_that_fails_waits_for_its_slow_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Any
 ) -> None:
     trainer = Trainer()
-    append = ArrayWriter.append
-
-    def slow(writer: ArrayWriter, values: np.ndarray) -> None:
-        time.sleep(0.3)
-        append(writer, values)
-
-    monkeypatch.setattr(ArrayWriter, "append", slow)
-    with cnr.CheckpointManager(tmp_path, tables=trainer.tables) as manager:
-        fails_to_save(manager, 0, trainer.args(), "dense leaves")
+    slow = storage.calling(lambda _: time.sleep(0.3), "/rows.p00000/", "open_read")
+    with slow, cnr.CheckpointManager(tmp_path, tables=trainer.tables) as manager:
+        fails_to_save(manager, 0, trainer.args(), FAULTS[-1])
         assert manager.save(0, args=trainer.args())
         manager.wait_until_finished()
         assert manager.all_steps() == [0]
-
-
-# Orbax leaves coroutines behind when it cannot write its metadata.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_run_survives_a_full_disk(tmp_path: Path) -> None:
-    trainer = Trainer()
-    like = on_devices(trainer.truth)
-    options = cnr.Options(policy=cnr.Consecutive(), codec="raw")
-    with _small_disk(tmp_path) as disk:
-        filler = disk / "filler"
-        with cnr.CheckpointManager(
-            disk / "run", tables=trainer.tables, options=options
-        ) as manager:
-            manager.save(0, args=trainer.args())
-            manager.wait_until_finished()
-            baseline = trainer.copy_of_truth()
-            trainer.step()
-            _fill(filler)
-            with pytest.raises(Exception, match=r"(?i)no space|exhausted"):
-                manager.save(1, args=trainer.args())
-                manager.wait_until_finished()
-            assert_restores(manager, 0, baseline, like)
-            filler.unlink()
-            trainer.step()
-            manager.save(2, args=trainer.args())
-            manager.wait_until_finished()
-            assert manager.all_steps() == [0, 2]
-            assert_restores(manager, 2, trainer.truth, like)
-        del manager
-        gc.collect()  # their warnings belong to this test
-
-
-@contextlib.contextmanager
-def _small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB, where the machine lets us mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def _fill(path: Path) -> None:
-    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import gc
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,16 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving import plan
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.rows.fingerprints import rotation, watch
+
+from .conftest import each_of
 
 ROWS, DIM = 48, 4
 SPECS = {"rows": P("r"), "columns": P(None, "r"), "replicated": P()}
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Syncing is what such small saves spend their time on.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def _alike(unsynced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # An error tells the leaves of a row from 8 bits: the same in every run of the tests.
     seed = np.array([1, 2], np.uint32)
     monkeypatch.setattr(watch, "_draw_seed", lambda: seed)
@@ -209,16 +209,12 @@ def test_parent_is_any_of_the_policy_s_choice(world: Any) -> None:
     run.check()
 
 
-def test_rows_of_a_save_that_failed_are_in_the_next(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_save_that_failed_are_in_the_next(world: Any, storage: Any) -> None:
     run = world()
     run.save(0)
     run.state = change(run.state, [4, 5])
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", _no_space)
-        with pytest.raises(OSError, match="no space"):
-            run.save(1)
+    with storage.failing(), pytest.raises(OSError, match="No space"):
+        run.save(1)
     run.state = change(run.state, [6])
     assert run.save(2).rows == 3
     run.check()
@@ -298,15 +294,22 @@ def test_train_step_may_donate_what_was_looked_at(world: Any) -> None:
     run.check()
 
 
+def what_holds_hashes() -> list[Any]:
+    gc.collect()
+    kept = (watch.RowWatch, rotation.Rotation)
+    return [found for found in gc.get_objects() if isinstance(found, kept)]
+
+
 def test_fingerprints_take_twelve_bytes_a_row(world: Any) -> None:
+    before = what_holds_hashes()
     run = world()
     run.save(0)
     # Here the slot lies on one device and the table on four, cut to the same rows.
-    watch = run.manager._handler._tracker._watch
-    hashed = [seen.hashed for seen in watch._seen.values()]
+    (kept,) = [found for found in what_holds_hashes() if found not in before]
+    hashed = [seen.hashed for seen in kept._seen.values()]
     assert all(each.tags is None for each in hashed)
     held = [chunk for each in hashed for chunk in each.hashes]
-    assert sum(x.nbytes for x in [*held, *watch._stamps.values()]) == 12 * ROWS
+    assert sum(each.nbytes for each in [*held, *kept._stamps.values()]) == 12 * ROWS
 
 
 # The mode.
@@ -348,8 +351,10 @@ def test_mode_is_kept_after_a_restart(world: Any, mode: Any) -> None:
     run.check()
 
 
-@pytest.mark.parametrize("first", ["recorded", "fingerprint", "audited"])
-@pytest.mark.parametrize("then", ["recorded", "fingerprint", "audited"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    list(itertools.permutations(["recorded", "fingerprint", "audited"], 2)),
+)
 def test_mode_that_is_asked_for_goes_on_from_a_restore(
     world: Any, first: Any, then: Any
 ) -> None:
@@ -399,7 +404,7 @@ def test_processes_that_find_rows_in_different_ways_are_told() -> None:
         plan.check_told(told)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "message"),
     [
         ({"tracking": "bitmap"}, "'bitmap'.*'recorded', 'fingerprint', 'audited'"),
@@ -505,15 +510,17 @@ def test_rows_are_named_by_their_logical_ids(world: Any) -> None:
 
 
 def test_audit_can_be_switched_off(world: Any) -> None:
+    before = what_holds_hashes()
     run = world(audit_bytes=0)
     for step in range(2):
         run.train([step], recorded=[9])
         report = run.save(step, touched=True)
-        tracker = run.manager._handler._tracker
-        assert tracker._watch is None and tracker._rotation is None
         assert report.fingerprint_secs == 0
     run.restore(1)
-    assert tracker._watch is None and tracker._rotation is None
+    run.train([2], recorded=[9])
+    report = run.save(2, touched=True)
+    assert report.fingerprint_secs == 0
+    assert not [found for found in what_holds_hashes() if found not in before]
 
 
 def test_older_state_put_back_by_hand_is_told_or_stops_the_save(world: Any) -> None:
@@ -602,7 +609,7 @@ def test_no_delta_of_runs_in_turns_is_unaudited(world: Any) -> None:
 
 
 def test_rollback_after_a_save_that_failed_is_not_a_delta_unaudited(
-    world: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, storage: Any
 ) -> None:
     run = world(tracking="audited")
     run.train([0])
@@ -610,10 +617,8 @@ def test_rollback_after_a_save_that_failed_is_not_a_delta_unaudited(
     before = run.state, run.touched
     run.train([1])
     run.train([2])
-    with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", _no_space)
-        with pytest.raises(OSError, match="no space"):
-            run.save(1, touched=True)
+    with storage.failing(), pytest.raises(OSError, match="No space"):
+        run.save(1, touched=True)
     run.state, run.touched = everything(*before)
     assert run.save(1, touched=True).kind == "full"
     run.check()

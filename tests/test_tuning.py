@@ -18,6 +18,8 @@ from cnr_jax.checkpointer.tuning import Variant, cheapest, mean_error, variants
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs import Asymmetric, Greedy, KMeans, Symmetric
 
+from .conftest import each_of
+
 ROWS, DIM = 6000, 16
 # Tunings of one width and dim share their programs, a second each to compile.
 BITS = 3
@@ -49,8 +51,8 @@ def tuned(
     return options, record.getMessage()
 
 
-@pytest.mark.parametrize("codec", [Asymmetric(bits=2), KMeans(bits=2)], ids=str)
-@pytest.mark.parametrize("within", [0.0, 0.01, 0.1, 10.0])
+@each_of("codec", [Asymmetric(bits=2), KMeans(bits=2)])
+@each_of("within", [0.0, 0.01, 0.1, 10.0])
 def test_fewest_rounds_within_the_limit_are_chosen(codec: Any, within: float) -> None:
     rows = trained_like(512, 8)
     found = [v for v in variants(codec) if v.rounds in (0, 1, 3)]

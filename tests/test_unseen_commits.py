@@ -5,9 +5,8 @@ Storage services are listed only in doubt: what the manager remembers must not b
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,8 @@ import cnr_jax as cnr
 from cnr_jax.policy import Decision, SaveRecord
 from cnr_jax.repository.lineage import ledger
 from cnr_jax.repository.upkeep import writer
-from cnr_jax.repository.upkeep.removal import Remover
+
+from .conftest import Keep
 
 
 class Told:
@@ -32,16 +32,6 @@ class Told:
         return Decision(kind="delta", parent=history[-1].step, reason="told so")
 
 
-class Keep:
-    """A preservation policy that keeps the steps it is told."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = set(steps)
-
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        return [info.step in self.steps for info in checkpoints]
-
-
 @pytest.fixture
 def opened(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,26 +44,13 @@ def opened(
     return run, manager, policy, keep
 
 
-def hidden(step: int) -> Callable[..., Any]:
-    """Storage that does not give out the manifest of a step."""
-    read = ledger.read_committed
-
-    def failing(root: Any, directory: str, item: str) -> Any:
-        if directory == str(step):
-            raise OSError(errno.EIO, "Input/output error", str(root / directory))
-        return read(root, directory, item)
-
-    return failing
-
-
 def test_what_an_unseen_commit_made_superfluous_is_no_parent(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Any, storage: Any
 ) -> None:
     run, manager, policy, keep = opened
     run.run(manager, [1])
     keep.steps = {2}
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "read_committed", hidden(2))
+    with storage.failing("/2/default/manifest.json", "open_read", "EACCES"):
         run.train(2)
         run.save(manager, 2)
         with pytest.raises(cnr.errors.SaveError):
@@ -106,7 +83,7 @@ def test_a_save_that_retention_drops_takes_others_out_of_the_list_too(
 
 
 def test_after_a_failed_save_the_root_is_looked_through_once(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, manager, *_ = opened
     looks: list[Any] = []
@@ -116,17 +93,14 @@ def test_after_a_failed_save_the_root_is_looked_through_once(
         looks.append(args)
         return refresh(self, *args)
 
-    def fail(*args: Any) -> Any:
-        raise OSError(errno.ENOSPC, "no space")
-
+    # Looks at a root are counted where they are made: Orbax lists it too, each save.
     monkeypatch.setattr(ledger.Ledger, "refresh", noted)
     run.run(manager, [1])
     looks.clear()  # before a first save it is seen whether another run is there
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.handler.write_manifest", fail)
+    with storage.failing("/manifest.json"):
         run.train(2)
         run.save(manager, 2)
-        with pytest.raises(cnr.errors.SaveError, match="no space"):
+        with pytest.raises(cnr.errors.SaveError, match="No space"):
             manager.wait_until_finished()
     assert manager.all_steps() == [1], "nothing was deleted for it"
     assert looks == []
@@ -138,7 +112,7 @@ def test_after_a_failed_save_the_root_is_looked_through_once(
 
 
 def test_steps_that_come_back_after_a_failed_rollback_are_listed(
-    opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Any, storage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, manager, _, keep = opened
     keep.steps = {1, 2, 3}
@@ -146,14 +120,9 @@ def test_steps_that_come_back_after_a_failed_rollback_are_listed(
     run.restore(manager, 1)
     run.salt = 1
     run.train(2)
-
-    def fail(*args: Any) -> Any:
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("cnr_jax.handler.write_manifest", fail)
+    with storage.failing("/manifest.json"), caplog.at_level(logging.WARNING):
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
-        with pytest.raises(cnr.errors.SaveError, match="no space"):
+        with pytest.raises(cnr.errors.SaveError, match="No space"):
             manager.wait_until_finished()
     assert "steps 2 are back" in caplog.text
     assert manager.all_steps() == [1, 2]
@@ -162,19 +131,13 @@ def test_steps_that_come_back_after_a_failed_rollback_are_listed(
 
 
 def test_steps_that_are_not_deleted_after_all_stay_in_the_list(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Any, storage: Any
 ) -> None:
     """A commit that could not be made durable: nothing goes in its favour."""
     run, manager, _, keep = opened
     run.run(manager, [1])
     keep.steps = {2}
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_jax.checkpointer.saving.ending.sync_committed", fail)
-        patch.setattr(Remover, "remove", fail)
+    with storage.failing("/2/", "fsync", "EIO"):
         run.train(2)
         run.save(manager, 2)
         with pytest.raises(cnr.errors.SaveError, match="Input/output error"):

@@ -6,10 +6,10 @@ import copy
 import itertools
 from typing import Any
 
-import pytest
-
 from cnr_jax.format import tiles
 from cnr_jax.format.fields import Fields
+
+from ..conftest import each_of
 
 PART = {"array": "codes", "offset": 3}
 TILE: dict[str, Any] = {
@@ -44,7 +44,7 @@ def slowly(read: Any, item: Any) -> Any:
     return None if problems else found
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@each_of("place", PLACES)
 def test_a_tile_is_read_quickly_if_it_has_no_problem(place: tuple[Any, ...]) -> None:
     for new in WRONG:
         item = changed(TILE, place, new)

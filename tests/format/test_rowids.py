@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cnr_jax.errors import FormatError
-from cnr_jax.format import rowids
-from cnr_jax.format.rowids import decode_rowids, encode_rowids
+from cnr_jax.format.rowids import FORMS, decode_rowids, encode_rowids
+
+from ..conftest import each_of
 
 LIMIT = 2**63 - 1  # the largest int64
 
@@ -95,7 +98,7 @@ def test_tile_without_rows_holds_none() -> None:
     assert encode_rowids(ids(), 0)[0] == "none"
 
 
-@pytest.mark.parametrize("bits", range(1, 63))
+@each_of("bits", range(1, 63))
 def test_gaps_around_every_power_of_two_come_back(bits: int) -> None:
     for first in (2**bits - 1, 2**bits):
         form, data = encode_rowids(ids(0, first), LIMIT)
@@ -103,10 +106,10 @@ def test_gaps_around_every_power_of_two_come_back(bits: int) -> None:
         assert decode_rowids(form, data, LIMIT, 2).tolist() == [0, first]
 
 
-def test_sets_longer_than_a_block_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_longer_than_a_block_come_back(tiny_limits: Any) -> None:
     positions = np.cumsum(np.tile([1, 127, 128, 129, 40_000], 9)).astype(np.int64)
     whole = encode_rowids(positions, 10**6)
-    monkeypatch.setattr(rowids, "_BLOCK_IDS", 4)
+    tiny_limits(row_id_block=4)
     form, data = encode_rowids(positions, 10**6)
     assert (form, data.tolist()) == (whole[0], whole[1].tolist())
     assert form == "gaps"
@@ -127,7 +130,7 @@ def test_encoding_leaves_the_positions_as_they_were() -> None:
     assert positions.tolist() == [3, 7, 1000]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("positions", "problem"),
     [
         (ids(1, 1), "strictly increasing"),
@@ -149,7 +152,7 @@ def test_encoding_refuses_what_is_no_sorted_set(
         encode_rowids(positions, 100)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("form", "data", "rows", "count", "problem"),
     [
         ("roaring", as_bytes(), 10, 0, "unknown form"),
@@ -183,7 +186,7 @@ def test_decoding_refuses(
     assert caught.value.kind == "row_ids"
 
 
-@pytest.mark.parametrize(
+@each_of(
     "gaps",
     [
         [LIMIT],
@@ -261,7 +264,7 @@ def test_every_bit_flip_is_refused_or_decodes_to_a_sound_set(form: str) -> None:
 
 
 @given(
-    form=st.sampled_from([*rowids.FORMS, "other"]),
+    form=st.sampled_from([*FORMS, "other"]),
     data=st.binary(max_size=24),
     rows=st.integers(0, 80) | st.integers(0, LIMIT),
     count=st.integers(0, 12),

@@ -31,6 +31,8 @@ from cnr_jax.rows import codecs
 from cnr_jax.rows.codecs import bitpack
 from cnr_jax.state import layouts
 
+from ..conftest import each_of
+
 PACKAGE = Path(cnr.__file__).parent
 SPEC = (PACKAGE / "format" / "SPEC.md").read_text("utf-8")
 
@@ -93,7 +95,7 @@ def blocks(kind: str) -> dict[str, str]:
 # Fields.
 
 
-@pytest.mark.parametrize("place", DESCRIBED)
+@each_of("place", DESCRIBED)
 def test_fields_in_the_specification_are_those_of_the_code(
     place: tuple[str, int],
 ) -> None:
@@ -102,7 +104,7 @@ def test_fields_in_the_specification_are_those_of_the_code(
     assert sorted(described(*place)) == sorted([*fields, *added])
 
 
-@pytest.mark.parametrize("place", DESCRIBED)
+@each_of("place", DESCRIBED)
 def test_fields_that_may_be_null_are_optional_in_the_code(
     place: tuple[str, int],
 ) -> None:
@@ -276,7 +278,7 @@ def every_codec() -> Iterator[codecs.Codec]:
                 yield kind(**chosen)
 
 
-@pytest.mark.parametrize("codec", list(every_codec()), ids=str)
+@each_of("codec", list(every_codec()))
 def test_parts_of_codecs_are_those_of_the_code(codec: codecs.Codec) -> None:
     (row,) = (row for row in cells("7", "codec") if row[0] == codec.name)
     described_parts = dict(re.findall(r"(\w+): ([^;]+)", row[2]))
@@ -310,8 +312,8 @@ def random_parts(
     }
 
 
-@pytest.mark.parametrize("bits", bitpack.WIDTHS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_of("bits", bitpack.WIDTHS)
+@each_of("dtype", ["float32", "bfloat16", "float16"])
 def test_formula_gives_the_bits_of_the_codec(bits: int, dtype: str) -> None:
     formula = re.search(r"^c = (.+?) {2,}.*\nx = (.+?) {2,}", section("7"), flags=re.M)
     item, codec, rows, dim = (

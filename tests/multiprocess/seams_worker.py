@@ -18,9 +18,10 @@ from worker import Faults, Run, refused
 import cnr_jax as cnr
 import cnr_jax.handler
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.upkeep.claim import Claim
 from cnr_jax.repository.upkeep.removal import Remover
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Call
 
 
 class Seams:
@@ -51,7 +52,7 @@ class Seams:
         self.lines.append(f"{what}: {refused(save)}")
 
     def one_fails_before_it_says_anything(self, step: int) -> None:
-        faults = Faults(f"{step}:open:1,{step + 1}:open:0")
+        faults = Faults(f"{step}:open:1,{step + 1}:open:0", self.root)
         for each in (step, step + 1):
             faults.begin(each)
             self.fails(each, "before the first message")
@@ -66,15 +67,12 @@ class Seams:
         self.save(step + 1)
 
     def another_takes_over_during_a_save(self, step: int) -> None:
-        write = RowsWriter.write
+        def taken(call: Call) -> None:
+            if call.call == "open" and "/manifest.p" in call.path:
+                self.take_over()
 
-        def taken(writer: RowsWriter, *args: Any) -> Any:
-            self.take_over()
-            return write(writer, *args)
-
-        RowsWriter.write = taken  # type: ignore[method-assign]
-        self.fails(step, "during a save")
-        RowsWriter.write = write  # type: ignore[method-assign]
+        with inprocess.watching(self.root, before=taken):
+            self.fails(step, "during a save")
         self.manager.reload()
         self.save(step + 1)
 

@@ -8,6 +8,7 @@ for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import faulthandler
 import itertools
@@ -32,8 +33,9 @@ import cnr_jax as cnr
 import cnr_jax.checkpointer.orbax_compat
 import cnr_jax.checkpointer.saving.capture
 import cnr_jax.handler
-from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.upkeep.removal import ChainDeleter
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Call
 
 ROWS = {"user": 512, "item": 128}
 # Also a table that `bits="auto"` takes for small, whole on every device.
@@ -146,26 +148,32 @@ class Run:
         return found
 
 
-def hold_at(step: int, where: str) -> None:
+# What a save opens when all rows of its process, and when all of it is written.
+WRITTEN = {"rows": "/manifest.p", "manifest": "/manifest.json"}
+
+
+def before_written(root: str, work: Callable[[str, str], None]) -> None:
+    """From now on works before a save opens such a file, given its step's folder, and which."""
+
+    def before(call: Call) -> None:
+        for where, name in WRITTEN.items():
+            if call.call == "open" and name in call.path:
+                work(Path(call.path).parents[1].name, where)
+
+    watch.enter_context(inprocess.watching(root, before=before))
+
+
+watch = contextlib.ExitStack()
+
+
+def hold_at(root: str, step: int, where: str) -> None:
     """Makes this process stand still in the middle of the save of `step`."""
-    if where == "rows":
-        write = RowsWriter.write
 
-        def slow(self: RowsWriter, *args: Any) -> Any:
-            if self._directory.parent.name.split(".")[0] == str(step):
-                time.sleep(FOREVER_SECS)
-            return write(self, *args)
+    def hold(folder: str, reached: str) -> None:
+        if (folder.split(".")[0], reached) == (str(step), where):
+            time.sleep(FOREVER_SECS)
 
-        RowsWriter.write = slow  # type: ignore[method-assign]
-    else:
-        finish = cnr_jax.handler.write_manifest
-
-        def slow_finish(directory: Any, facts: Any, own: Any) -> Any:
-            if facts.plan.step == step:
-                time.sleep(FOREVER_SECS)
-            return finish(directory, facts, own)
-
-        cnr_jax.handler.write_manifest = slow_finish  # type: ignore[assignment]
+    before_written(root, hold)
 
 
 class Faults:
@@ -173,9 +181,10 @@ class Faults:
 
     Args:
         text: `step:where:process` for each fault, separated by commas.
+        root: that is saved to.
     """
 
-    def __init__(self, text: str | None) -> None:
+    def __init__(self, text: str | None, root: str | Path) -> None:
         found = [fault.split(":") for fault in (text or "").split(",") if fault]
         here = str(jax.process_index())
         self._faults = {int(s): where for s, where, process in found if process == here}
@@ -183,6 +192,7 @@ class Faults:
         self._step = -1
         for where, (owner, name) in PLACES.items():
             setattr(owner, name, self._failing(getattr(owner, name), where))
+        before_written(str(root), lambda _, where: self._strike(where, f"kill {where}"))
 
     def begin(self, step: int) -> None:
         """From now on what is called belongs to the save of this step, until the next."""
@@ -190,28 +200,31 @@ class Faults:
 
     def _failing(self, work: Callable[..., Any], where: str) -> Callable[..., Any]:
         def failing(*args: Any, **kwargs: Any) -> Any:
-            if self._faults.get(self._step) != where:
-                return work(*args, **kwargs)
-            self.hit.append(f"{self._step} {where}")
-            if where.startswith("hang"):
-                time.sleep(FOREVER_SECS)
-            if where.startswith("kill"):
-                time.sleep(1)  # what is before training goes on is not for us
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.EIO, f"at {where}")
+            self._strike(where)
+            return work(*args, **kwargs)
 
         return failing
+
+    def _strike(self, *places: str) -> None:
+        """Does what is to happen at one of these places in the save that goes on."""
+        where = self._faults.get(self._step)
+        if where not in places:
+            return
+        self.hit.append(f"{self._step} {where}")
+        if where.startswith("hang"):
+            time.sleep(FOREVER_SECS)
+        if where.startswith("kill"):
+            time.sleep(1)  # what is before training goes on is not for us
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.EIO, f"at {where}")
 
 
 PLACES = {
     "gather": (cnr_jax.checkpointer.saving.capture, "capture"),
-    "rows": (RowsWriter, "write"),
     "dense": (cnr_jax.checkpointer.orbax_compat.DenseStore, "save"),
-    "manifest": (cnr_jax.handler, "write_manifest"),
     "directories": (async_path, "mkdir"),
     "rename": (atomicity, "on_commit_callback"),
     "deletion": (ChainDeleter, "delete_steps"),
-    "kill rows": (RowsWriter, "write"),
     "open": (cnr_jax.handler.CnrHandler, "open"),
     "hang prepare": (cnr_jax.handler.CnrHandler, "plan"),
 }
@@ -421,7 +434,7 @@ def main() -> None:
         address = f"127.0.0.1:{args.port}"
         jax.distributed.initialize(address, args.processes, args.process)
     if args.hold_step is not None and args.hold_process == args.process:
-        hold_at(args.hold_step, args.hold_where)
+        hold_at(args.root, args.hold_step, args.hold_where)
     run = Run()
     policies = {"consecutive": cnr.Consecutive(), "one_shot": cnr.OneShot()}
     heard: list[int] = []
@@ -455,7 +468,7 @@ def main() -> None:
             start = run.state["step"] + 1
         lines.append(f"restored {latest}, starts at {start}")
         if args.faults:
-            faults = Faults(args.faults)
+            faults = Faults(args.faults, args.root)
             goes_on = save_and_only_look if args.only_look else train_and_save
             lines += goes_on(manager, run, range(start, args.stop), faults)
             lines.append(f"hit {', '.join(faults.hit)}")

@@ -19,6 +19,8 @@ from cnr_jax.policy import (
     since_baseline,
 )
 
+from ..conftest import each_of
+
 POLICIES: tuple[Policy, ...] = (Full(), OneShot(), Consecutive(), Intermittent())
 
 
@@ -34,28 +36,28 @@ def cycle(
     return [save(first_step, "full", full_bytes), *deltas]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@each_of("policy", POLICIES)
 def test_first_save_is_full(policy: Policy) -> None:
     decision = policy.decide([])
     assert (decision.kind, decision.parent) == ("full", None)
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: p.name)
+@each_of("policy", POLICIES[1:])
 def test_first_save_says_that_there_is_no_baseline(policy: Policy) -> None:
     assert policy.decide([]).reason == "no baseline yet"
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@each_of("policy", POLICIES)
 def test_history_without_a_full_save_leads_to_a_full_save(policy: Policy) -> None:
     assert policy.decide([save(20, "delta"), save(30, "delta")]).kind == "full"
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@each_of("policy", POLICIES)
 def test_policies_leave_the_codec_as_configured(policy: Policy) -> None:
     assert policy.decide(cycle(100)).codec is None
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@each_of("policy", POLICIES)
 def test_saves_before_the_latest_full_change_nothing(policy: Policy) -> None:
     older = cycle(900, 950, 990, first_step=1000)
     latest = cycle(100, 110, first_step=2000)

@@ -10,8 +10,10 @@ import pytest
 from cnr_jax.errors import OptionError
 from cnr_jax.policy import bits_after, bits_for, expected_restores, small_tables
 
+from ..conftest import each_of
 
-@pytest.mark.parametrize(
+
+@each_of(
     ("restores", "bits"),
     [
         (0, 2),
@@ -37,7 +39,7 @@ def test_width_has_the_thresholds_of_the_paper(restores: Any, bits: int) -> None
     assert bits_after(0, restores) == bits
 
 
-@pytest.mark.parametrize("expected", [0, 0.3, 1, 2, 3, 7.5, 20, 21, 50])
+@each_of("expected", [0, 0.3, 1, 2, 3, 7.5, 20, 21, 50])
 def test_one_restore_too_many_makes_it_eight_bits_for_good(expected: float) -> None:
     usual = bits_for(expected)
     for restores in range(60):
@@ -45,7 +47,7 @@ def test_one_restore_too_many_makes_it_eight_bits_for_good(expected: float) -> N
         assert bits_after(restores, expected) == wanted
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("elements", "small"),
     [
         ({}, ""),
@@ -79,7 +81,7 @@ def test_expected_restores_are_failures_of_any_node_in_the_time_of_the_job() -> 
     assert expected_restores(node_mtbf_hours=720, nodes=16, job_hours=0) == 0
 
 
-@pytest.mark.parametrize("value", [-1, -0.001, math.nan, math.inf, "3", None, [3]])
+@each_of("value", [-1, -0.001, math.nan, math.inf, "3", None, [3]])
 def test_what_is_no_number_of_restores_is_refused(value: Any) -> None:
     with pytest.raises(OptionError, match=r"expected_restores is .*expected a finite"):
         bits_for(value)

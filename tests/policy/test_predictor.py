@@ -28,6 +28,8 @@ from cnr_jax.policy import (
     since_baseline,
 )
 
+from ..conftest import each_of
+
 # S_i in thousandths of a full checkpoint: integers, so that bytes are exact.
 FULL = 1000
 ONE_SHOT = (260, 320, 365, 400, 430, 455, 475, 490, 505, 515, 525, 533)
@@ -111,7 +113,7 @@ def test_forecast_takes_interval_seven_as_full_which_is_the_best_cycle() -> None
     assert averages.index(min(averages)) == 7 - 1
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("policy", "average", "peak"),
     [
         (Full(), 1.000, 1.0),
@@ -120,7 +122,6 @@ def test_forecast_takes_interval_seven_as_full_which_is_the_best_cycle() -> None
         (PAPER, 0.471, 1.48),
         (Intermittent(), 0.4646, 1.455),
     ],
-    ids=lambda value: value.name if hasattr(value, "name") else str(value),
 )
 def test_average_and_peak_match_the_reference_table(
     policy: Policy, average: float, peak: float

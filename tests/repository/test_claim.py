@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository import files
 from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.claim import Aside, Claim, read_writer
 from cnr_jax.repository.upkeep.lock import WritingLock
@@ -24,39 +24,36 @@ ASIDE = Aside(uuid="a" * 32, directory="2", item="state", moved=(("2", MOVED),))
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_claim_that_another_manager_clears_before_it_has_its_name_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+    tmp_path: Path, storage: Any, times: int
 ) -> None:
-    cleared = cleared_before_their_name(monkeypatch, times)
+    cleared: list[str] = []
     claim = Claim(tmp_path)
-    claim.take()
+    with cleared_before_their_name(storage, times, cleared):
+        claim.take()
     claim.check()
     assert len(cleared) == times
     assert [path.name for path in tmp_path.iterdir()] == [names.WRITER]
 
 
 def test_a_claim_that_is_cleared_each_time_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Any
 ) -> None:
-    cleared_before_their_name(monkeypatch, 1000)
-    with pytest.raises(FileNotFoundError, match=r"cnr_jax\.writer\.json"):
+    with (
+        cleared_before_their_name(storage, 1000, []),
+        pytest.raises(FileNotFoundError, match=r"cnr_jax\.writer\.json"),
+    ):
         Claim(tmp_path).take()
 
 
-def cleared_before_their_name(
-    monkeypatch: pytest.MonkeyPatch, times: int
-) -> list[Path]:
-    """Removes files when they are written; returns which, once it has happened."""
-    cleared: list[Path] = []
-    write = files.write_durably
+def cleared_before_their_name(storage: Any, times: int, cleared: list[str]) -> Any:
+    """Removes claims that are about to get their name, and notes which."""
 
-    def write_and_clear(path: Path, data: bytes) -> None:
-        write(path, data)
+    def clear(call: Any) -> None:
         if len(cleared) < times:
-            path.unlink()
-            cleared.append(path)
+            os.unlink(call.path)
+            cleared.append(call.path)
 
-    monkeypatch.setattr(files, "write_durably", write_and_clear)
-    return cleared
+    return storage.calling(clear, f"{names.WRITER}.", "rename")
 
 
 def test_the_newest_claim_wins_and_the_older_one_says_whose_it_is(
@@ -155,9 +152,9 @@ def other(tmp_path: Path) -> Any:
 
 
 def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
-    other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: Any, tmp_path: Path, tiny_limits: Any
 ) -> None:
-    monkeypatch.setattr("cnr_jax.repository.upkeep.writer.HAND_OVER_SECS", 0.1)
+    tiny_limits(hand_over_secs=0.1)
     writer = RootWriter(lambda: True)
     writer.open(tmp_path, "state")
     temporary = tmp_path / f"3{names.TEMPORARY_SUFFIX}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
 from cnr_jax.format.tiles import PartRef, RowIds, Segment, Tile
 from cnr_jax.repository.step_reader import as_one, ids_of, joined_positions, runs
+
+from ..conftest import each_of
 
 ROW_IDS = (
     RowIds(form="all", offset=0, bytes=0, count=8),
@@ -43,7 +44,7 @@ def test_tiles_that_follow_each_other_are_one() -> None:
     assert ids_of(tiles) == ((0, 8), (1, 8), (0, 8))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "second",
     [
         tile(16, 0, 8),  # rows are missing between

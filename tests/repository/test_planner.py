@@ -13,6 +13,8 @@ from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRec
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request, records
 
+from ..conftest import each_of
+
 LINEAGE = "a" * 32
 OTHER = "b" * 32
 NONCE = "5eed" * 6
@@ -37,7 +39,8 @@ class Run:
 
     def __init__(self, root: Any, table: Any, policy: Any = None) -> None:
         self.root, self.ledger, self.table = root, root.ledger, table
-        self.planner = Planner(policy or Asked(), nonce=NONCE)
+        self.policy = policy or Asked()
+        self.planner = Planner(self.policy, nonce=NONCE)
 
     def request(
         self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
@@ -109,7 +112,7 @@ def test_first_save_is_full_without_asking_the_policy(run: Run) -> None:
     plan = run.plan(0, 1)
     assert (plan.kind, plan.parent, plan.generation) == ("full", None, 1)
     assert plan.reason == "no baseline yet"
-    assert run.planner._policy.seen == []
+    assert run.policy.seen == []
 
 
 def test_delta_rests_on_the_save_before_with_its_clock(run: Run) -> None:
@@ -133,7 +136,7 @@ def test_first_save_without_a_lineage_draws_one_and_the_next_go_on_in_it(
 def test_policy_may_choose_an_older_parent_with_the_clock_of_that(run: Run) -> None:
     run.save(0, clock=3)
     run.save(1, clock=5)
-    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
+    run.policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
     plan = run.plan(2, clock=9)
     assert plan.parent is not None
     assert (plan.parent.directory, plan.parent.clock) == ("0", 3)
@@ -163,7 +166,7 @@ def test_restored_chain_is_legal_with_clocks_counted_from_zero(run: Run) -> None
         run.save(step, clock)
     run.restore(2, OTHER)
     for parent, clock in ((2, 2), (1, 1), (0, 0)):
-        run.planner._policy.decision = Decision(kind="delta", parent=parent, reason="")
+        run.policy.decision = Decision(kind="delta", parent=parent, reason="")
         plan = run.plan(3, clock=4, lineage=OTHER)
         assert plan.parent is not None and plan.kind == "delta"
         assert (plan.parent.directory, plan.parent.clock) == (str(parent), clock)
@@ -173,7 +176,7 @@ def test_step_beside_the_restored_chain_is_no_legal_parent(run: Run) -> None:
     for step in range(4):
         run.save(step, clock=step)
     run.restore(1, OTHER)
-    run.planner._policy.decision = Decision(kind="delta", parent=3, reason="")
+    run.policy.decision = Decision(kind="delta", parent=3, reason="")
     plan = run.plan(9, clock=4, lineage=OTHER)
     assert (plan.kind, plan.reason) == ("full", "step 3 is not a legal parent any more")
 
@@ -197,7 +200,7 @@ def test_checkpoints_before_a_clock_that_went_back_stay_illegal(run: Run) -> Non
     run.save(0, clock=3)
     run.save(1, clock=8)
     run.save(2, clock=5)
-    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="")
+    run.policy.decision = Decision(kind="delta", parent=0, reason="")
     plan = run.plan(3, clock=9)
     assert (plan.kind, plan.reason) == ("full", "step 0 is not a legal parent any more")
 
@@ -274,7 +277,7 @@ def test_step_of_another_run_in_the_place_of_the_parent_is_not_used(run: Run) ->
 
 
 def test_policy_sees_the_saves_since_the_latest_full(run: Run) -> None:
-    policy = run.planner._policy
+    policy = run.policy
     run.save(0, clock=1)
     run.save(1, clock=2)
     policy.decision = Decision(kind="full", parent=None, reason="enough")
@@ -294,13 +297,13 @@ def test_full_plan_starts_a_history_and_delta_goes_on(run: Run) -> None:
 
 def test_history_survives_the_deletion_of_its_steps_and_a_restore(run: Run) -> None:
     run.save(0, clock=1)
-    run.planner._policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
+    run.policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
     run.save(1, clock=2)
     run.save(2, clock=3)
     run.ledger.forget("1")
     run.restore(2, OTHER)
     run.plan(3, clock=4, lineage=OTHER)
-    assert [record.step for record in run.planner._policy.seen[-1]] == [0, 1, 2]
+    assert [record.step for record in run.policy.seen[-1]] == [0, 1, 2]
 
 
 def growing(policy: Any, sizes: Sequence[int], bounded: bool) -> int:
@@ -318,7 +321,7 @@ def growing(policy: Any, sizes: Sequence[int], bounded: bool) -> int:
     return len(sizes)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "policy",
     [
         OneShot(),
@@ -330,8 +333,8 @@ def growing(policy: Any, sizes: Sequence[int], bounded: bool) -> int:
         Intermittent(predictor="history"),
     ],
 )
-@pytest.mark.parametrize("power", [0.3, 0.75, 1.0])
-@pytest.mark.parametrize("first_bytes", [10**4, 10**6, 10**7])
+@each_of("power", [0.3, 0.75, 1.0])
+@each_of("first_bytes", [10**4, 10**6, 10**7])
 def test_long_history_is_decided_upon_as_if_it_were_all_there(
     policy: Any, power: float, first_bytes: int
 ) -> None:
@@ -346,13 +349,13 @@ def test_parents_that_are_gone_are_forgotten(run: Run) -> None:
     for step in range(100):
         run.save(step, clock=step)
         if step >= 2:
-            run.planner._policy.decision = Decision(
+            run.policy.decision = Decision(
                 kind="full", parent=None, reason="short chains"
             )
             run.ledger.forget(str(step - 2))
     (branch,) = run.planner.branches.values()
     assert len(branch.parents) < 40
-    run.planner._policy.decision = None
+    run.policy.decision = None
     plan = run.plan(100, clock=100)
     assert plan.parent is not None and plan.parent.directory == "99"
 
@@ -398,12 +401,14 @@ def test_restores_of_a_state_from_elsewhere_are_counted_on(run: Run) -> None:
 def test_uuids_are_of_the_run_and_never_repeat(run: Run) -> None:
     uuids = [run.plan(0, 1).uuid for _ in range(3)]
     assert uuids == [f"{NONCE}{i:08x}" for i in (1, 2, 3)]
-    assert Planner(Asked())._nonce != Planner(Asked())._nonce
+    request = run.request(0, 1)
+    others = [Planner(Asked()).plan(run.ledger, request, None).uuid for _ in range(2)]
+    assert len({uuid[: len(NONCE)] for uuid in (*others, *uuids)}) == 3
 
 
 def test_codec_and_name_of_the_policy_are_passed_on(run: Run) -> None:
     run.save(0, clock=1)
-    run.planner._policy.decision = Decision(
+    run.policy.decision = Decision(
         kind="delta", parent=0, codec="raw", reason="because"
     )
     plan = run.plan(1, clock=2)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.replay import fetch, leaves, merge, regions
+from cnr_jax.repository.replay import leaves, merge, regions
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.codecs import codec_from
 from cnr_jax.state.layouts import layout_from
@@ -160,51 +160,47 @@ def target_of(entry: TableEntry, padded_rows: int | None = None) -> leaves.Targe
     return leaves.Target(rows=entry.rows, layout=layout, padded_rows=padded_rows)
 
 
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "SMALL_BYTES", 1 << 30)
+# Limits under which each way is taken. Slabs do not divide the parts.
+WAYS: dict[str, dict[str, int]] = {
+    "on_host": {"restored_small_bytes": 1 << 30},
+    "by_program": {"restored_small_bytes": 0},
+    "device_by_device": {"restored_small_bytes": 0, "restored_host_bytes": 1},
+    "slab_by_slab": {"restored_small_bytes": 0, "restored_slab_bytes": 150},
+    "block_by_block": {"fetched_block_bytes": 30, "fetched_ahead_bytes": 70},
+}
 
 
-def by_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+@pytest.fixture
+def take(tiny_limits: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets restores go one of the ways."""
+
+    def go(way: str) -> None:
+        tiny_limits(**WAYS[way])
+        if way == "slab_by_slab":
+            with_memory_of_their_own(monkeypatch)
+
+    return go
 
 
-def device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
-    monkeypatch.setattr(leaves, "HOST_BYTES", 1)
-
-
-def slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator, in slabs that do not divide the parts."""
-    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
+def with_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are taken for accelerators, which no call of these tests can make them."""
     monkeypatch.setattr(leaves, "_is_host", lambda device: False)
-    monkeypatch.setattr(leaves, "SLAB_BYTES", 150)
-
-
-def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "BLOCK_BYTES", 30)
-    monkeypatch.setattr(fetch, "AHEAD_BYTES", 70)
-
-
-WAYS = (on_host, by_program, device_by_device, slab_by_slab, block_by_block)
 
 
 @pytest.mark.parametrize(
     ("way", "spec"),
     [
-        *((on_host, spec) for spec in (*SPECS, "one")),
-        *((by_program, spec) for spec in (*SPECS, "one")),
-        *((slab_by_slab, spec) for spec in ("both", "one")),
-        (device_by_device, "rows"),
-        (block_by_block, "both"),
+        *(("on_host", spec) for spec in (*SPECS, "one")),
+        *(("by_program", spec) for spec in (*SPECS, "one")),
+        *(("slab_by_slab", spec) for spec in ("both", "one")),
+        ("device_by_device", "rows"),
+        ("block_by_block", "both"),
     ],
 )
 def test_every_way_gives_the_bits_of_a_plain_replay(
-    root: Path,
-    way: Callable[[pytest.MonkeyPatch], None],
-    spec: str,
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, way: str, spec: str, take: Callable[[str], None]
 ) -> None:
-    way(monkeypatch)
+    take(way)
     chain = open_chain(epath.Path(root), str(len(STEPS) - 1), "default")
     assert len(chain) == len(STEPS)
     one = SingleDeviceSharding(jax.devices()[3])
@@ -222,12 +218,10 @@ def test_every_way_gives_the_bits_of_a_plain_replay(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_nothing_holds_are_positive_zeros(
-    root: Path,
-    way: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, way: str, take: Callable[[str], None]
 ) -> None:
     """More stored rows are wanted than were saved: some devices hold padding alone."""
-    way(monkeypatch)
+    take(way)
     chain = open_chain(epath.Path(root), "2", "default")
     entry = chain[0].tables["user"]
     padded = 2 * entry.rows
@@ -243,11 +237,9 @@ def test_rows_that_nothing_holds_are_positive_zeros(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_another_dtype_is_converted_as_numpy_does(
-    root: Path,
-    way: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, way: str, take: Callable[[str], None]
 ) -> None:
-    way(monkeypatch)
+    take(way)
     chain = open_chain(epath.Path(root), "2", "default")
     entry = chain[0].tables["user"]
     target = target_of(entry)
@@ -260,7 +252,7 @@ def test_another_dtype_is_converted_as_numpy_does(
 
 
 def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, take: Callable[[str], None]
 ) -> None:
     """On CPU an array may share memory with numpy's: a donated step must not write there."""
     chain = open_chain(epath.Path(root), "0", "default")
@@ -271,8 +263,8 @@ def test_a_restored_array_can_be_donated_and_holds_its_own_memory(
     )
     expected = replayed(chain, "user", "table")
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    for way in (on_host, by_program):
-        way(monkeypatch)
+    for way in ("on_host", "by_program"):
+        take(way)
         got = restored(chain, "user", "table", target, abstract)
         shards = [np.array(shard.data) for shard in got.addressable_shards]
         assert all(shard.tobytes() == expected.tobytes() for shard in shards)
@@ -298,12 +290,11 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
 
 
 def test_a_slab_of_padding_only_is_decoded_beside_slabs_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a table is padded more than it was, and large, on devices with memory."""
-    monkeypatch.setattr(leaves, "SMALL_BYTES", 0)
-    monkeypatch.setattr(leaves, "SLAB_BYTES", 640)
-    monkeypatch.setattr(leaves, "_is_host", lambda device: False)
+    tiny_limits(restored_small_bytes=0, restored_slab_bytes=640)
+    with_memory_of_their_own(monkeypatch)
     rows = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
     state = {"a": jax.device_put(rows, jax.devices()[0])}
     tables = cnr.find_tables(state, ["a"])

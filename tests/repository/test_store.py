@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository import array_writer
 from cnr_jax.repository.array_reader import ArrayReader
 from cnr_jax.repository.array_writer import ArrayWriter
 from cnr_jax.repository.chunk_files import chunk_length, numpy_dtype
@@ -21,10 +21,9 @@ LIMIT = 64
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(tiny_limits: Any) -> None:
     """64 bytes a chunk of exact arrays, 16 of others, so that small arrays have many."""
-    monkeypatch.setattr(array_writer, "CHUNK_BYTES", LIMIT)
-    monkeypatch.setattr(array_writer, "COMPRESSED_LEAST_BYTES", 0)
+    tiny_limits(stored_chunk_bytes=LIMIT, compressed_least_bytes=0)
 
 
 def write(

@@ -14,6 +14,8 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import LeafEntry, NamedConfiguration, TableEntry
 from cnr_jax.format.tiles import Box, Tile, check_cover
 
+from ..conftest import each_of
+
 
 def table_of(*shapes: tuple[int, ...], name: str = "user") -> TableEntry:
     leaves = tuple(
@@ -115,9 +117,7 @@ def test_columns_that_overlap_are_found() -> None:
     assert "overlap" in problems((4, 4), boxes)[0]
 
 
-@pytest.mark.parametrize(
-    "box", [((0, 5), (0, 4)), ((0, 4), (0, 5)), ((0, 4),), ((0, 4),) * 3]
-)
+@each_of("box", [((0, 5), (0, 4)), ((0, 4), (0, 5)), ((0, 4),), ((0, 4),) * 3])
 def test_tile_outside_its_leaf_is_found(box: Box) -> None:
     (problem,) = problems((4, 4), [box])
     assert "outside shape [4, 4]" in problem

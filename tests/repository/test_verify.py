@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -16,8 +15,9 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.format.manifest import ParentRef, dump, load
-from cnr_jax.repository.checked import check_file
-from cnr_jax.repository.upkeep import verify, verify_item
+from cnr_jax.testing import inprocess
+
+from ..conftest import flip
 
 ALL = ("0", "1", "2", "3")
 Damage = Callable[[Path], None]
@@ -39,12 +39,6 @@ def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
             run.run(m, range(4))
     shutil.copytree(first, tmp_path / "root")
     return tmp_path / "root"
-
-
-def flip(path: Path, at: int | None = None) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 16
-    path.write_bytes(data)
 
 
 def found(
@@ -203,7 +197,17 @@ def test_damage_is_found_with_its_consequence(root: Path, name: str) -> None:
     assert str(cnr.verify(str(root))[0]).startswith(f"1/{file}")
 
 
-@pytest.mark.parametrize("name", CASES)
+# One that costs all that rests on the step, one the step alone, and one nothing.
+RESTORED = ("chunk flipped", "dense gone", "other file too many")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in RESTORED))
+        for name in CASES
+    ],
+)
 def test_what_restores_is_what_has_no_problem(
     root: Path, name: str, tiny_run: Any
 ) -> None:
@@ -297,46 +301,45 @@ def test_every_item_is_looked_at(root: Path) -> None:
     assert cnr.verify(str(root), item="default") == ()
 
 
-def test_removal_meanwhile_is_no_problem(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_meanwhile_is_no_problem(root: Path, storage: Any) -> None:
     """Retention removes children before parents, while they are being looked at."""
 
-    def late(directory: Any, expected: Any) -> None:
+    def late(call: Any) -> None:
         for step in ("3", "2", "1"):
             shutil.rmtree(root / step, ignore_errors=True)
-        check_file(directory, expected)
 
-    monkeypatch.setattr(verify_item, "check_file", late)
-    assert found(root) == []
+    with storage.calling(late, "/0/default/rows.p00000", "open_read"):
+        assert found(root) == []
+    assert not (root / "1").exists()
 
 
-def test_steps_that_go_at_any_moment_are_no_problem(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = verify.step_directories
+def test_steps_that_go_at_any_moment_are_no_problem(root: Path, storage: Any) -> None:
+    going = [root / "2", root / "3"]
 
-    def late(path: Any) -> list[str]:
-        names = listed(path)
-        shutil.rmtree(root / "3")
-        return names
+    def listed(call: Any) -> None:
+        if len(going) == 2:
+            shutil.rmtree(going.pop())
 
-    monkeypatch.setattr(verify, "step_directories", late)
-    assert found(root) == []
-    monkeypatch.undo()
+    with storage.calling(listed, "/root/3", None):
+        assert found(root) == []
+    assert not (root / "3").exists()
+    for step in ("0", "1", "2"):
+        (root / step / "_CHECKPOINT_METADATA").write_bytes(b"{")
 
-    def gone(data: bytes) -> Any:
-        shutil.rmtree(root / "2", ignore_errors=True)
-        raise ValueError("it ends too soon")
+    def gone(call: Any) -> None:
+        """It is open by now, and is read though its step is there no more."""
+        if going and call.path.endswith("/2/_CHECKPOINT_METADATA"):
+            shutil.rmtree(going.pop())
 
-    monkeypatch.setattr(verify, "json", SimpleNamespace(loads=gone))
-    assert [each[:3] for each in found(root)] == [
-        (step, "_CHECKPOINT_METADATA", "orbax_metadata") for step in ("0", "1")
-    ]
+    with inprocess.watching(root, after=gone, looks=True):
+        assert [each[:3] for each in found(root)] == [
+            (step, "_CHECKPOINT_METADATA", "orbax_metadata") for step in ("0", "1")
+        ]
+    assert not (root / "2").exists()
 
 
 def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
-    root: Path, tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:
     """A rollback saves a step of the same number, with other files of the same names."""
     other, run = tmp_path / "other", tiny_run(salt=1)
@@ -347,15 +350,14 @@ def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
         run.run(manager, [3])
     replaced: list[Any] = []
 
-    def late(directory: Any, expected: Any) -> None:
-        if directory.parent.name == "3" and not replaced:
-            replaced.append(directory)
+    def late(call: Any) -> None:
+        if not replaced:
+            replaced.append(call)
             shutil.rmtree(root / "3")
             shutil.copytree(other / "3", root / "3")
-        check_file(directory, expected)
 
-    monkeypatch.setattr(verify_item, "check_file", late)
-    assert found(root) == []
+    with storage.calling(late, "/root/3/default/rows.p00000", "open_read"):
+        assert found(root) == []
     assert replaced
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from cnr_jax.rows.codecs import bitpack
 
+from ..conftest import each_of
+
 WIDTHS = [2, 3, 4, 8]
 
 
@@ -32,7 +34,7 @@ def there_and_back(
     return {dim: (x, bitpack.unpack(x, bits, dim)) for dim, x in packed.items()}
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@each_of("bits", WIDTHS)
 def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits):
     rng = np.random.default_rng(bits)
     codes = {
@@ -50,7 +52,7 @@ def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits
         np.testing.assert_array_equal(unpacked, codes[dim], str(dim))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("bits", "codes", "stored"),
     [
         (2, [1, 2, 3, 0, 3], [0b00111001, 0b00000011]),
@@ -71,14 +73,14 @@ def test_padding_bits_are_zero_and_ignored():
     assert bitpack.unpack(dirty, 3, 3).tolist() == [[7, 7, 7]]
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@each_of("bits", WIDTHS)
 def test_no_rows_pack_to_no_rows(bits):
     packed = bitpack.pack(jnp.zeros((0, 9), jnp.uint8), bits)
     assert packed.shape == (0, bitpack.packed_width(9, bits))
     assert bitpack.unpack(packed, bits, 9).shape == (0, 9)
 
 
-@pytest.mark.parametrize("bits", [0, 1, 5, 16])
+@each_of("bits", [0, 1, 5, 16])
 def test_other_widths_are_refused_with_the_legal_ones(bits):
     with pytest.raises(ValueError, match=r"2, 3, 4, 8"):
         bitpack.packed_width(8, bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric, BFloat16, Codec, Raw
-from cnr_jax.rows.gather import chunk as chunks_of_rows
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.buffers import Buffers
 from cnr_jax.rows.gather.chunk import Run, host_device
 from cnr_jax.rows.gather.encode import encode_chunks
+
+from ..conftest import each_of
 
 ROWS, WIDTH = 64, 6
 SHAPE, FLOAT = (ROWS, WIDTH), np.dtype(np.float32)
@@ -25,9 +27,8 @@ BYTES = ROWS * WIDTH * 4
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_of_rows, "SMALL_ROWS", 8)
-    monkeypatch.setattr(chunks_of_rows, "CHUNK_BYTES", BYTES)
+def small_chunks(tiny_limits: Any) -> None:
+    tiny_limits(gathered_small_rows=8, gathered_chunk_bytes=BYTES)
 
 
 def address(array: np.ndarray) -> int:
@@ -106,8 +107,8 @@ def halves(codec: Codec, values: np.ndarray, buffers: Buffers) -> Iterator[np.nd
         yield from encoded.parts.values()
 
 
-@pytest.mark.parametrize("codec", [Raw(), Asymmetric(bits=4), BFloat16()], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@each_of("codec", [Raw(), Asymmetric(bits=4), BFloat16()])
+@each_of("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_still_to_be_written_survives_the_next_save(
     codec: Codec, dtype: jnp.dtype
 ) -> None:

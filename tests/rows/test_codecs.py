@@ -21,6 +21,8 @@ from cnr_jax.rows.codecs import (
 )
 from cnr_jax.rows.codecs.bitpack import unpack
 
+from ..conftest import each_of
+
 BITS = [2, 3, 4, 8]
 DTYPES = [np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16)]
 ROWS, DIM = 12, 21  # one shape, so that few programs are compiled
@@ -114,8 +116,8 @@ def test_bound_holds_and_only_rows_that_must_are_escaped(bits, dtype, refits, ro
     check()
 
 
-@pytest.mark.parametrize("metadata_bits", [16, 32])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_of("metadata_bits", [16, 32])
+@each_of("dtype", DTYPES)
 def test_decode_is_the_documented_formula_for_any_stored_metadata(metadata_bits, dtype):
     codec = Asymmetric(bits=4, metadata_bits=metadata_bits)
     layout = codec.parts(64, dtype)
@@ -149,7 +151,7 @@ def test_codes_are_nearest_for_the_metadata_that_is_stored(bits):
     assert np.abs(codes - wanted).max() < 0.5001
 
 
-@pytest.mark.parametrize("dim", [1, 2, 8, 33, 100])
+@each_of("dim", [1, 2, 8, 33, 100])
 def test_any_dim_is_encoded_within_the_bound(dim):
     rows = np.random.default_rng(dim).normal(size=(7, dim)).astype(np.float32)
     for codec in (Asymmetric(bits=3), Asymmetric(bits=8, refits=1)):
@@ -182,7 +184,7 @@ def test_a_row_is_encoded_the_same_beside_any_other_rows():
     )
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("bits", "dim", "refits"),
     [
         (2, 16, 3),
@@ -215,9 +217,7 @@ def test_rows_are_encoded_with_the_refits_of_their_columns():
     assert (codes[2] != codes[3]).any() and (codes[4] != codes[3]).any()
 
 
-@pytest.mark.parametrize(
-    ("bits", "share"), [(2, 0.72), (3, 0.865), (4, 0.92), (8, 0.94)], ids=str
-)
+@each_of(("bits", "share"), [(2, 0.72), (3, 0.865), (4, 0.92), (8, 0.94)])
 def test_refits_reduce_the_error_to_what_is_promised(bits, share):
     rows = np.random.default_rng(2).normal(size=(2000, 64)).astype(np.float32)
     norms = []
@@ -272,9 +272,7 @@ def test_wider_metadata_holds_rows_closer_to_constant():
 # --- raw ---
 
 
-@pytest.mark.parametrize(
-    "dtype", [*DTYPES, np.dtype(np.int32), np.dtype(np.uint8)], ids=str
-)
+@each_of("dtype", [*DTYPES, np.dtype(np.int32), np.dtype(np.uint8)])
 def test_raw_keeps_every_bit(dtype):
     size = dtype.itemsize
     words = np.random.default_rng(3).integers(0, 256, (64, 16 * size), dtype=np.uint8)
@@ -299,7 +297,7 @@ def test_raw_refuses_to_convert():
 # --- names and arguments ---
 
 
-@pytest.mark.parametrize(
+@each_of(
     "codec",
     [Raw(), *(make_codec(n, b) for n in ("asymmetric", "adaptive") for b in BITS)],
 )
@@ -319,7 +317,7 @@ def test_stored_names_and_configurations_do_not_change():
     assert make_codec("raw", 4) == Raw()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "configuration", "message"),
     [
         ("cnr.zip", {}, r"'cnr.zip' is not known.*cnr.asymmetric.*cnr.raw"),
@@ -347,7 +345,7 @@ def test_unreadable_specs_are_format_errors(name, configuration, message):
         codec_from(name, configuration)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "message"),
     [
         (lambda: make_codec("zip", 4), "'raw', 'symmetric', 'asymmetric', 'adaptive'"),

@@ -28,6 +28,8 @@ from cnr_jax.rows.fingerprints.hash import (
 )
 from cnr_jax.rows.fingerprints.nh import _fold_halves
 
+from ..conftest import each_of
+
 U = np.uint32
 SEED = np.array([0x01234567, 0x89ABCDEF], U)
 CPU = jax.devices("cpu")[0]
@@ -192,7 +194,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@each_of("dtype", DTYPES)
 def test_hash_equals_reference_bit_for_bit(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     shapes = [(5, 6), (5,), (5, 2, 3), (5, 7), (5, 0)]
@@ -215,7 +217,7 @@ def test_hash_covers_64_bit_elements_where_enabled() -> None:
     np.testing.assert_array_equal(np.asarray(with_32), np.asarray(without))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@each_of("dtype", DTYPES)
 def test_host_hashes_rows_as_words_of_their_bytes(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     shapes = [(5, 16), (5,), (5, 2, 3), (5, 7), (5, 0)]
@@ -238,7 +240,7 @@ WIDE_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("shape", WIDE_ROWS, ids=str)
+@each_of("shape", WIDE_ROWS)
 def test_wide_rows_are_cut_into_blocks(shape: tuple[int, ...]) -> None:
     leaves = [
         random_bits(np.random.default_rng(2), shape, jnp.float32),
@@ -294,7 +296,7 @@ def test_halves_fold_as_the_whole_does() -> None:
 WORDS_OF_64_BITS = re.compile(r"\b[us]64\[")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@each_of("dtype", DTYPES)
 def test_devices_need_no_integers_of_64_bits(dtype: Any) -> None:
     shapes = [(4, 6), (4,), (4, 2, 3), (4, 9001)]
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -425,7 +427,7 @@ def host(leaves: Sequence[np.ndarray]) -> Any:
     return hash_on_host(leaves, on_cpu(), tagged=False)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("call", "message"),
     [
         (lambda x: hash_rows([], SEED), "no leaves"),
@@ -693,8 +695,8 @@ def check(total: np.ndarray, name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("hashed", HASHES)
-@pytest.mark.parametrize("changes", [SINGLE, WHOLE], ids=["single", "whole"])
+@each_of("hashed", HASHES)
+@each_of("changes", [SINGLE, WHOLE])
 def test_no_change_is_missed(changes: tuple[Change, ...], hashed: str) -> None:
     kinds = list(zip(changes, itertools.cycle(BITS), strict=False))
     check(campaign(kinds, hashed, pairs=500_000, rows=1 << 15), "some")

@@ -15,13 +15,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
-from cnr_jax.rows.gather import chunk as chunks_of_rows
-from cnr_jax.rows.gather import device, host
+from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.buffers import Buffers
 from cnr_jax.rows.gather.chunk import Chunk, Run, Where, host_device
 from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
 from cnr_jax.rows.gather.host import touched_positions
 from cnr_jax.rows.tiling import LocalShards
+
+from ..conftest import each_of
 
 WAYS: tuple[Where, ...] = ("host", "device")
 SMALL, LARGE = 8, 32
@@ -38,11 +39,13 @@ def encode(chunk: Chunk) -> EncodedChunk:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(tiny_limits: Any) -> None:
     """Chunks of 8 and 32 rows, so that few rows have many."""
-    monkeypatch.setattr(chunks_of_rows, "SMALL_ROWS", SMALL)
-    monkeypatch.setattr(chunks_of_rows, "CHUNK_BYTES", LARGE * 6 * 4)
-    monkeypatch.setattr(device, "LARGE_BYTES", 2 * LARGE * 6 * 4)
+    tiny_limits(
+        gathered_small_rows=SMALL,
+        gathered_chunk_bytes=LARGE * 6 * 4,
+        gathered_large_bytes=2 * LARGE * 6 * 4,
+    )
 
 
 def values_of(
@@ -98,10 +101,8 @@ def encoded(
     return {name: np.concatenate(found) for name, found in parts.items()}, escapes
 
 
-@pytest.mark.parametrize("where", WAYS)
-@pytest.mark.parametrize(
-    "count", [1, SMALL, SMALL + 1, LARGE, LARGE + 1, 3 * LARGE + 5]
-)
+@each_of("where", WAYS)
+@each_of("count", [1, SMALL, SMALL + 1, LARGE, LARGE + 1, 3 * LARGE + 5])
 def test_raw_rows_are_those_of_numpy(where: Where, count: int) -> None:
     values = values_of(120, 6)
     positions = np.sort(np.random.default_rng(count).permutation(110)[:count])
@@ -111,8 +112,8 @@ def test_raw_rows_are_those_of_numpy(where: Where, count: int) -> None:
     assert escapes == {}
 
 
-@pytest.mark.parametrize("where", WAYS)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int32, np.uint8])
+@each_of("where", WAYS)
+@each_of("dtype", [np.float32, ml_dtypes.bfloat16, np.int32, np.uint8])
 def test_every_dtype_is_gathered_as_bits(where: Where, dtype: Any) -> None:
     size = np.dtype(dtype).itemsize
     bits = np.random.default_rng(0).integers(0, 256, (50, 6 * size), np.uint8)
@@ -158,8 +159,8 @@ def test_runs_of_one_group_follow_each_other(where: Where) -> None:
     )
 
 
-@pytest.mark.parametrize("where", WAYS)
-@pytest.mark.parametrize("codec", [Asymmetric(bits=4), Asymmetric(bits=3, refits=0)])
+@each_of("where", WAYS)
+@each_of("codec", [Asymmetric(bits=4), Asymmetric(bits=3, refits=0)])
 def test_quantized_rows_are_those_that_the_codec_makes(
     where: Where, codec: Codec
 ) -> None:
@@ -230,9 +231,9 @@ def test_chunk_counts_the_bytes_that_it_keeps(where: Where) -> None:
         assert chunk.nbytes == LARGE * (3 + 2 + 2) + LARGE * 6 * 4
 
 
-@pytest.mark.parametrize("where", WAYS)
-@pytest.mark.parametrize("clock", [-1, 0, 4, 9])
-@pytest.mark.parametrize("rows", [(0, 8), (8, 16), (9, 14)])
+@each_of("where", WAYS)
+@each_of("clock", [-1, 0, 4, 9])
+@each_of("rows", [(0, 8), (8, 16), (9, 14)])
 def test_touched_positions_are_rows_with_a_later_stamp(
     where: Where, clock: int, rows: tuple[int, int]
 ) -> None:

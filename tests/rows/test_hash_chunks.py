@@ -21,10 +21,12 @@ KINDS = [((DIM,), jnp.bfloat16), ((), jnp.float32)]
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 512 * (DIM * 2 + 4))
-    monkeypatch.setattr(module, "_AGAIN_ROWS", 16)
-    monkeypatch.setattr(module, "_MANY_ROWS", 512)
+def small_chunks(tiny_limits: Any) -> None:
+    tiny_limits(
+        hashed_chunk_bytes=512 * (DIM * 2 + 4),
+        hashed_again_rows=16,
+        hashed_many_rows=512,
+    )
 
 
 def leaves(rows: int) -> list[np.ndarray]:

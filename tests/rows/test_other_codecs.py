@@ -29,6 +29,8 @@ from cnr_jax.rows.codecs import (
 )
 from cnr_jax.rows.codecs.bitpack import unpack
 
+from ..conftest import each_of
+
 FLOAT32, BFLOAT16, FLOAT16 = (
     np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16)
 )
@@ -359,8 +361,8 @@ def test_fitted_levels_are_a_fixed_point_and_no_other_levels_are_better():
             )
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128])
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@each_of("dim", [16, 64, 128])
+@each_of("bits", [2, 3, 4])
 def test_adaptive_codec_errs_no_more_than_the_greedy_search(bits, dim):
     rows = np.random.default_rng(6).normal(size=(2048, dim)).astype(np.float32)
     greedy = mean_l2(Greedy(bits=bits, bins=45, ratio=1.0), rows)
@@ -379,7 +381,7 @@ def test_order_of_errors_is_that_of_the_paper():
 # --- names and arguments ---
 
 
-@pytest.mark.parametrize("codec", [c for c, _ in [*GRIDS, *SLOTS]], ids=str)
+@each_of("codec", [c for c, _ in [*GRIDS, *SLOTS]])
 def test_spec_through_json_leads_back_to_an_equal_codec(codec):
     again = codec_from(codec.name, json.loads(json.dumps(codec.configuration())))
     assert again == codec and hash(again) == hash(codec)
@@ -397,7 +399,7 @@ def test_names_of_options_are_those_of_the_codecs():
     assert make_codec("raw", 4) == Raw()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "message"),
     [
         (lambda: Greedy(bins=0), "bins is 0"),
@@ -425,13 +427,13 @@ def test_a_stored_ratio_must_be_a_number():
         codec_from("cnr.greedy", {**configuration, "ratio": "0.6"})
 
 
-@pytest.mark.parametrize("codec", [Symmetric(), Greedy(), BFloat16(), Log()], ids=str)
+@each_of("codec", [Symmetric(), Greedy(), BFloat16(), Log()])
 def test_integer_rows_are_refused_with_a_hint(codec):
     with pytest.raises(TypeError, match=r"rows of int32.*\n.*use the codec 'raw'"):
         codec.encode(jnp.ones((2, 4), jnp.int32))
 
 
-@pytest.mark.parametrize(("codec", "dtype"), [*GRIDS, *SLOTS[::3]], ids=str)
+@each_of(("codec", "dtype"), [*GRIDS, *SLOTS[::3]])
 def test_parts_are_as_described_without_rows_and_under_strict_promotion(codec, dtype):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         shape = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((0, 11), dtype))
@@ -481,7 +483,7 @@ def gathers_known_to_the_compiler(jaxpr, known_inputs=()) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@each_of("bits", [2, 3, 4, 8])
 def test_codebook_leaves_no_look_up_of_a_whole_chunk_to_the_compiler(bits):
     traced = jax.make_jaxpr(make_codec("codebook", bits).encode)(np.ones((32, 16), "f"))
     assert gathers_known_to_the_compiler(traced.jaxpr) == []

@@ -108,10 +108,8 @@ def test_last_block_that_overlaps_counts_its_rows_once() -> None:
     assert found.leaves(np.array([0])).tolist() == [[True]]
 
 
-def test_buffers_are_read_in_pieces_where_a_look_is_large(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rotation, "_CHUNK_BYTES", 64 * 8)
+def test_buffers_are_read_in_pieces_where_a_look_is_large(tiny_limits: Any) -> None:
+    tiny_limits(audited_chunk_bytes=64 * 8)
     _, arrays, tiles = _tables([1000, 333], [2, 2])
     watch = Rotation(10**6)
     way: Any = lambda device, size: "host"  # noqa: E731

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax import errors
 from cnr_jax.rows.tiling import Box, LocalShards, boxes_of, tile_leaf
 
+from ..conftest import each_of
+
 ROWS, COLUMNS = 16, 8
 
 
@@ -69,16 +71,16 @@ TABLES = {
 STAMPS = {"a": ("a",), "both": (("a", "b"),), "replicated": (None,)}
 
 
-@pytest.mark.parametrize("stamps", STAMPS)
-@pytest.mark.parametrize("table", TABLES)
+@each_of("stamps", STAMPS)
+@each_of("table", TABLES)
 def test_tiles_cover_every_element_once(table: str, stamps: str) -> None:
     shape = (ROWS, COLUMNS)
     pieces = tile_leaf("t", shape, sharding(*TABLES[table]), sharding(*STAMPS[stamps]))
     assert (counts([piece.box for piece in pieces], shape) == 1).all()
 
 
-@pytest.mark.parametrize("stamps", STAMPS)
-@pytest.mark.parametrize("table", TABLES)
+@each_of("stamps", STAMPS)
+@each_of("table", TABLES)
 def test_owner_holds_its_tile_and_rows_of_one_shard_of_stamps(
     table: str, stamps: str
 ) -> None:

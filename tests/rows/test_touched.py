@@ -35,6 +35,8 @@ from cnr_jax.rows.touched import (
 from cnr_jax.state.find import Tables, TableSpec, find_tables
 from cnr_jax.state.layouts import Identity, ModSharded
 
+from ..conftest import each_of
+
 step = jax.jit(record, donate_argnums=0)
 
 
@@ -142,8 +144,8 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("spec", "expected"), SPECS, ids=str)
+@each_of("axis_type", [AxisType.Auto, AxisType.Explicit])
+@each_of(("spec", "expected"), SPECS)
 def test_stamps_keep_the_sharding_of_the_rows_through_jit(spec, expected, axis_type):
     mesh = mesh_of(axis_type)
     wanted = NamedSharding(mesh, expected)
@@ -241,7 +243,7 @@ def test_tables_kept_on_the_host_get_stamps_on_the_device():
     )
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("shape", "spec", "expected"),
     [
         ((16,), P("data"), P("data")),
@@ -250,7 +252,6 @@ def test_tables_kept_on_the_host_get_stamps_on_the_device():
         ((8, 4, 6), P(None, "data", "model"), P(None)),
         ((8, 4, 6, 2), P(("data", "model")), P(("data", "model"))),
     ],
-    ids=str,
 )
 def test_tables_of_any_shape_are_stamped_by_row(shape, spec, expected):
     mesh = mesh_of()
@@ -365,7 +366,7 @@ def test_record_marks_the_rows_that_indexing_reads(jit):
         assert marked(touched) == [int(jnp.arange(7)[index])]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("dtype", "rows", "ids", "expected"),
     [
         ("uint8", 1000, [0, 200, 255], [0, 200, 255]),
@@ -550,7 +551,7 @@ def _same_placement(a: jax.Array, b: jax.Array) -> None:
     assert a.aval == b.aval
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("shardings", "stamps", "clock", "message"),
     [
         ({"user": None}, {"user": np.zeros(3, int)}, -1, "clock -1"),
@@ -610,7 +611,7 @@ def test_record_keeps_structure_shapes_and_dtypes():
 # --- what is refused, while tracing --------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("ids", "message"),
     [
         ({"users": np.array([1])}, r"'users' is not tracked\n.*tracked: \['user'\]"),
@@ -646,6 +647,17 @@ def test_record_keeps_structure_shapes_and_dtypes():
 def test_unusable_ids_are_named(ids, message):
     with pytest.raises(TouchedError, match=message):
         record(fresh(user=4), ids)
+
+
+def test_unusable_ids_are_named_in_jit_too():
+    mark = jax.jit(record)
+    for ids, message in (
+        ({"users": np.array([1])}, "'users' is not tracked"),
+        ({"user": np.array([1.0])}, "'user' are float"),
+        ({"user": Lookup(np.zeros(3, int), where=np.ones(2, bool))}, "mask of"),
+    ):
+        with pytest.raises(TouchedError, match=message):
+            mark(fresh(user=4), ids)
 
 
 def test_record_inside_shard_map_is_refused_for_sharded_stamps():
