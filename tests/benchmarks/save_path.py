@@ -10,7 +10,7 @@ comprehension. Everything was compiled before.
 
 *State*: what is reachable from the manager and differs while the files of a save are being
 written both from what it was before the call and from what it is once the save has ended:
-attributes of objects that stay, and objects that come and go. Not among them are values that
+attributes of objects that stay, and objects that are new. Not among them are values that
 never change once they are made (plans, entries), and what a save carries on (clocks, the newest
 step), which stays.
 
@@ -332,11 +332,12 @@ def of_the_flight(before: Seen, during: Seen, after: Seen) -> dict[str, list[str
     found: dict[str, list[str]] = {}
     for number, (each, values) in during.items():
         name = type(each).__qualname__
-        if number not in before:
-            if number not in after and not _is_value(each):
-                found[f"{name} (comes and goes)"] = sorted(values)
-            continue
         then = after[number][1] if number in after else {}
+        if number not in before:
+            # What is kept of it once the save has ended is its outcome.
+            if then != values and not _is_value(each):
+                found[f"{name} (new)"] = sorted(values)
+            continue
         others = [
             attribute
             for attribute, value in values.items()
