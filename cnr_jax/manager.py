@@ -210,11 +210,8 @@ class CheckpointManager(ocp.CheckpointManager):
 
     def best_step(self) -> int | None:
         """The best step by `best_fn` among those that can be restored."""
-        if not self._orbax.has_best:
-            return self.latest_step()
-        restorable = set(self.all_steps())
-        found = [step for step in self._orbax.ranked_steps() if step in restorable]
-        return found[-1] if found else None
+        with self._listing.asking():
+            return self._listing.best_step()
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
@@ -401,8 +398,6 @@ class CheckpointManager(ocp.CheckpointManager):
         Steps that are found damaged are not listed any more, nor taken as parents. With
         several processes call it on all of them, or on process 0: each notes what it finds.
         """
-        self.wait_until_finished()
-        self._ending.settle()
         return self._listing.verify(level)
 
     @alone
@@ -419,19 +414,7 @@ class CheckpointManager(ocp.CheckpointManager):
             OSError: if the step cannot be removed; it is there as before.
         """
         check_step(step)
-        # The others may be about to look whether the last save is there.
-        all_succeed(self._channel, self.wait_until_finished)
-        self._ending.settle()
-        directory = self._orbax.existing_directory(step)
-        with self._listing.all_directories():
-            self._listing.check_may_be_deleted(step)
-            super().delete(step)
-        try:
-            all_succeed(self._channel, self._ending.deleter.raise_failure)
-        except Exception:
-            self._ending.reread()
-            raise
-        self._ending.ledger.forget(directory)
+        self._listing.delete(step)
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager.
@@ -441,10 +424,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """
         self._calls.refuse_in_on_save("reload")
         with self._calls.lock:
-            super().reload()
-            self._ending.settle()
-            self._handler.writer.take_over()
-            self._listing.reread()
+            self._listing.reload()
 
     def wait_until_finished(self) -> None:
         """Waits for the save that is being written, and until `on_save` has been called.
@@ -455,7 +435,6 @@ class CheckpointManager(ocp.CheckpointManager):
                 cannot be deleted are logged, and stay.
             CallError: inside `on_save`, which would wait for itself.
         """
-        self._calls.refuse_in_on_save("wait_until_finished")
         self._ending.wait()
 
     def check_for_errors(self) -> None:
@@ -467,12 +446,7 @@ class CheckpointManager(ocp.CheckpointManager):
             SaveError: if it failed; once.
             CallError: inside `on_save`, which cannot act on it.
         """
-        if self._orbax.is_busy():
-            return  # also in the thread that ends a save, which must not wait for others
-        self._calls.refuse_in_on_save("check_for_errors")
-        with self._calls.lock:
-            if not self._orbax.is_busy():
-                self._ending.wait_for_save()
+        self._ending.check()
 
     def close(self) -> None:
         """Waits for the save that is being written, and for `on_save`; frees what is held.

@@ -66,6 +66,10 @@ class OrbaxSeams:
         """Restores a step of this root, or of another directory."""
         return _Manager.restore(self._manager, step, directory=directory, args=args)
 
+    def delete(self, step: int) -> None:
+        """Deletes a step; raises FileNotFoundError if there is no such step."""
+        _Manager.delete(self._manager, step)
+
     def all_steps(self) -> list[int]:
         """Numbers of all step directories, whatever is in them, as Orbax tracks them."""
         return list(_Manager.all_steps(self._manager))

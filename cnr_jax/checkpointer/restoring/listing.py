@@ -118,8 +118,11 @@ class Listing:
         if self.item is not None:
             self._writer.open(self._root, self.item)
 
-    def reread(self) -> None:
-        """Reads from disk what is known of the steps."""
+    def reload(self) -> None:
+        """Reads the root again, and lets the next save take it over from another manager."""
+        self._orbax.reload()
+        self._ending.settle()
+        self._writer.take_over()
         self._open(self.item)
         if self.item is not None:
             ledger = self._ending.ledger
@@ -165,6 +168,14 @@ class Listing:
         """Steps that can be restored, in order."""
         return sorted({entry.step for entry in self._restorable()})
 
+    def best_step(self) -> int | None:
+        """The best of these steps by metrics; the newest where steps are not ranked."""
+        if not self._orbax.has_best:
+            return self.latest_step()
+        restorable = set(self.steps())
+        found = [step for step in self._orbax.ranked_steps() if step in restorable]
+        return found[-1] if found else None
+
     def _restorable(self) -> list[Entry]:
         """Steps that can be restored, newest last; storage is asked again what it withheld."""
         self._ending.settle()
@@ -188,6 +199,8 @@ class Listing:
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
         """What is wrong in the root; damaged steps are not listed any more."""
+        self._ending.wait()
+        self._ending.settle()
         ledger = self._ending.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
@@ -196,19 +209,26 @@ class Listing:
                 ledger.note_damage(path, problem.message.partition("\n")[0])
         return found
 
-    def check_may_be_deleted(self, step: int) -> None:
-        """Makes sure that no other step depends on one.
-
-        Raises:
-            DependentsExistError: if one does, or may.
-        """
-        directory = self._orbax.existing_directory(step)
-        found = blockers(self._ending.ledger, directory)
+    def delete(self, step: int) -> None:
+        """Deletes a step that no other depends on; see `CheckpointManager.delete`."""
+        # The others may be about to look whether the last save is there.
+        all_succeed(self._channel, self._ending.wait)
+        self._ending.settle()
+        ledger, directory = self._ending.ledger, self._orbax.existing_directory(step)
+        found = blockers(ledger, directory)
         if found and step in self._orbax.all_steps():
             raise errors.DependentsExistError(
                 f"refusing to delete step {step}: {', '.join(reversed(found))}"
                 " depend on it, or may\n  hint: delete those first, the newest first"
             )
+        with self.all_directories():
+            self._orbax.delete(step)
+        try:
+            all_succeed(self._channel, self._ending.deleter.raise_failure)
+        except Exception:
+            self._ending.reread()
+            raise
+        ledger.forget(directory)
 
     def check_not_in_the_way(self, step: int) -> None:
         """Makes sure that Orbax deletes no folder that it does not know of.

@@ -94,13 +94,15 @@ class Ending:
 
         Raises:
             SaveError: if it failed; once.
+            CallError: inside `on_save`.
         """
+        self._calls.refuse_in_on_save("wait_until_finished")
         is_inner = True
         try:
             with self._calls.lock:
                 # Other calls are not to wait for `on_save`; nor is who is interrupted.
                 is_inner = self._calls.is_in_one
-                self.wait_for_save()
+                self._wait_for_save()
         except Exception:
             if not is_inner:
                 self._lifecycle.listener.wait()
@@ -109,8 +111,16 @@ class Ending:
             # Without the lock: `on_save` may ask for the steps there are.
             self._lifecycle.listener.wait()
 
-    def wait_for_save(self) -> None:
-        """Waits for the save that is being written; as `wait`, but for `on_save`."""
+    def check(self) -> None:
+        """Raises what the last save raised, if it has ended; as `wait`, but does not wait."""
+        if self._orbax.is_busy():
+            return  # also in the thread that ends a save, which must not wait for others
+        self._calls.refuse_in_on_save("check_for_errors")
+        with self._calls.lock:
+            if not self._orbax.is_busy():
+                self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
         failure: Exception | None = None
         step = self._orbax.step_being_written()
         try:
