@@ -550,7 +550,7 @@ def test_one_registry_does_not_serve_two_roots(tiny_run: Any, tmp_path: Path) ->
         run.run(manager, [1])
     place = Place(root=epath.Path(tmp_path / "b"), directory="2", item="default")
     with pytest.raises(cnr.errors.OptionError, match="one item of one root"):
-        registry.handler.prepare(place, cnr.args.Save(run.state, run.touched))
+        registry.handler.plan(place, cnr.args.Save(run.state, run.touched))
 
 
 @pytest.mark.parametrize("item", ["model", None], ids=["named", "found"])
