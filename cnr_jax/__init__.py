@@ -6,6 +6,8 @@ code; cnr_jax/format/SPEC.md describes what is on disk.
 """
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 # Type checkers and editors see where each name is from. When a program runs, a name is imported
@@ -88,14 +90,22 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = next((home for home in _HOMES if name in _HOMES[home].split()), None)
         if home is None:
-            return importlib.import_module(f"{__name__}.{name}")
+            module = f"{__name__}.{name}"
+            if name.startswith("_") or importlib.util.find_spec(module) is None:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            if name == "args":
+                # It tells Orbax which handler takes these arguments.
+                importlib.import_module(f"{__name__}.handler")
+            return importlib.import_module(module)
         found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
         globals()[name] = found
         return found
+
+    if "orbax.checkpoint" in sys.modules:
+        # A plain manager of Orbax that meets our steps looks for their handler.
+        importlib.import_module(f"{__name__}.handler")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -196,15 +196,15 @@ def planned_args(
     return _replaced(args, state, own)
 
 
-def attempted_args(
-    args: ocp.args.CheckpointArgs, item: str | None, attempt: Any
-) -> ocp.args.CheckpointArgs:
-    """The arguments of a restore of the state, which is part of an attempt."""
+def attempted_args(args: ocp.args.CheckpointArgs, attempt: Any) -> Any:
+    """The arguments of a restore; all that this library restores is part of an attempt."""
     composite = isinstance(args, ocp.args.Composite)
-    found: Any = args.get(item or DEFAULT_ITEM) if composite else args
-    own = Restore(found.state, found.tables, found.partial, found.cast)
-    own._attempt = attempt
-    return _replaced(args, found, own)
+    for each in args.values() if composite else (args,):
+        if isinstance(each, Restore):
+            own = Restore(each.state, each.tables, each.partial, each.cast)
+            own._attempt = attempt
+            args = _replaced(args, each, own)
+    return args
 
 
 def _replaced(args: Any, old: Any, new: Any) -> Any:

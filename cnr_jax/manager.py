@@ -317,7 +317,8 @@ class CheckpointManager(ocp.CheckpointManager):
         try:
             self.wait_until_finished()
         except errors.CnrError as error:
-            # The others may know of no error, such as one in deleting old steps, or of another.
+            # Other processes may know of no error, such as one in deleting old steps, or of another
+            # one. Without a state they come to `Barriers.begin` instead, and hear of it there.
             self._handler.planning.refuse(error)
             raise
         if state is None:

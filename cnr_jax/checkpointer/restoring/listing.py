@@ -106,10 +106,13 @@ class Listing:
             report(self._root, find_leftovers(self._root, self._ending.ledger))
         self._say_if_foreign()
 
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of the steps of the manager's root."""
+        return self._ending.ledger
+
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
-        """What is known of the steps of this root, or of another one."""
-        if root == self._root:
-            return self._ending.ledger
+        """What is known of the steps of a root, read anew: it may be this one, named again."""
         return Ledger.load(root, item, self._writer.is_step)
 
     def _open(self, item: str | None) -> None:

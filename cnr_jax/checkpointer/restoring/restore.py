@@ -21,6 +21,7 @@ from cnr_jax.checkpointer.restoring.choose_step import StepChooser
 from cnr_jax.checkpointer.restoring.listing import Listing
 from cnr_jax.checkpointer.restoring.resume import Attempt, Resumption
 from cnr_jax.repository.layout import find_item, open_root
+from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ def restore(
     root = elsewhere or orbax.root
     item = item or all_succeed(channel, lambda: find_item(root)) or DEFAULT_ITEM
 
-    chooser = StepChooser(root, item, lambda: listing.ledger_of(root, item))
+    def ledger() -> Ledger:
+        return listing.ledger_of(root, item) if elsewhere else listing.ledger
+
+    chooser = StepChooser(root, item, ledger)
     if step is None:
         all_succeed(channel, lambda: chooser.ledger)
     elif elsewhere is None:
@@ -96,7 +100,7 @@ def _attempt(
     try:
         if reads:
             listing.check_ours(root, step)
-            args = attempted_args(args, listing.item, attempt)
+        args = attempted_args(args, attempt)
         restored = orbax.restore(step, elsewhere, args)
     except BaseException as error:
         # The other processes wait for what this one has to say.
