@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -48,23 +48,44 @@ def test_the_managers_own_root_is_read_anew_when_it_is_named(
     assert (int(found.state["step"]), int(later.state["step"])) == (1, 2)
 
 
+class FailingHandler(ocp.CheckpointHandler):
+    """Saves nothing, and cannot be restored."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "file").write_text("")
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        raise LookupError("this item does not restore")
+
+
+@ocp.args.register_with_handler(FailingHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Failing(ocp.args.CheckpointArgs):
+    pass
+
+
 def test_a_restore_from_elsewhere_that_fails_leaves_saving_as_it_was(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     run = tiny_run()
     other = tmp_path / "other"
-    with run.open(other) as manager:
-        run.train(1)
-        args = cnr.args.Save(run.state, run.touched)
-        items = {"model": args, "z": ocp.args.StandardSave({"a": np.ones(2)})}
-        manager.save(1, args=ocp.args.Composite(**items))
-    with run.open(tmp_path / "own") as manager:
-        run.run(manager, [1, 2])
-        bad = ocp.args.StandardRestore({"b": np.ones(3)})
-        asked = ocp.args.Composite(model=cnr.args.Restore(run.state), z=bad)
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            manager.restore(1, directory=other, args=asked)
-        run.run(manager, [3])
+
+    def save(manager: Any, step: int, item: str) -> None:
+        run.train(step)
+        items = {item: cnr.args.Save(run.state, run.touched), "z": Failing()}
+        assert manager.save(step, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
+
+    with run.open(other) as manager:
+        save(manager, 1, "model")
+    run.touched = cnr.init_touched(run.state, run.tables)
+    with run.open(tmp_path / "own") as manager:
+        save(manager, 1, "state")
+        save(manager, 2, "state")
+        # Items are restored in the order of their names: z comes after the state.
+        asked = ocp.args.Composite(model=cnr.args.Restore(run.state), z=Failing())
+        with pytest.raises(LookupError):
+            manager.restore(1, directory=other, args=asked)
+        save(manager, 3, "state")
         report = manager.last_report
         assert report is not None and (report.kind, report.parent) == ("delta", 2)
