@@ -274,7 +274,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.planning.agree(error, {}, "", "", None)
             raise
         except Exception as error:
-            # Such as memory that ran out: the others must not wait for this process.
+            # Such as memory that ran out: other processes must not wait for it.
             self.planning.refuse(save_error(error, step_number(place.directory)))
             raise
 

@@ -368,7 +368,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """
         check_restored_step(step)
         check_arguments(args, items, restore_kwargs, Restore)
-        # An error may be of one process alone; the others must not go on without it.
+        # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
         self._ending.settle()
         taken, restored = restore(

@@ -24,7 +24,7 @@ def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
 
     Args:
         channel: through which the processes talk.
-        decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which the others
+        decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which other processes
             get the JSON form; called on process 0 alone.
 
     Raises:
@@ -134,7 +134,7 @@ def check(channel: Channel, topic: str) -> None:
 def _decided(
     channel: Channel, topic: str, decide: Callable[[], Any], *, named: bool
 ) -> Any:
-    """On process 0: what it decides, once the others can hear it too."""
+    """On process 0: what it decides, once other processes can hear it too."""
     try:
         found = decide()
         answer = json.dumps({"found": found}, default=_plain)

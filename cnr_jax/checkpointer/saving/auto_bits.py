@@ -50,7 +50,7 @@ class Widening:
     def widened(self, plan: Plan) -> Plan:
         """A plan with its width, and the reason where that is not the one for the expectation.
 
-        Called on the process that plans: the others are told, so that all encode alike.
+        Called on the process that plans: other processes are told, so that all encode alike.
         """
         bits = self.bits(plan.restores, plan.codec)
         if bits is None:

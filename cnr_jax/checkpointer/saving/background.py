@@ -1,4 +1,4 @@
-"""What a save does behind training, in one thread that Orbax takes for the future of the save.
+"""What a save does in the background, in one thread that Orbax takes for the future of the save.
 
 The thread writes the rows of this process, waits for what else the handler has begun, and hears
 of the other processes: it ends well on all of them or on none.
@@ -27,7 +27,7 @@ POLL_SECS = 1.0
 
 
 class Background:
-    """One save behind training; starts at once.
+    """One save in the background; starts at once.
 
     Args:
         plan: of the save.

@@ -201,7 +201,7 @@ class Ending:
         except BaseException:
             self._is_launching = False
             try:
-                # First: what is written behind goes on until the task ends that began it.
+                # First: writing in the background goes on until the task ends that began it.
                 end_interrupted_tasks()
                 self.settle()
                 self._lifecycle.take_failure()  # it is on its way
@@ -229,7 +229,7 @@ class Ending:
         return save_error(error, step, str(self._root))
 
     def wait_for_checkpointers(self) -> None:
-        """As Orbax's; a process that has failed frees the others, which wait in barriers."""
+        """As Orbax's; one that has failed frees processes that wait in barriers."""
         flight = self._lifecycle.flight
         try:
             self._orbax.wait_for_checkpointers()

@@ -67,7 +67,7 @@ async def launch(
 ) -> None:
     """Starts a save, and gathers: nothing of the state is needed afterwards.
 
-    With several processes an error here does not come out here: the others have begun, and
+    With several processes an error here does not come out here: other processes have begun, and
     wait in Orbax's barriers. This process goes there too, and the error comes out of the
     background, on all processes alike.
 

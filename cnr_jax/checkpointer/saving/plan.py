@@ -38,7 +38,7 @@ class Planning:
     """Makes one plan for all processes, after which all know the same steps.
 
     Process 0 finds out what became of the last save, claims the root, plans, and makes room;
-    the others take over what it found.
+    other processes take over what it found.
 
     Args:
         channel: to the other processes.
@@ -168,7 +168,7 @@ class Planning:
         plan = self._planner.plan(ledger, asked, committed)
         plan = self._widening.widened(plan)
         plan = dataclasses.replace(plan, changed=self._writer.changed)
-        # Before the others hear of the plan, and of an error here instead.
+        # Before other processes hear of the plan, and of an error here instead.
         self._writer.move_aside(plan)
         return plan
 

@@ -40,7 +40,7 @@ class Plan:
         auto_bits: width of codes that options leave to the number of restores, but for small
             tables; None if they leave none to it.
         known: step directories of the root, before this save moves any aside.
-        changed: whether steps have come to the root, or gone, by other hands.
+        changed: whether steps have come to the root, or gone, by another process.
         run: that this save belongs to; empty: the one of steps whose manifests name none.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.

@@ -36,7 +36,7 @@ class RootWriter:
     Until then, or until a manager or a restore says which, there is none. Each process of a run
     has a writer, and all know the same steps, but that of the first process alone touches the
     root: only there `look`, `begin` and `move_aside` are called, and what ends a save does
-    nothing on the others.
+    nothing on other processes.
 
     A save goes `begin` (nothing is decided yet), maybe `move_aside`, `check_claim` (right before
     the commit), then `committed` or `undo`, and `end_writing`.
