@@ -3,7 +3,8 @@
     python tests/benchmarks/figure_plots.py [--codecs JSON] [--accuracy JSON] [--to FOLDER]
 
 One SVG for each: `codec_errors.svg`, `accuracy_after_restores.svg`; by default in
-`tests/benchmarks/results/`, where the README finds them. The same figures give the same bytes.
+`tests/benchmarks/results/`, where docs/accuracy.md finds them. The same figures give the same
+bytes.
 """
 
 from __future__ import annotations
