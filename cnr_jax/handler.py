@@ -23,7 +23,8 @@ from cnr_jax.checkpointer.describe import table_entries
 from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
 from cnr_jax.checkpointer.multihost.barriers import Barriers
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories, place_of
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.resume import Resumption, resume, run_restored
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error

@@ -19,18 +19,17 @@ from cnr_jax.args import (
     state_to_save,
 )
 from cnr_jax.checkpointer.multihost.agreement import all_succeed
-from cnr_jax.checkpointer.orbax_compat import (
-    ExactPath,
-    OrbaxSeams,
-    is_distributed,
-    shorten_logs,
-    step_names,
-)
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
     deleter,
     with_retention,
     with_safety,
+)
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
+from cnr_jax.checkpointer.orbax_compat.seams import (
+    OrbaxSeams,
+    is_distributed,
+    shorten_logs,
 )
 from cnr_jax.checkpointer.restoring.listing import Listing
 from cnr_jax.checkpointer.restoring.read import Restored

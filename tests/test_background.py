@@ -11,7 +11,7 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import Directories
+from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving.background import Background
 
 PLAN: Any = SimpleNamespace(uuid="0" * 32, step=3)

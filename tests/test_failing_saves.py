@@ -28,7 +28,7 @@ import pytest
 from orbax.checkpoint._src import asyncio_utils
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.warm_up import Warmth

@@ -21,7 +21,7 @@ import pytest
 import cnr_jax as cnr
 import cnr_jax.handler
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 
 from .conftest import flip
 

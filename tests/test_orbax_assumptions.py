@@ -28,15 +28,14 @@ from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat import (
-    DenseStore,
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.places import (
     ExactPath,
-    OrbaxSeams,
     checkpoint_infos,
-    end_interrupted_tasks,
     place_of,
     step_names,
 )
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
 from cnr_jax.format import names
 
 

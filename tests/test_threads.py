@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.errors import CallError, CnrError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.repository.upkeep.claim import Claim
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.testing import inprocess

@@ -30,9 +30,10 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import async_path, atomicity
 
 import cnr_jax as cnr
-import cnr_jax.checkpointer.orbax_compat
 import cnr_jax.checkpointer.saving.capture
 import cnr_jax.handler
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
 from cnr_jax.repository.upkeep.removal import ChainDeleter
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Call
@@ -221,7 +222,7 @@ class Faults:
 
 PLACES = {
     "gather": (cnr_jax.checkpointer.saving.capture, "capture"),
-    "dense": (cnr_jax.checkpointer.orbax_compat.DenseStore, "save"),
+    "dense": (DenseStore, "save"),
     "directories": (async_path, "mkdir"),
     "rename": (atomicity, "on_commit_callback"),
     "deletion": (ChainDeleter, "delete_steps"),
@@ -332,7 +333,7 @@ def save_in_few_bits(root: Path) -> list[str]:
 
 def keys_left() -> int:
     """How many keys of ours the processes have left in their store."""
-    client = cnr_jax.checkpointer.orbax_compat.distributed_client()
+    client = distributed_client()
     return len(client.key_value_dir_get("cnr_jax/"))
 
 

@@ -15,7 +15,7 @@ import time
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import distributed_client
+from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
 from cnr_jax.checkpointer.save_errors import in_one_line
 
 # Process 0 waits for all others before it answers; so whoever waits for process 0 waits longer.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from cnr_jax.checkpointer.orbax_compat.exact import ExactPath
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, exists
 

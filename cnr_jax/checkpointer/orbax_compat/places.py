@@ -1,23 +1,69 @@
-"""Where Orbax puts steps and items, under which names, and what it knows of them."""
+"""Where Orbax puts steps and items: their names and paths, and when they are there."""
 
 from __future__ import annotations
 
 import datetime
+import fnmatch
+import inspect
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
+from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import checkpoint_manager
+from orbax.checkpoint._src.futures import future as signals
+from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from cnr_jax.format import names
 from cnr_jax.repository.checked import refuse_pipe
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import Place, open_root
 
 _log = logging.getLogger(__name__)
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
+
+
+class ExactPath(PosixGPath):
+    """A path as Orbax uses it, on which it can rely; what is made from it is one too.
+
+    Orbax asks a path whether something is there, and goes on as if it were not: it leaves a
+    step out of its list, or the values out of a step that it finalizes. The paths it makes
+    itself say so of whatever cannot be seen, and take `[1]` in the name of a folder above for
+    a pattern.
+
+    Example:
+        >>> import tempfile
+        >>> root = ExactPath(tempfile.mkdtemp()) / "lr=[0.1]"
+        >>> (root / "part_1").mkdir(parents=True)
+        >>> [path.name for path in root.glob("part_*")]
+        ['part_1']
+    """
+
+    def exists(self) -> bool:
+        """Whether something is there; raises OSError if that cannot be seen."""
+        return exists(self) if is_local(self) else super().exists()
+
+    def is_dir(self) -> bool:
+        """Whether a directory is there; raises OSError if that cannot be seen."""
+        return is_directory(self) if is_local(self) else super().is_dir()
+
+    def glob(self, pattern: str) -> Iterator[Any]:
+        """What lies below and fits; raises OSError if that cannot be seen."""
+        found: list[Any] = [self]
+        for part in pattern.split("/"):
+            found = [
+                inner
+                for folder in found
+                if folder.is_dir()
+                for inner in folder.iterdir()
+                if fnmatch.fnmatchcase(inner.name, part)
+            ]
+        return iter(found)
 
 
 def place_of(directory: AnyPath) -> Place:
@@ -114,3 +160,99 @@ def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
         what,
         error,
     )
+
+
+class Directories:
+    """The directories of the save that starts, which Orbax makes in threads of its own.
+
+    To be made in `async_save`. Orbax signals when they are there, and says nothing if they
+    cannot be made: whoever waits as Orbax does then waits five minutes.
+    """
+
+    def __init__(self) -> None:
+        contract = signals.AwaitableSignalsContract
+        self._operation = (
+            synchronization.OperationIdGenerator.get_current_operation_id()
+        )
+        self._signals = contract.get_awaitable_signals_from_contract(self._operation)
+        self._keys = [
+            contract.get_unique_awaitable_singal_key(signal, self._operation)
+            for signal in self._signals
+        ]
+        self._makers = [t for t in self._threads() if t._send_signals]
+
+    def wait(self, timeout_secs: float, check: Callable[[], None]) -> None:
+        """Waits until the directories are there.
+
+        Args:
+            timeout_secs: how long.
+            check: called every second; what it raises ends the wait.
+
+        Raises:
+            OSError: what kept Orbax from making them; TimeoutError if it is not done.
+        """
+        deadline = time.monotonic() + timeout_secs
+        for signal, key in zip(self._signals, self._keys, strict=True):
+            while not _is_signalled(key):
+                check()
+                self._check_makers(signal, key)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"the directories of the save were not made in {timeout_secs:g} s"
+                    )
+
+    def _check_makers(self, signal: Any, key: str) -> None:
+        """Raises what kept a signal from being sent: its sender has ended without."""
+        makers = [t for t in self._makers if signal in t._send_signals]
+        if jax.process_index() != 0 or any(t.is_alive() for t in makers):
+            return  # process 0 makes them, and has done so, perhaps, since the last look
+        if not _is_signalled(key):
+            failed = [t._exception for t in makers if t._exception is not None]
+            raise (
+                failed[0]
+                if failed
+                else OSError("Orbax could not make the directories of the save")
+            )
+
+    def give_up(self) -> None:
+        """Keeps all that waits for the directories from ever beginning."""
+        for thread in self._threads():
+            if thread._receive_signals:
+                thread.cancel()
+
+    def release(self) -> None:
+        """Ends the waiting of what was given up; only once it is given up everywhere."""
+        waiting = [t for t in self._threads() if t._cancelled]
+        signals.set_signals(self._signals, operation_id=self._operation)
+        for thread in waiting:
+            _end_given_up(thread)
+
+    def _threads(self) -> list[Any]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if isinstance(thread, signals._SignalingThread)
+            and thread._operation_id == self._operation
+        ]
+
+
+def _is_signalled(key: str, wait_secs: int = 1) -> bool:
+    """Whether a signal comes within a second."""
+    try:
+        signaling_client.get_signaling_client().blocking_key_value_get(key, wait_secs)
+    except TimeoutError:
+        return False
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
+
+
+def _end_given_up(thread: Any) -> None:
+    """Waits for a cancelled thread and closes the coroutine that it never began."""
+    threading.Thread.join(thread)
+    target = getattr(thread, "_target", None)
+    if target is not None:
+        work = inspect.getclosurevars(target).nonlocals["target"]
+        inspect.getclosurevars(work).nonlocals["coro"].close()

@@ -1,13 +1,15 @@
-"""The private members of Orbax's manager that are relied on, each behind a named method.
+"""What is relied on of Orbax's manager, its processes, its log and its event loop.
 
-tests/test_orbax_assumptions.py asserts what is said of each of them here.
+Each stands behind a name; tests/test_orbax_assumptions.py asserts what is said of it here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -15,12 +17,22 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
-from cnr_jax.checkpointer.orbax_compat.processes import COMMIT_BARRIERS
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
 
 _log = logging.getLogger(__name__)
 _Manager = ocp.CheckpointManager
+# Where Orbax waits for all processes before and after the commit of a save.
+COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
+_here = threading.local()
+# Modules and functions of Orbax that log an error, with its traceback, before it comes out.
+_RAISED = {
+    ("async_checkpointer", "_thread_func"),
+    ("checkpoint_manager", "wait_until_finished"),
+}
+_LONGEST = 400
+# Those whose threads belong to no manager that could be told; of the error all hear in the end.
+_SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 
 
 class OrbaxSeams:
@@ -209,3 +221,109 @@ class _CountingFrom:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+
+def distributed_client() -> Any:
+    """The client through which the processes of a run coordinate.
+
+    Raises:
+        ValueError: if the run has not called `jax.distributed.initialize`.
+    """
+    return ocp.multihost.get_jax_distributed_client()
+
+
+def is_distributed() -> bool:
+    """Whether the run has called `jax.distributed.initialize`."""
+    return ocp.multihost.is_jax_distributed_client_initialized()
+
+
+class _Tracebacks(logging.Filter):
+    """Leaves out what is told elsewhere; other errors of Orbax are logged as ever."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = (record.module, record.funcName)
+        if not record.exc_info or "orbax" not in record.pathname:
+            return True
+        if place in _RAISED and getattr(_here, "is_told", False):
+            _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+            return False
+        if place in _SHORTENED:
+            text = " ".join(record.getMessage().split())
+            record.msg, record.args = text[:_LONGEST], None
+            record.exc_info = None
+        return True
+
+
+_TRACEBACKS = _Tracebacks()
+
+
+@contextlib.contextmanager
+def told_elsewhere() -> Iterator[None]:
+    """What fails in here, in this thread, is told by whoever hears of it."""
+    before = getattr(_here, "is_told", False)
+    _here.is_told = True
+    try:
+        yield
+    finally:
+        _here.is_told = before
+
+
+def shorten_logs(checkpointer: Any) -> None:
+    """Keeps the tracebacks of failed saves of a manager out of the log.
+
+    Args:
+        checkpointer: of the manager.
+    """
+    logging.getLogger("absl").addFilter(_TRACEBACKS)
+    committing = getattr(checkpointer, "_async_manager", None)
+    commit = getattr(committing, "_thread_func", None)
+    if committing is None or commit is None:
+        return
+
+    def quietly(*args: Any) -> None:
+        with told_elsewhere():
+            commit(*args)
+
+    committing._thread_func = quietly
+
+
+def end_interrupted_tasks() -> None:
+    """Ends tasks that an interrupt has left on this thread, with all that their frames hold.
+
+    Orbax notes the task of a call on the thread until the task has ended. An interrupt in a
+    handler ends the loop instead, and the task stays, for as long as the thread does: with the
+    interrupt, hence with the frames it went through, hence with the state that was being saved.
+    """
+    ended: set[Any] = set()
+    while (task := _interrupted_task()) is not None and task not in ended:
+        with contextlib.suppress(RuntimeError):  # other threads make tasks meanwhile
+            for each in asyncio.all_tasks(task.get_loop()):
+                _end(each)
+        # Its own clean-up has put back what was noted before it: from an earlier interrupt?
+        ended.add(task)
+
+
+def _interrupted_task() -> Any:
+    """The task that is noted on this thread, if its loop has ended.
+
+    One of somebody else's loop, which Orbax takes care not to touch, has a loop that goes on.
+    """
+    task = getattr(threading.current_thread(), "main_task", None)
+    if isinstance(task, asyncio.Task) and task.get_loop().is_closed():
+        return task
+    return None
+
+
+def _end(task: asyncio.Task[Any]) -> None:
+    _tell_nobody(task)
+    with contextlib.suppress(Exception):  # others must end all the same
+        task.get_coro().close()  # type: ignore[union-attr]
+
+
+def _tell_nobody(task: asyncio.Task[Any]) -> None:
+    """Keeps asyncio from reporting what the interrupt has told already."""
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    waited = getattr(task, "_fut_waiter", None)
+    for handler in getattr(waited, "_children", ()):
+        if handler.done() and not handler.cancelled():
+            handler.exception()

@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Sharding
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import DenseStore, abstract_dense, place_of
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
+from cnr_jax.checkpointer.orbax_compat.places import place_of
 from cnr_jax.checkpointer.restoring import match
 from cnr_jax.format import names
 from cnr_jax.repository.checked import Seal, means_damage

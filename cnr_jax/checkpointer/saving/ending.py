@@ -10,7 +10,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost.barriers import Barriers
-from cnr_jax.checkpointer.orbax_compat import (
+from cnr_jax.checkpointer.orbax_compat.seams import (
     OrbaxSeams,
     end_interrupted_tasks,
     told_elsewhere,

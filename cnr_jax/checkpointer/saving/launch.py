@@ -12,7 +12,8 @@ import jax
 
 from cnr_jax.checkpointer.describe import without_texts
 from cnr_jax.checkpointer.multihost.channel import Channel
-from cnr_jax.checkpointer.orbax_compat import DenseStore, Directories
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.auto_bits import Widening, with_codec
 from cnr_jax.checkpointer.saving.background import Background
