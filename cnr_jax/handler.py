@@ -20,9 +20,7 @@ import cnr_jax.options
 from cnr_jax import errors
 from cnr_jax.args import Restore, Save
 from cnr_jax.checkpointer.describe import table_entries
-from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
-from cnr_jax.checkpointer.multihost.barriers import Barriers
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back

@@ -18,7 +18,7 @@ from cnr_jax.args import (
     planned_args,
     state_to_save,
 )
-from cnr_jax.checkpointer.multihost.agreement import all_succeed
+from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
     deleter,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving.background import Background
 

@@ -16,15 +16,15 @@ import jax
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost import channel
-from cnr_jax.checkpointer.multihost.agreement import (
+from cnr_jax.checkpointer import multihost
+from cnr_jax.checkpointer.multihost import (
+    Barriers,
+    Channel,
     all_succeed,
     check,
     on_primary,
     settle,
 )
-from cnr_jax.checkpointer.multihost.barriers import Barriers
-from cnr_jax.checkpointer.multihost.channel import Channel
 
 from .conftest import each_of
 
@@ -113,7 +113,7 @@ class Processes:
         self._here = threading.local()
         patch.setattr(jax, "process_count", lambda: count)
         patch.setattr(jax, "process_index", lambda: getattr(self._here, "index", 0))
-        patch.setattr(channel, "distributed_client", lambda: self.store)
+        patch.setattr(multihost, "distributed_client", lambda: self.store)
 
     def channels(self, timeout_secs: float = 30.0) -> list[Channel]:
         return [Channel(timeout_secs) for _ in range(self.count)]

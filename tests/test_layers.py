@@ -203,7 +203,7 @@ def test_what_a_root_holds_is_read_without_jax_orbax_and_tensorstore() -> None:
         ("cnr_jax.repository.bad", "import orbax.checkpoint as ocp"),
         ("cnr_jax.handler", "def f():\n    import tensorstore"),
         ("cnr_jax.rows.bad", "if TYPE_CHECKING:\n    from cnr_jax import Options"),
-        ("cnr_jax.checkpointer.multihost.bad", "import cnr_jax.checkpointer.saving"),
+        ("cnr_jax.checkpointer.multihost", "import cnr_jax.checkpointer.saving"),
         ("cnr_jax.handler", "from cnr_jax.manager import CheckpointManager"),
         ("cnr_jax.unheard_of", ""),
     ],

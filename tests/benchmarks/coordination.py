@@ -65,7 +65,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         from orbax.checkpoint._src.multihost import multihost
 
-        from cnr_jax.checkpointer.multihost.channel import Channel
+        from cnr_jax.checkpointer.multihost import Channel
 
         self._time(multihost, "sync_global_processes", lambda args: str(args[0]))
         self._time(multihost, "broadcast_one_to_all", lambda _: "Orbax's broadcast")

@@ -13,8 +13,7 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM
-from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.choose_step import check_ours, no_such_step
 from cnr_jax.checkpointer.saving.calls import Calls

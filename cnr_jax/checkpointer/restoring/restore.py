@@ -10,8 +10,7 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
-from cnr_jax.checkpointer.multihost.agreement import all_succeed, on_primary, settle
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary, settle
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.choose_step import StepChooser

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.agreement import check, settle
-from cnr_jax.checkpointer.multihost.channel import UNHEARD, Channel
+from cnr_jax.checkpointer.multihost import UNHEARD, Channel, check, settle
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.repository.lineage.planner import Plan

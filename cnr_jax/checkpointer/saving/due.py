@@ -6,8 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from cnr_jax.checkpointer.multihost.agreement import on_primary
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel, on_primary
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.barriers import Barriers
+from cnr_jax.checkpointer.multihost import Barriers
 from cnr_jax.checkpointer.orbax_compat.seams import (
     OrbaxSeams,
     end_interrupted_tasks,

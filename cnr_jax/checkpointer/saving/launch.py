@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from cnr_jax.checkpointer.describe import without_texts
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving import capture

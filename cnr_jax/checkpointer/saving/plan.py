@@ -15,8 +15,7 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost.agreement import on_primary, settle
-from cnr_jax.checkpointer.multihost.channel import Channel
+from cnr_jax.checkpointer.multihost import Channel, on_primary, settle
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.auto_bits import Widening

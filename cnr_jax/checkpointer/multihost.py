@@ -1,0 +1,422 @@
+"""How the processes of a run talk, take one decision, and come out of one attempt alike.
+
+They talk through texts in the key-value store of the run; no device computation takes part. Every
+wait is bounded, and ends in an error that names the process that was waited for.
+
+Each process reads shards of its own, so each may meet other damage. What one of them meets, all
+raise: nobody goes on with a step that another cannot read, or waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
+from cnr_jax.checkpointer.save_errors import in_one_line, save_error
+from cnr_jax.format.manifest import to_json
+
+T = TypeVar("T")
+# Process 0 waits for all others before it answers; so whoever waits for process 0 waits longer.
+_PATIENCE = 2.0
+# Kinds of errors after which waiting for a process again would be in vain.
+UNHEARD = ("process_silent", "coordination_lost")
+
+
+class Channel:
+    """Tells process 0 what all say of a topic, and all what process 0 answers.
+
+    Of a topic a process tells one thing at most, and each but process 0 hears the answer, once.
+    Nothing is left of a topic that all of these have heard, or given up waiting for, so a
+    channel may be used for ever. Topics do not wait for each other: what goes on in the
+    background of a save is named by the uuid of that save, and does not disturb what the loop
+    asks for meanwhile, which is numbered in the order that all processes keep.
+
+    Channels of a name are matched by their first use, in which process 0 meets those of the
+    others that wait for it. A channel that is made and never used, say to look at a root on one
+    process alone, is matched with none.
+
+    Args:
+        timeout_secs: how long process 0 waits for the others; these wait twice as long for it.
+
+    Attributes:
+        name: alike on all processes; to be set before the first use.
+    """
+
+    def __init__(self, timeout_secs: float) -> None:
+        self.timeout_secs = timeout_secs
+        self.name = ""
+        self._prefix: str | None = None
+        self._matching = threading.Lock()
+        self._count = 0
+
+    def next_topic(self) -> str:
+        """What the loop comes to next, on all processes in the same order.
+
+        Raises:
+            SaveError: if the channel cannot be matched; then nothing has come to pass.
+        """
+        self._matched()
+        self._count += 1
+        return str(self._count)
+
+    def tell(self, topic: str, text: str) -> None:
+        """Says something of a topic; what process 0 says can be seen by `peek`."""
+        key = f"{self._key(topic)}/{jax.process_index()}"
+        distributed_client().key_value_set(key, text)
+
+    def told(self, topic: str, timeout_secs: float | None = None) -> list[str]:
+        """What all others have told, in their order; for process 0.
+
+        Raises:
+            SaveError: if one says nothing.
+        """
+        key, limit_secs = self._key(topic), timeout_secs or self.timeout_secs
+        return self._from_all([f"{key}/{i}" for i in _others()], limit_secs)
+
+    def answer(self, topic: str, text: str) -> None:
+        """Answers all others; for process 0."""
+        distributed_client().key_value_set(f"{self._key(topic)}/all", text)
+
+    def hear(self, topic: str, timeout_secs: float | None = None) -> str:
+        """The answer of process 0, for the others.
+
+        Args:
+            topic: as process 0 names it.
+            timeout_secs: how long process 0 waits for the others.
+
+        Raises:
+            SaveError: if process 0 says nothing.
+        """
+        key, limit_secs = self._key(topic), timeout_secs or self.timeout_secs
+        try:
+            return _hear(f"{key}/all", 0, limit_secs * _PATIENCE)
+        finally:
+            client = distributed_client()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                heard = client.key_value_increment(f"{key}/heard", 1)
+                if heard == jax.process_count() - 1:
+                    client.key_value_delete(f"{key}/")
+
+    def peek(self, topic: str) -> str | None:
+        """What process 0 has told of a topic so far, for the others; does not wait."""
+        if jax.process_index() == 0 or self._prefix is None:
+            return None
+        try:
+            key = f"{self._prefix}/{topic}/0"
+            return str(distributed_client().key_value_try_get(key))
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def _key(self, topic: str) -> str:
+        """A key of this channel alone, the same on all processes."""
+        return f"{self._matched()}/{topic}"
+
+    def _matched(self) -> str:
+        with self._matching:
+            if self._prefix is None:
+                self._prefix = self._match()
+            return self._prefix
+
+    def _match(self) -> str:
+        """What the keys of this channel begin with: process 0 says it to those who ask.
+
+        Raises:
+            SaveError: if a process does not come. Then it can be tried again.
+        """
+        client, here = distributed_client(), jax.process_index()
+        mine = f"cnr_jax/{secrets.token_hex(8)}"
+        name = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        asking = f"cnr_jax/asking/{name}"
+        if here != 0:
+            # It may have given up waiting before.
+            client.key_value_set(f"{asking}/{here}", mine, allow_overwrite=True)
+            try:
+                return _hear(mine, 0, self.timeout_secs * _PATIENCE)
+            except errors.SaveError:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_delete(f"{asking}/{here}")
+                raise
+            finally:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_delete(mine)
+        keys = [f"{asking}/{i}" for i in _others()]
+        theirs = self._from_all(keys, self.timeout_secs)
+        # All are here: nobody has been answered by one who then gives up on another.
+        for key, asked in zip(keys, theirs, strict=True):
+            client.key_value_delete(key)
+            client.key_value_set(asked, mine)
+        return mine
+
+    def _from_all(self, keys: list[str], limit_secs: float) -> list[str]:
+        """The texts that all others set, each its own, within one limit for all of them."""
+        deadline = time.monotonic() + limit_secs
+        return [
+            _hear(key, process, limit_secs, deadline - time.monotonic())
+            for process, key in zip(_others(), keys, strict=True)
+        ]
+
+
+def _others() -> range:
+    return range(1, jax.process_count())
+
+
+def _hear(
+    key: str, process: int, limit_secs: float, left_secs: float | None = None
+) -> str:
+    """The text that a process sets; `left_secs` of the limit may be left."""
+    left_secs = limit_secs if left_secs is None else left_secs
+    try:
+        left_ms = max(1, int(left_secs * 1000))
+        return str(distributed_client().blocking_key_value_get(key, left_ms))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise errors.SaveError(
+                f"process {process} cannot be heard: the processes of this run do not"
+                f" reach each other\n  {in_one_line(error)}\n"
+                "  hint: jax.distributed's service runs in process 0; look whether that"
+                " has ended, and why",
+                kind="coordination_lost",
+                process=process,
+            ) from error
+        raise errors.SaveError(
+            f"process {process} does not answer\n"
+            f"  it was waited for {limit_secs:.0f} s: it may have been killed, hang,"
+            " or be late\n"
+            "  hint: look at its log; Options(timeout_secs=...) says how long processes"
+            " wait for each other",
+            kind="process_silent",
+            process=process,
+        ) from error
+
+
+def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
+    """What process 0 decides, or on all processes the error it raised.
+
+    Args:
+        channel: through which the processes talk.
+        decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which other processes
+            get the JSON form; called on process 0 alone.
+
+    Raises:
+        CnrError: what `decide` raised on process 0.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    if jax.process_index() == 0:
+        return _decided(channel, "", decide, named=True)
+    answer = json.loads(channel.hear(channel.next_topic()))
+    if "error" in answer:
+        raise errors.CnrError.from_json(answer["error"])
+    return answer["found"]
+
+
+def all_succeed(channel: Channel, attempt: Callable[[], T]) -> T:
+    """What an attempt gives on this process, once it has succeeded on all of them.
+
+    Raises:
+        BaseException: as `settle`, on all processes, if it failed on one.
+    """
+    try:
+        found = attempt()
+    except BaseException as error:
+        settle(channel, error, named=True)
+        raise
+    settle(channel, None, named=True)
+    return found
+
+
+def settle(
+    channel: Channel,
+    error: BaseException | None,
+    found: Any = None,
+    decide: Callable[[list[Any]], Any] | None = None,
+    *,
+    topic: str = "",
+    timeout_secs: float | None = None,
+    named: bool = False,
+) -> Any:
+    """Ends an attempt of all processes: returns if it succeeded on all of them.
+
+    Errors that do not mean damage come first: whoever meets one must not be answered with
+    another step.
+
+    Args:
+        channel: through which the processes talk.
+        error: why the attempt failed on this process; None if it did not.
+        found: by this process, of JSON types.
+        decide: what process 0 makes of what all have found, as in `on_primary`.
+        topic: what was attempted, if that goes on in the background.
+        timeout_secs: how long process 0 waits for the others; None: as long as ever.
+        named: an error says on which process it was raised.
+
+    Returns:
+        What `decide` does on process 0, if it is given.
+
+    Raises:
+        BaseException: `error`, or what stands for that of another process.
+    """
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return decide([found]) if decide else None
+    topic = topic or channel.next_topic()
+    mine = {"found": found} if error is None else _failed(error, named=named)
+    mine = json.loads(json.dumps(mine))  # as it comes back: with lists for tuples
+    if jax.process_index() != 0:
+        channel.tell(topic, json.dumps(mine))
+        answer = json.loads(channel.hear(topic, timeout_secs))
+    else:
+        if error is not None:
+            # For those who wait for something that will now never come; see `check`.
+            channel.tell(topic, json.dumps(mine))
+        said = [mine]
+        try:
+            said += map(json.loads, channel.told(topic, timeout_secs))
+        except errors.SaveError as silent:
+            # Beside what failed here, not in its place: that is why others may be silent.
+            said.append(_failed(silent, named=False))
+        failed = [document for document in said if "error" in document]
+        if not failed:
+            of_all = [document["found"] for document in said]
+            return _decided(
+                channel, topic, lambda: decide and decide(of_all), named=named
+            )
+        answer = min(failed, key=_is_damage)
+        channel.answer(topic, json.dumps(answer))
+    if error is not None and (answer == mine or not isinstance(error, Exception)):
+        raise error
+    if "error" in answer:
+        raise errors.CnrError.from_json(answer["error"]) from error
+    return answer["found"]
+
+
+def check(channel: Channel, topic: str) -> None:
+    """Looks whether process 0 has already failed in what is to be settled; does not wait.
+
+    Raises:
+        CnrError: what it has failed with.
+    """
+    told = channel.peek(topic)
+    if told is not None:
+        raise errors.CnrError.from_json(json.loads(told)["error"])
+
+
+def _decided(
+    channel: Channel, topic: str, decide: Callable[[], Any], *, named: bool
+) -> Any:
+    """On process 0: what it decides, once other processes can hear it too."""
+    try:
+        found = decide()
+        answer = json.dumps({"found": found}, default=_plain)
+    except BaseException as error:
+        failed = json.dumps(_failed(error, named=named))
+        channel.answer(topic or channel.next_topic(), failed)
+        raise
+    channel.answer(topic or channel.next_topic(), answer)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.to_json() if isinstance(value, errors.CnrError) else to_json(value)
+
+
+def _failed(error: BaseException, *, named: bool) -> dict[str, Any]:
+    """What a process tells of its error, in the place of what it would have found."""
+    here = jax.process_index()
+    if not isinstance(error, errors.CnrError):
+        text = f"process {here} has failed: {type(error).__name__}: {error}"
+        return {"error": errors.CnrError(text, kind="process_failed").to_json()}
+    document = error.to_json()
+    if named:
+        document["message"] = f"on process {here}: {error}"
+    return {"error": document}
+
+
+def _is_damage(document: Mapping[str, Any]) -> bool:
+    return isinstance(errors.CnrError.from_json(document["error"]), errors.DAMAGE)
+
+
+class Barriers:
+    """Where the processes meet before and after the commit of a save, as Orbax asks for it.
+
+    A process that has failed leaves them: Orbax would let the other processes wait for it, 20
+    minutes by default.
+
+    Args:
+        channel: through which they meet; one save at a time does.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._save, self._next = "", list[str]()
+        self._met: collections.Counter[str] = collections.Counter()
+        # Why a process was given up that did not come.
+        self._silent: errors.SaveError | None = None
+
+    def begin(self, barriers: Sequence[str], save: str) -> None:
+        """Names the barriers of the save that starts, in the order in which they come.
+
+        Args:
+            barriers: their keys.
+            save: its uuid; empty if it has none, such as one without the state.
+
+        Raises:
+            SaveError: if it has none, and a process does not come to draw one.
+        """
+        if not save:
+            # Not by its step: it may find what is left of another save of that, which failed.
+            save = settle(self._channel, None, decide=lambda _: secrets.token_hex(16))
+        self._save, self._next, self._silent = save, list(barriers), None
+        self._met.clear()
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits until all processes are here.
+
+        Raises:
+            SaveError: on all processes alike, if one has left or does not come.
+        """
+        if key in self._next:
+            self._next.remove(key)
+        self._meet(key, None, timeout_ms / 1000)
+
+    def leave(self, error: BaseException) -> None:
+        """Frees the processes that wait, or will wait, for this one at the next barrier."""
+        if self._next and jax.process_count() > 1:
+            key = self._next.pop(0)
+            self._next.clear()
+            # It raises what this process has told, or what it has heard instead.
+            with contextlib.suppress(errors.SaveError):
+                self._meet(key, save_error(error, None), self._channel.timeout_secs)
+
+    def forget(self) -> None:
+        """Says that no process will come to the barriers of this save."""
+        self._next.clear()
+
+    def _meet(
+        self, key: str, failure: errors.SaveError | None, timeout_secs: float
+    ) -> None:
+        if self._silent is not None:
+            raise self._silent
+        self._met[key] += 1
+        try:
+            settle(
+                self._channel,
+                failure,
+                topic=f"{self._save}/{key}/{self._met[key]}",
+                timeout_secs=min(timeout_secs, self._channel.timeout_secs),
+            )
+        except errors.SaveError as error:
+            if error.kind in UNHEARD:
+                self._silent = error
+            raise

@@ -1,1 +1,0 @@
-"""What the processes of a run tell each other."""
