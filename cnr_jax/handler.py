@@ -24,7 +24,7 @@ from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_pr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
 from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
-from cnr_jax.checkpointer.restoring.resume import Resumption, resume, run_restored
+from cnr_jax.checkpointer.restoring.restore import Resumption, resume
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.auto_bits import Widening
@@ -47,7 +47,7 @@ from cnr_jax.repository.layout import Place, other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
-from cnr_jax.repository.lineage.runs import Origin
+from cnr_jax.repository.lineage.runs import Origin, run_restored
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.gather.buffers import Buffers

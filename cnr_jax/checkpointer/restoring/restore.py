@@ -1,8 +1,15 @@
-"""A restore by a manager: steps are tried until one is whole, then saving goes on from it."""
+"""A restore by a manager: steps are tried until one is whole, then saving goes on from it.
+
+A restore of a given step never substitutes. One of the newest step passes over those that turn
+out damaged, and over what rests on them: each is named in the log with the reason.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +17,30 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
+from cnr_jax.checkpointer.describe import table_entries
+from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary, settle
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
-from cnr_jax.checkpointer.restoring.choose_step import StepChooser
-from cnr_jax.checkpointer.restoring.listing import Listing
-from cnr_jax.checkpointer.restoring.resume import Attempt, Resumption
-from cnr_jax.repository.layout import find_item, open_root
+from cnr_jax.checkpointer.restoring.read import ReadBack
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.tracking.tracker import Tracker
+from cnr_jax.format import names
+from cnr_jax.format.manifest import TableEntry
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.layout import Place, find_item, open_root
+from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.planner import Planner
+from cnr_jax.repository.lineage.runs import note_restored
+from cnr_jax.repository.replay.leaves import restored_stamps
+from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.rows.touched import Touched, lineage_hex
 
 _log = logging.getLogger(__name__)
+_SHOWN = 10
 
 
 def restore(
@@ -108,3 +129,230 @@ def _attempt(
     if attempt.resumption is not None:
         resume(attempt.resumption)
     return restored
+
+
+class StepChooser:
+    """Which step of a root a restore takes, and what is said of those that are passed over.
+
+    Args:
+        root: holds the step directories.
+        item: name of the item in them.
+        ledger: reads what is known of them, when that is needed first; what it returns is told
+            of the damage that is found.
+    """
+
+    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
+        self._root, self._item, self._read = root, item, ledger
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """What is known of the steps."""
+        return self._read()
+
+    def newest(self) -> int:
+        """The newest step of which no damage is known.
+
+        Raises:
+            NoStepError: if there is none.
+        """
+        self._ask_again()
+        restorable = self.ledger.restorable()
+        if restorable:
+            return restorable[-1].step
+        raise errors.NoStepError(
+            "\n  ".join(
+                [
+                    f"no step in {os.fspath(self._root)} can be restored",
+                    *(f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]),
+                ]
+            )
+        )
+
+    def note(self, step: int, error: errors.CnrError) -> None:
+        """Notes that a step is damaged; adds to the error what only the root tells.
+
+        Args:
+            step: that could not be restored.
+            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
+                that could be restored instead.
+        """
+        entry = self.ledger.by_step(step)
+        self._note(entry, error)
+        self._explain(step, entry, error)
+
+    def warn(self, step: int, *, asked_for: bool) -> None:
+        """Says in the log what is to be known of a step that was restored.
+
+        Args:
+            step: the one.
+            asked_for: by its number; else also newer ones are named, which were passed over.
+        """
+        if not asked_for:
+            for directory, reason in self._passed_over(step):
+                _log.warning(
+                    "step %s is passed over, and step %d restored: %s",
+                    directory,
+                    step,
+                    reason,
+                )
+        noted = suspects.read(self._root)
+        if step in [each.step for each in noted] or (noted and not asked_for):
+            suspects.warn(noted, self._root, self.ledger, step)
+
+    def _ask_again(self) -> None:
+        """Reads steps that storage did not give out; they may be the newest.
+
+        Raises:
+            OSError: if it still does not, and no newer step is known to be whole.
+        """
+        restorable = self.ledger.restorable()
+        newest = restorable[-1].step if restorable else -1
+        for directory in sorted(self.ledger.withheld):
+            if names.step_number(directory) > newest:
+                self.ledger.read(self._root, directory, self._item)
+                if directory in self.ledger.withheld:
+                    read_step(self._root, directory, self._item)
+
+    def _note(self, entry: Entry | None, error: errors.CnrError) -> None:
+        """Notes the damage where it is, or else with the step itself."""
+        reason = str(error).partition("\n")[0]
+        above = os.fspath(self._root).rstrip("/") + "/"
+        if error.path is not None and error.path.startswith(above):
+            self.ledger.note_damage(error.path.removeprefix(above), reason)
+        if entry is None:
+            return
+        if any(entry.directory == each.directory for each in self.ledger.restorable()):
+            self.ledger.note_damage(entry.directory, reason)
+
+    def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
+        """Adds to an error what only the root tells: the chain, and other steps."""
+        text = str(error)
+        if "cannot be restored" not in text.partition("\n")[0]:
+            text = f"checkpoint {step} cannot be restored: {text}"
+        if entry is not None and "\n  chain: " not in text:
+            chain = reversed(self.ledger.chain(entry))
+            kinds = [
+                f"{e.directory} ({'delta' if e.parent else 'full'})" for e in chain
+            ]
+            text += f"\n  chain: {' <- '.join(kinds)}"
+        text = text.replace(", or restore another step", "")
+        others = [str(each.step) for each in reversed(self.ledger.restorable())]
+        if others:
+            more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
+            text += (
+                f"\n  hint: restore step {others[0]}, the newest of which no damage is"
+                f" known{more}"
+            )
+        else:
+            text += "\n  no other step can be restored"
+        error.args = (text,)
+
+    def _passed_over(self, step: int) -> list[tuple[str, str]]:
+        """Step directories newer than a restored one, each with what is wrong with it."""
+        taken = self.ledger.by_step(step)
+        return [
+            (name, why)
+            for name, why in self._obstacles()
+            if taken is None
+            or (
+                self.ledger.entries[name].order > taken.order
+                if name in self.ledger.entries
+                else names.step_number(name) > step
+            )
+        ]
+
+    def _obstacles(self) -> list[tuple[str, str]]:
+        """Every step directory that cannot be restored, newest first, and why."""
+        ledger = self.ledger
+        good = {entry.directory for entry in ledger.restorable()}
+        bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
+        found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
+        found += [
+            (name, reason.partition("\n")[0])
+            for name, reason in sorted(
+                ledger.unreadable.items(),
+                key=lambda each: names.step_number(each[0]),
+                reverse=True,
+            )
+        ]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumption:
+    """What was restored, and what saving goes on from.
+
+    Attributes:
+        place: what was restored.
+        found: what was read of it.
+        ledger: of its root, if saves are to go there from now on.
+        touched: the fresh touched rows that go with the restored state.
+    """
+
+    place: Place
+    found: ReadBack
+    ledger: Ledger | None
+    touched: Touched
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """A restore by a manager, perhaps of other items too; it counts as a whole, or not at all.
+
+    Attributes:
+        is_told: the processes tell each other how it went, or have done so.
+        resumption: to go on from once all that was asked for has succeeded.
+    """
+
+    is_told: bool = False
+    resumption: Resumption | None = None
+
+
+def resume(
+    resumption: Resumption,
+    *,
+    writer: RootWriter,
+    lifecycle: Lifecycle,
+    planner: Planner,
+    tracker: Tracker,
+    tables: tuple[TableEntry, ...],
+) -> None:
+    """Goes on saving from what was restored: its fresh lineage rests on the steps of its chain.
+
+    Args:
+        resumption: all of it has succeeded, on all processes.
+        writer: where saves go; after the first restore perhaps where that came from.
+        lifecycle: is settled before anything is noted.
+        planner: is told what later saves may rest on.
+        tracker: is told which rows are as they were restored.
+        tables: that are saved, in whatever order; empty: nothing is.
+    """
+    place, found, touched = resumption.place, resumption.found, resumption.touched
+    chain = found.chain
+    run = chain[-1].manifest.run or ""
+    note_restored(place.root, lineage_hex(touched), run)
+    if resumption.ledger is not None and writer.place is None:
+        writer.serve(place.root, place.item, resumption.ledger)
+    lifecycle.settle()  # Orbax has waited for the save in flight
+    # Nothing is a legal parent until all that makes it one is known.
+    planner.end_lineages(chain[-1].manifest.restores + 1)
+    tracker.forget(touched)
+    tracker.adopt(chain[-1].manifest.tracking)
+    if not writer.is_at(place.root, place.item):
+        return  # restored from elsewhere: no parent here
+    restored = {entry.name: entry for entry in table_entries(found.tables)}
+    exact = found.wanted.exact and restored == {entry.name: entry for entry in tables}
+    # What was found by other means may be more, or less, than will be.
+    ways = {chain[-1].manifest.tracking, tracker.mode(touched)}
+    exact = exact and (len(ways) == 1 or "fingerprint" not in ways)
+    if exact:
+        tracker.restored(
+            found.tables,
+            found.arrays,
+            touched,
+            lambda rows: restored_stamps(
+                chain, rows.table, found.wanted.targets[rows.table], rows.rows
+            ),
+        )
+    entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
+    planner.restored(lineage_hex(touched), entries, exact=exact)

@@ -9,14 +9,40 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
+# Of all restores of this process: a state may be restored by one manager and saved by another.
+# By lineage, the root and the run of the step that was restored; the oldest go first.
+_restored_runs: dict[str, tuple[str, str]] = {}
+_REMEMBERED = 1024
+
+
+def note_restored(root: AnyPath, lineage: str, run: str) -> None:
+    """Notes the run of a step of a root, restored with fresh touched rows of this lineage."""
+    _restored_runs[lineage] = _real(root), run
+    while len(_restored_runs) > _REMEMBERED:
+        del _restored_runs[next(iter(_restored_runs))]
+
+
+def run_restored(root: AnyPath, lineage: str) -> str | None:
+    """The run of the step of a root that was restored with touched rows of this lineage.
+
+    None if it was not restored from there in this process. Empty where the step names no run.
+    """
+    known = _restored_runs.get(lineage)
+    return known[1] if known is not None and known[0] == _real(root) else None
+
+
+def _real(root: AnyPath) -> str:
+    return os.path.realpath(root) if is_local(root) else str(root)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

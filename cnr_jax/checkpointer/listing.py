@@ -15,11 +15,17 @@ from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
-from cnr_jax.checkpointer.restoring.choose_step import check_ours, no_such_step
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
-from cnr_jax.format.names import step_number
-from cnr_jax.repository.files import AnyPath, exists, missing_directories, sync_made
+from cnr_jax.format import names
+from cnr_jax.repository.checked import accessing, refuse_pipe
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    missing_directories,
+    sync_made,
+)
 from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,
@@ -254,7 +260,11 @@ class Listing:
         """
         known = sorted(self._orbax.all_steps())
         if step not in known:
-            raise no_such_step(self._root, step, known, self.steps())
+            raise errors.NoStepError(
+                f"step {step} does not exist in {os.fspath(self._root)}\n"
+                f"  steps: {', '.join(map(str, known)) or 'none'}\n"
+                f"  that can be restored: {', '.join(map(str, self.steps())) or 'none'}"
+            )
 
     def check_holds(self, root: epath.Path, step: int | None) -> None:
         """Makes sure that another root is one, and that a step which is asked for is in it.
@@ -272,16 +282,42 @@ class Listing:
             found = False
         if not found:
             held = step_directories(root, self._writer.is_step)
-            known = sorted(map(step_number, held))
+            known = sorted(map(names.step_number, held))
             raise errors.NoStepError(
                 f"step {step} does not exist in {os.fspath(root)}\n"
                 f"  steps: {', '.join(map(str, known)) or 'none'}"
             )
 
     def check_ours(self, root: epath.Path, step: int) -> None:
-        """Tells a step of another kind from ours, before Orbax takes it for what it is not."""
+        """Tells a step of another kind from ours, before Orbax takes it for what it is not.
+
+        Raises:
+            IntegrityError: if it is not there, holds nothing that this library could restore,
+                or what Orbax reads first is no file.
+        """
+        item = self.item or DEFAULT_ITEM
         try:
             directory = self._orbax.find_directory(step, root)
         except ValueError:
             return  # there is none: Orbax says so
-        check_ours(directory, self.item or DEFAULT_ITEM)
+        where, held = os.fspath(directory), directory / item
+        with accessing(held):
+            refuse_pipe(directory / names.ORBAX_METADATA)
+            if exists(held / names.MANIFEST):
+                return
+            if not exists(directory):
+                raise errors.IntegrityError(
+                    f"{where} is not there", kind="file_missing", path=where
+                )
+            if exists(held) and any(names.is_own(path.name) for path in held.iterdir()):
+                return
+            items = sorted(p.name for p in directory.iterdir() if is_directory(p))
+            raise errors.IntegrityError(
+                f"{where} holds no checkpoint of cnr_jax\n"
+                f"  got items {', '.join(items) or 'none'}, expected {item!r} with"
+                f" {names.MANIFEST}\n"
+                "  if plain Orbax has saved it: ocp.CheckpointManager(root).restore(step,"
+                " args=ocp.args.StandardRestore(state))",
+                kind="not_ours",
+                path=where,
+            )
