@@ -1,0 +1,229 @@
+"""README.md and docs/: their code runs, their links lead somewhere, one figure stands in a cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import cnr_jax as cnr
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+class Block(NamedTuple):
+    """A block of code of a page.
+
+    Attributes:
+        mark: of the comment on the line before it, such as "fragment"; empty without one.
+        language: after the fence.
+        code: the lines between the fences.
+        line: number of the first of these, from 1.
+    """
+
+    mark: str
+    language: str
+    code: str
+    line: int
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of code of a page, in order."""
+    text = page.read_text()
+    pattern = r"(?:^<!-- ([\w-]+) -->\n)?^```(\w*)\n(.*?)^```$"
+    for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
+        line = text.count("\n", 0, found.start(3)) + 1
+        yield Block(found[1] or "", found[2], found[3], line)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+# ---- code -----------------------------------------------------------------------------------
+
+
+def shape_of(printed: str) -> list[str]:
+    """What was printed, without the figures, which differ from machine to machine."""
+    return re.sub(r"\d[\d,.]*", "N", printed).strip().splitlines()
+
+
+def pages_with_code() -> list[Path]:
+    return [page for page in DOCS if any(b.language == "python" for b in blocks(page))]
+
+
+@pytest.mark.parametrize("page", pages_with_code(), ids=name_of)
+def test_code_of_a_page_runs_and_prints_what_the_page_shows(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    scope: dict[str, Any] = {"__name__": "page"}
+    printed = ""
+    for block in blocks(page):
+        if block.mark == "output":
+            exact = "stall" not in block.code
+            as_shown = str.splitlines if exact else shape_of
+            assert as_shown(printed.strip()) == as_shown(block.code.strip()), name_of(
+                page
+            )
+        if block.language != "python":
+            continue
+        # So that what fails is shown with its line in the page.
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        if block.mark != "fragment":
+            exec(code, scope)
+            printed = capsys.readouterr().out
+
+
+# ---- links ----------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What a forge makes of the headings of a page."""
+    found: dict[str, int] = {}
+    names = set[str]()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        times = found[slug] = found.get(slug, -1) + 1
+        names.add(f"{slug}-{times}" if times else slug)
+    return names
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert linked.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"\]\(([^)#\s]+)", prose(index))
+    listed = {(index.parent / link).resolve() for link in links}
+    assert [name_of(page) for page in DOCS if page not in {index, *listed}] == []
+
+
+# ---- tables ---------------------------------------------------------------------------------
+
+# Not within a word, such as float32; a figure may have a power, and what it is sure to.
+FIGURE = re.compile(
+    r"(?<![\w.^])[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:\^-?\d+)?(?:\s*±\s*[\d.]+)?(?!\w)"
+)
+
+
+def cells(row: str) -> list[str]:
+    """The cells of a row of a table, without marks of emphasis and the like."""
+    plain = re.sub(r"`[^`]*`", "`code`", row).replace(r"\|", "/")
+    plain = re.sub(r"\]\([^)]*\)", "]", plain)
+    return [cell.strip(" *_~<>≈") for cell in plain.strip().strip("|").split("|")]
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """The rows of each table, its header left out."""
+    for found in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
+        header, _, *rows = found.strip().splitlines()
+        assert header.startswith("|")
+        yield [cells(row) for row in rows]
+
+
+def crowded(text: str) -> list[str]:
+    """Cells with several figures, of columns that mostly hold figures."""
+    found: list[str] = []
+    for rows in tables(text):
+        for column in zip(*rows, strict=True):
+            filled = [cell for cell in column if cell.strip("\u2013-")]
+            figures = [cell for cell in filled if FIGURE.match(cell)]
+            if 2 * len(figures) >= len(filled):
+                found += [cell for cell in filled if len(FIGURE.findall(cell)) > 1]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_cell_holds_one_figure(page: Path) -> None:
+    assert crowded(prose(page)) == []
+
+
+def test_crowded_cells_are_found() -> None:
+    head = "| a | b |\n|---|---|\n"
+    for cell in ("1.0 s; 1.2 s", "0.41 (0.36 to 1.10)", "51 of 51", "-1 -2"):
+        assert crowded(f"{head}| x | {cell} |\n| y | 3 s |\n") == [cell]
+    for cell in (
+        "0.013 ± 0.016",
+        "3 of float32",
+        "10^-17",
+        "1,040 MB",
+        "-0.5 %",
+        "\u2013",
+    ):
+        assert crowded(f"{head}| x | {cell} |\n| y | 3 s |\n") == []
+
+
+# ---- reference ------------------------------------------------------------------------------
+
+
+def entries(page: str) -> dict[str, str]:
+    """The entries of a page of the reference, by the name in their heading."""
+    text = (ROOT / "docs" / "reference" / page).read_text()
+    return dict(re.findall(r"^### `([\w.]+)`\n\n(.*?)(?=^##|\Z)", text, re.S | re.M))
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def test_every_option_has_an_entry_with_its_default() -> None:
+    found = entries("options.md")
+    fields = {f.name: f for f in dataclasses.fields(cnr.Options)}
+    fields |= {
+        f"TableOptions.{f.name}": f for f in dataclasses.fields(cnr.TableOptions)
+    }
+    assert set(found) == set(fields)
+    scope = {name: getattr(cnr, name) for name in cnr.__all__}
+    for name, text in found.items():
+        stated = re.match(r"Default: `([^`]+)`", text)
+        assert stated, name
+        assert eval(stated[1], scope) == default_of(fields[name]), name
+
+
+def test_every_error_has_an_entry_with_its_kind() -> None:
+    classes = {
+        name: each
+        for name, each in inspect.getmembers(cnr.errors, inspect.isclass)
+        if issubclass(each, cnr.errors.CnrError) and not name.startswith("_")
+    }
+    found = entries("errors.md")
+    assert set(found) == set(classes)
+    for name, text in found.items():
+        # Of a call it is always a kind of its own.
+        if name != "CallError":
+            assert f'`"{classes[name].kind}"`' in text, name
+        for base in classes[name].__bases__:
+            if base not in (cnr.errors.CnrError, Exception):
+                assert f"`{base.__name__}`" in text, name
