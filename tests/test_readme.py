@@ -24,6 +24,11 @@ def block(mark: str) -> str:
     return found[1]
 
 
+def shape_of(line: str) -> str:
+    """A line without its figures, which differ from machine to machine."""
+    return re.sub(r"\d[\d,.]*", "N", line)
+
+
 def test_example_runs_as_pasted_and_resumes_when_it_is_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,6 +38,8 @@ def test_example_runs_as_pasted_and_resumes_when_it_is_run_again(
     exec(code, first)
     printed = capsys.readouterr().out
     assert "goes on after step 0\n" in printed
+    (shown,) = re.findall(r"^step 20: .*$", README, re.MULTILINE)
+    assert shape_of(shown) in map(shape_of, printed.splitlines())
     assert printed.count("full") == 1 and printed.count("delta on 10") == 2, printed
     second: dict[str, Any] = {}
     exec(code, second)
@@ -42,12 +49,9 @@ def test_example_runs_as_pasted_and_resumes_when_it_is_run_again(
     assert int(second["state"]["step"]) == 60
     assert isinstance(second["touched"], cnr.Touched)
     assert isinstance(second["state"]["item"], jax.Array)
-    # Rows that were trained most went most of the way.
-    away = np.linalg.norm(second["state"]["item"] - second["TARGET"], axis=1)
-    assert (
-        away.mean()
-        < np.linalg.norm(first["state"]["item"] - first["TARGET"], axis=1).mean()
-    )
+    # What was trained further is nearer to where training leads.
+    away = [np.abs(run["state"]["item"] - run["TARGET"]) for run in (first, second)]
+    assert away[1].mean() < away[0].mean()
     assert cnr.verify("first_run") == ()
 
 
