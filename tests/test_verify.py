@@ -17,7 +17,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import ParentRef, dump, load
 from cnr_jax.testing import inprocess
 
-from ..conftest import flip
+from .conftest import flip
 
 ALL = ("0", "1", "2", "3")
 Damage = Callable[[Path], None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cnr_jax.errors import FormatError, TableError
 from cnr_jax.state.layouts import Identity, ModSharded, RowLayout, layout_from
 
-from .conftest import each_of
+from ..conftest import each_of
 
 LAYOUTS = [
     Identity(),

@@ -26,7 +26,7 @@ from cnr_jax.checkpointer.multihost import (
     settle,
 )
 
-from .conftest import each_of
+from ..conftest import each_of
 
 CLASSES = [
     kind

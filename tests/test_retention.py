@@ -22,8 +22,8 @@ from cnr_jax.repository.lineage.ledger import Entry
 from cnr_jax.repository.lineage.retention import ChainPreservation
 from cnr_jax.repository.step_reader import open_chain
 
-from ..conftest import each_of
-from .conftest import Root
+from .conftest import each_of
+from .repository.conftest import Root
 
 SAVES = 12
 keeping = ocp.checkpoint_managers

@@ -17,7 +17,7 @@ import cnr_jax as cnr
 
 pytestmark = pytest.mark.tools
 
-BENCHMARKS = Path(__file__).parent / "benchmarks"
+BENCHMARKS = Path(__file__).parent
 
 SCRIPT = """
     '''A benchmark of nothing.'''

@@ -17,7 +17,7 @@ from cnr_jax.rows.codecs import make_codec
 
 pytestmark = pytest.mark.tools
 
-BENCHMARKS = Path(__file__).parent / "benchmarks"
+BENCHMARKS = Path(__file__).parent
 SAVES = 6
 
 

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from cnr_jax.state.find import TableSpec, find_tables
 from cnr_jax.state.optimizer_states import moving_parts
 
-from .conftest import each_of
+from ..conftest import each_of
 
 ROWS, DIM = 6, 3
 SPARSE = {

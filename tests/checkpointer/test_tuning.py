@@ -18,7 +18,7 @@ from cnr_jax.checkpointer.tuning import Variant, cheapest, mean_error, variants
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs import Asymmetric, Greedy, KMeans, Symmetric
 
-from .conftest import each_of
+from ..conftest import each_of
 
 ROWS, DIM = 6000, 16
 # Tunings of one width and dim share their programs, a second each to compile.

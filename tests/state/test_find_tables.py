@@ -22,7 +22,7 @@ from cnr_jax.state.paths import flatten_paths
 from cnr_jax.state.split import merge, split
 from cnr_jax.state.table import Leaf, TableSpec
 
-from .conftest import each_of
+from ..conftest import each_of
 
 USERS, ITEMS, DIM = 16, 24, 4
 

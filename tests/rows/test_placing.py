@@ -8,7 +8,7 @@ import jax
 
 from cnr_jax.rows.gather import where as places
 
-from .conftest import each_of
+from ..conftest import each_of
 
 
 class Accelerator:

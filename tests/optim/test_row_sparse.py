@@ -27,7 +27,7 @@ from cnr_jax.optim import (
 )
 from cnr_jax.state.optimizer_states import moving_parts
 
-from .conftest import each_of
+from ..conftest import each_of
 
 OPTIMIZERS = {"adagrad": rowwise_adagrad(0.1), "adam": lazy_adam(0.1)}
 both = pytest.mark.parametrize("name", OPTIMIZERS)
