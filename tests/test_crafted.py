@@ -24,7 +24,7 @@ import cnr_jax as cnr
 from cnr_jax.format.fields import dump_document
 from cnr_jax.repository.step import read_manifest
 
-from .conftest import case_of
+from .conftest import case_of, flip
 
 UUID = "ab" * 16
 WRITER = "cnr_jax.writer.json"
@@ -307,6 +307,52 @@ def test_full_checkpoints_that_lack_rows_do_not_restore_as_zeros(
 
     resealed(item, of_process=drop)
     is_refused(run, root, "lacks rows")
+
+
+def exchanged_rows(item: Path) -> None:
+    """Two tiles of a table take each other's rows; the digest in the file is right again."""
+    path = item / "manifest.p00000.json"
+    process = json.loads(path.read_bytes())
+    first, second, *_ = (
+        tile
+        for tile in process["tiles"]
+        if (tile["table"], tile["leaf"]) == ("user", "table")
+    )
+    parts = [tile["segments"][0]["parts"] for tile in (first, second)]
+    assert parts[0] != parts[1]
+    second["segments"][0]["parts"], first["segments"][0]["parts"] = parts
+    del process["sha256"]
+    path.write_bytes(dump_document(process))
+
+
+def anothers(item: Path) -> None:
+    shutil.copy(item.parents[1] / "0" / "default" / "manifest.p00000.json", item)
+
+
+PROCESS_MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit flipped": (lambda item: flip(item / "manifest.p00000.json"), "file_damaged"),
+    "empty": (
+        lambda item: (item / "manifest.p00000.json").write_bytes(b""),
+        "file_damaged",
+    ),
+    "gone": (lambda item: (item / "manifest.p00000.json").unlink(), "file_missing"),
+    "of another step": (anothers, "file_damaged"),
+    "rows exchanged": (exchanged_rows, "file_damaged"),
+}
+
+
+@pytest.mark.parametrize("name", PROCESS_MANIFESTS)
+def test_process_manifests_for_which_the_manifest_does_not_vouch_are_refused(
+    two_fulls: Any, name: str
+) -> None:
+    """That of the step itself is as it was written."""
+    run, root, item = two_fulls
+    change, kind = PROCESS_MANIFESTS[name]
+    change(item)
+    (found,) = (problem for problem in cnr.verify(root) if problem.consequence)
+    assert (found.directory, found.file) == ("1", "default/manifest.p00000.json")
+    assert (found.kind, found.consequence) == (kind, ("1",))
+    is_refused(run, root, r"manifest\.p00000\.json")
 
 
 def not_files() -> dict[str, Callable[[Path], None]]:
