@@ -422,6 +422,12 @@ def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
+def seldom_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots are taken for those of a storage service: listed only where that is needed."""
+    monkeypatch.setattr("cnr_jax.repository.upkeep.writer.is_local", lambda path: False)
+
+
+@pytest.fixture
 def modules_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports modules of a folder as the programs in it do, for one test."""
     before = set(sys.modules)

@@ -143,19 +143,28 @@ def test_exact_saves_report_no_errors(options: Any, tmp_path: Path) -> None:
 def test_a_codec_that_does_not_decode_costs_the_figures_and_not_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    own, refused = Asymmetric.decode, list[Any]()
+
+    def refuse(rows: Any) -> Any:
+        refused.append(rows.shape)
         raise MemoryError("no room")
+
+    def decode(self: Asymmetric, *args: Any, **kwargs: Any) -> jax.Array:
+        rows = own(self, *args, **kwargs)
+        like = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        return jax.pure_callback(refuse, like, rows)
 
     state = make_state()
     tables = cnr.find_tables(state, ["user", "item"])
     # A width of its own, so that nothing compiled before is used.
     options = cnr.Options(codec=Asymmetric(bits=3, refits=1))
-    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr("cnr_jax.rows.gather.rounding.padded", refuse)
-            manager.save(0, args=cnr.args.Save(state))
-            manager.wait_until_finished()
-        assert manager.last_report is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Asymmetric, "decode", decode)
+        manager = cnr.CheckpointManager(tmp_path, tables=tables, options=options)
+    with manager:
+        manager.save(0, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        assert refused and manager.last_report is not None
         assert manager.last_report.sample_rows is None
         assert manager.restore(0, args=cnr.args.Restore(state)).state is not None
 

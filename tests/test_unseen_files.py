@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
-from cnr_jax.repository.upkeep.claim import Claim
-from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
@@ -262,27 +260,28 @@ def test_step_that_was_not_given_out_at_first_is_asked_for_again(
 
 
 def test_folder_that_orbax_is_making_for_a_save_is_no_leftover(
-    tmp_path: Path, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_run: Any, storage: Any
 ) -> None:
     """A plain manager of Orbax makes it before the save is planned."""
-    run = tiny_run()
-    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
-    tidy_up = RootWriter._tidy_up
-
-    def when_made(self: RootWriter, *args: Any) -> None:
-        deadline = time.monotonic() + 60
-        path = tmp_path / "0.orbax-checkpoint-tmp" / "default.orbax-checkpoint-tmp"
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        tidy_up(self, *args)
-        still_there.append(path.exists())
-
-    still_there: list[bool] = []
-    monkeypatch.setattr(RootWriter, "_tidy_up", when_made)
-    Claim(tmp_path).take()  # another manager was here
-    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
-    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+    run, own = tiny_run(), tmp_path / "0.orbax-checkpoint-tmp"
+    with opened(tmp_path, run) as manager:  # another manager was here
         run.run(manager, [0])
-    assert still_there == [True]
+        manager.delete(0)
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+
+    def until_made(call: Any) -> None:
+        """The root is claimed right before it is tidied up."""
+        deadline = time.monotonic() + 60
+        while not (own / "default.orbax-checkpoint-tmp").exists():
+            assert time.monotonic() < deadline, "it was never made"
+            time.sleep(0.01)
+
+    registry = cnr.handler_registry(run.tables, cnr.Options(codec="raw"))
+    with storage.calling(until_made, "cnr_jax.writer.json") as calls:
+        with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+            run.run(manager, [0])
+    renames = [Path(call.path).name for call in calls if call.call == "rename"]
+    assert renames.count(own.name) == 1, "when it was committed"
+    assert renames.index("7.orbax-checkpoint-tmp") < renames.index(own.name)
     assert not (tmp_path / "7.orbax-checkpoint-tmp").exists()
     all_restore(tmp_path, run)
