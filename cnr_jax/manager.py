@@ -22,7 +22,6 @@ from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
-    deleter,
     with_retention,
     with_safety,
 )
@@ -144,9 +143,7 @@ class CheckpointManager(ocp.CheckpointManager):
         )
         shorten_logs(self._checkpointer)
         self._handler.guarded = lifecycle.managed = True
-        self._ending.deleter = self._orbax.replace_deleter(
-            lambda theirs, name_of: deleter(writer, orbax_options, theirs, name_of)
-        )
+        self._ending.deleter = self._orbax.replace_deleter(writer)
         try:
             self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables or Tables({}), options)

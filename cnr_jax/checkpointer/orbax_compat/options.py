@@ -10,12 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
-from cnr_jax.format.names import step_number
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath, is_local
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.upkeep.removal import ChainDeleter
-from cnr_jax.repository.upkeep.writer import RootWriter
 
 
 def check_orbax_options(orbax_options: object) -> None:
@@ -130,62 +126,14 @@ def with_safety(
     if not options.enable_async_checkpointing:
         return options
     given = options.async_options or ocp.AsyncOptions()
-    theirs = given.post_finalization_callback
+    callback, theirs = before_commit, given.post_finalization_callback
+    if theirs is not None:
 
-    def both() -> None:
-        before_commit()
-        if theirs is not None:
+        def callback() -> None:
+            before_commit()
             theirs()
 
-    own = dataclasses.replace(given, post_finalization_callback=both)
+    own = dataclasses.replace(given, post_finalization_callback=callback)
     if jax.process_count() > 1 and given.barrier_sync_fn is None:
         own = dataclasses.replace(own, barrier_sync_fn=barriers)
     return dataclasses.replace(options, async_options=own)
-
-
-def deleter(
-    writer: RootWriter,
-    options: ocp.CheckpointManagerOptions,
-    theirs: Any,
-    name_of: Callable[[int], str],
-) -> ChainDeleter:
-    """What a manager is to delete steps through, in the place of Orbax's deleter.
-
-    Args:
-        writer: of the manager's root.
-        options: of the manager: where removed steps go, and who deletes their files.
-        theirs: Orbax's deleter. It still deletes in storage services, where directories
-            cannot be renamed at once.
-        name_of: the step directory of a step.
-
-    Raises:
-        OptionError: if removed steps are to go where they cannot.
-    """
-    remover, folder = writer.remover, options.todelete_subdir
-
-    def remove(directory: str) -> None:
-        if remover is None:
-            theirs.delete(step_number(directory))
-        elif folder is not None:
-            remover.keep(directory, folder)
-        else:
-            remover.remove(directory, background=options.enable_background_delete)
-
-    if remover is not None:
-        theirs.close()  # it may have a thread, which nothing would end
-        if options.todelete_full_path is not None:
-            raise errors.OptionError(
-                "todelete_full_path works in gs:// only, which this root is not\n"
-                f"  got {options.todelete_full_path!r} for {writer.root}\n"
-                "  hint: todelete_subdir keeps removed steps in a folder of the root"
-            )
-        remover.threads = options.num_deletion_threads or remover.threads
-    primary = options.multiprocessing_options.primary_host
-    return ChainDeleter(
-        remove,
-        name_of=name_of,
-        ledger=lambda: writer.ledger or Ledger(),
-        check=writer.check_claim,
-        close=theirs.close if remover is None else remover.close,
-        primary=ocp.multihost.is_primary_host(primary),
-    )

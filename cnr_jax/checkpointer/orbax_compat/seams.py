@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.upkeep.removal import children_first
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 _Manager = ocp.CheckpointManager
@@ -198,16 +203,111 @@ class OrbaxSeams:
         )
         return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
 
-    def replace_deleter(self, make: Any) -> Any:
-        """Puts another deleter in the place of Orbax's.
+    def replace_deleter(self, writer: RootWriter) -> ChainDeleter:
+        """Puts a deleter that knows chains in the place of Orbax's, and returns it.
 
         Args:
-            make: the new one, from Orbax's and what names the directory of a step.
+            writer: of the root.
+
+        Raises:
+            OptionError: if removed steps are to go where they cannot.
         """
         manager = self._manager
-        theirs = manager._checkpoint_deleter
-        manager._checkpoint_deleter = make(theirs, self.existing_directory)
+        theirs, options = manager._checkpoint_deleter, manager._options
+        manager._checkpoint_deleter = ChainDeleter(self, writer, theirs, options)
         return manager._checkpoint_deleter
+
+
+class ChainDeleter:
+    """What an Orbax manager deletes steps through: children first, and only its own.
+
+    Args:
+        orbax: names the directories of steps.
+        writer: of the root.
+        theirs: Orbax's deleter. It still deletes in storage services, where directories
+            cannot be renamed at once.
+        options: of the manager: where removed steps go, and who deletes their files.
+
+    Raises:
+        OptionError: if removed steps are to go where they cannot.
+    """
+
+    def __init__(
+        self,
+        orbax: OrbaxSeams,
+        writer: RootWriter,
+        theirs: Any,
+        options: ocp.CheckpointManagerOptions,
+    ) -> None:
+        self._orbax, self._writer = orbax, writer
+        self._theirs, self._options = theirs, options
+        self._failed: list[Exception] = []
+        remover = writer.remover
+        if remover is None:
+            return
+        theirs.close()  # it may have a thread, which nothing would end
+        if options.todelete_full_path is not None:
+            raise errors.OptionError(
+                "todelete_full_path works in gs:// only, which this root is not\n"
+                f"  got {options.todelete_full_path!r} for {writer.root}\n"
+                "  hint: todelete_subdir keeps removed steps in a folder of the root"
+            )
+        remover.threads = options.num_deletion_threads or remover.threads
+
+    def delete(self, step: int) -> None:
+        """Removes one step; what fails is kept for `take_failures`."""
+        self.delete_steps([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Removes steps, those first that others do not depend on.
+
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
+        the save that made the steps superfluous is committed all the same.
+        """
+        if not steps or not self._orbax.is_primary:
+            return
+        ledger, stay = self._writer.ledger or Ledger(), set[str]()
+        directories = map(self._orbax.existing_directory, steps)
+        for directory in children_first(ledger, directories):
+            try:
+                if directory not in stay:
+                    self._writer.check_claim()
+                    self._remove(directory)
+                    continue
+            except FileNotFoundError:
+                _log.warning("step %s is gone already", directory)
+                continue
+            except Exception as error:
+                self._failed.append(error)
+                _log.error("step %s is not removed and stays: %s", directory, error)
+            # It counts on, and the next retention decides about it again.
+            ledger.doomed.discard(directory)
+            stay |= ledger.closure([directory])
+
+    def _remove(self, directory: str) -> None:
+        remover, folder = self._writer.remover, self._options.todelete_subdir
+        if remover is None:
+            self._theirs.delete(step_number(directory))
+        elif folder is not None:
+            remover.keep(directory, folder)
+        else:
+            background = self._options.enable_background_delete
+            remover.remove(directory, background=background)
+
+    def take_failures(self) -> list[Exception]:
+        """Why steps were not removed since this was asked last."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def raise_failure(self) -> None:
+        """Raises why a step was not removed; only process 0 removes any."""
+        failures = self.take_failures()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """Waits for what is being deleted in the background."""
+        (self._writer.remover or self._theirs).close()
 
 
 class _CountingFrom:

@@ -11,6 +11,7 @@ import jax
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Barriers
 from cnr_jax.checkpointer.orbax_compat.seams import (
+    ChainDeleter,
     OrbaxSeams,
     end_interrupted_tasks,
     told_elsewhere,
@@ -22,7 +23,6 @@ from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
-from cnr_jax.repository.upkeep.removal import ChainDeleter
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
