@@ -108,7 +108,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._channel.name = f"saves in {self._root.name}"
         writer.bind(self._root, step_names(orbax_options))
         self._orbax = OrbaxSeams(self, self._root)
-        self._calls = Calls(lifecycle.listener.is_here)
+        self._calls = Calls(lifecycle.listener.is_here, self._orbax.is_writing_here)
         self._course = Course(self._handler.uses, self._channel, options.when_busy)
         self._ending = Ending(
             self._orbax,
@@ -185,7 +185,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Raises:
             OSError: if there is none, but a step that storage does not give out.
         """
-        with self._listing.asking():
+        with self._calls.asking():
             return self._listing.latest_step()
 
     def all_steps(self, read: bool = False) -> list[int]:
@@ -197,8 +197,8 @@ class CheckpointManager(ocp.CheckpointManager):
         Args:
             read: read the root again before.
         """
-        with self._listing.asking():
-            if self._listing.names_all:
+        with self._calls.asking():
+            if self._calls.names_all:
                 return list(super().all_steps(read))
             if read:
                 self.reload()
@@ -206,7 +206,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
     def best_step(self) -> int | None:
         """The best step by `best_fn` among those that can be restored."""
-        with self._listing.asking():
+        with self._calls.asking():
             return self._listing.best_step()
 
     def should_save(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._warmth.warm_up(plan.auto_bits)
                 if plan.changed:
                     all_succeed(self._channel, self._orbax.reload)
-            with self._listing.all_directories():
+            with self._calls.all_directories():
                 if plan is None:
                     self._listing.check_not_in_the_way(step)
                 saved = super().save(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 from etils import epath
@@ -48,9 +45,6 @@ _log = logging.getLogger(__name__)
 class Listing:
     """The steps of a manager.
 
-    Orbax asks for its steps too, when it saves or deletes one: it is told of all directories
-    then, so that none is in its way or overwritten unseen.
-
     Args:
         orbax: tracks all directories.
         writer: of the root.
@@ -60,7 +54,6 @@ class Listing:
 
     Attributes:
         item: that holds the state; None until that is known.
-        names_all: whether all directories are listed, whatever is in them.
     """
 
     def __init__(
@@ -74,7 +67,6 @@ class Listing:
         self._root, self._orbax, self._writer = orbax.root, orbax, writer
         self._ending, self._calls, self._channel = ending, calls, channel
         self.item: str | None = None
-        self.names_all = False
 
     def begin(self, item: str | None, *, writes: bool) -> list[AnyPath]:
         """Looks at the root before Orbax makes it.
@@ -135,28 +127,6 @@ class Listing:
         if self.item is not None:
             ledger = self._ending.ledger
             ledger.become(Ledger.load(self._root, self.item, ledger.is_step))
-
-    def asking(self) -> contextlib.AbstractContextManager[Any]:
-        """What a question about steps is asked in: the lock of calls.
-
-        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
-        for who waits for it; meanwhile nothing changes either.
-        """
-        if self._orbax.is_writing_here():
-            return contextlib.nullcontext()
-        return self._calls.lock
-
-    @contextlib.contextmanager
-    def all_directories(self) -> Iterator[None]:
-        """Meanwhile all step directories are listed, whatever is in them.
-
-        Orbax must know of each that a save would overwrite, or that may be deleted.
-        """
-        self.names_all = True
-        try:
-            yield
-        finally:
-            self.names_all = False
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored.
@@ -229,7 +199,7 @@ class Listing:
                 f"refusing to delete step {step}: {', '.join(reversed(found))}"
                 " depend on it, or may\n  hint: delete those first, the newest first"
             )
-        with self.all_directories():
+        with self._calls.all_directories():
             self._orbax.delete(step)
         try:
             all_succeed(self._channel, self._ending.deleter.raise_failure)

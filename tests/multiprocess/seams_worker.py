@@ -96,14 +96,14 @@ class Seams:
         except ValueError as error:
             self.lines.append(f"rollback: {str(error)[:40]}")
         self.save(truth + 1)
-        with self.manager._listing.all_directories():
+        with self.manager._calls.all_directories():
             assert self.manager.all_steps() == [*before, truth + 1]
         self.manager.delete(truth)
         self.lines.append(f"steps {self.manager.all_steps()}")
 
     def a_deletion_fails(self, step: int) -> None:
         """Process 0 alone deletes; both must know afterwards what is there."""
-        with self.manager._listing.all_directories():
+        with self.manager._calls.all_directories():
             before, remove = self.manager.all_steps(), Remover.set_aside
 
         def failing(remover: Remover, directory: str) -> Path:
@@ -116,7 +116,7 @@ class Seams:
             self.lines.append(f"deletion: {error}")
         Remover.set_aside = remove  # type: ignore[method-assign]
         self.save(step)
-        with self.manager._listing.all_directories():
+        with self.manager._calls.all_directories():
             assert self.manager.all_steps() == [*before, step]
         self.manager.delete(step)
 

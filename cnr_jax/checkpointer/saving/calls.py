@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cnr_jax import errors
@@ -18,17 +19,41 @@ class Calls:
 
     Args:
         is_in_on_save: whether this thread is in the listener of the manager.
+        is_writing_here: whether this thread is one of Orbax's that writes a save.
 
     Attributes:
         lock: held during calls; reentrant, for those that calls make of their own.
         is_in_one: whether whoever holds the lock is in a call that must not be nested.
         is_closed: whether nothing can be done with the manager any more, but closing it again.
+        names_all: whether Orbax, which asks for the steps too, is told of all directories.
     """
 
-    def __init__(self, is_in_on_save: Callable[[], bool]) -> None:
-        self._is_in_on_save = is_in_on_save
+    def __init__(
+        self, is_in_on_save: Callable[[], bool], is_writing_here: Callable[[], bool]
+    ) -> None:
+        self._is_in_on_save, self._is_writing_here = is_in_on_save, is_writing_here
         self.lock = threading.RLock()
-        self.is_in_one = self.is_closed = False
+        self.is_in_one = self.is_closed = self.names_all = False
+
+    def asking(self) -> contextlib.AbstractContextManager[Any]:
+        """What a question about steps is asked in: the lock.
+
+        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
+        for who waits for it; meanwhile nothing changes either.
+        """
+        return contextlib.nullcontext() if self._is_writing_here() else self.lock
+
+    @contextlib.contextmanager
+    def all_directories(self) -> Iterator[None]:
+        """Meanwhile all step directories are listed, whatever is in them.
+
+        Orbax must know of each that a save would overwrite, or that may be deleted.
+        """
+        self.names_all = True
+        try:
+            yield
+        finally:
+            self.names_all = False
 
     def refuse_in_on_save(self, name: str) -> None:
         """Checks that a call does not wait for the listener that makes it.
