@@ -125,7 +125,7 @@ class CheckpointManager(ocp.CheckpointManager):
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
         writes = tables is not None and not (orbax_options and orbax_options.read_only)
-        made = self._listing.begin(item, writes=writes)
+        made = self._listing.open(item, writes=writes)
         orbax_options = with_retention(
             orbax_options or ocp.CheckpointManagerOptions(),
             options,

@@ -68,8 +68,8 @@ class Listing:
         self._ending, self._calls, self._channel = ending, calls, channel
         self.item: str | None = None
 
-    def begin(self, item: str | None, *, writes: bool) -> list[AnyPath]:
-        """Looks at the root before Orbax makes it.
+    def open(self, item: str | None, *, writes: bool) -> list[AnyPath]:
+        """Reads the root before Orbax makes it.
 
         Args:
             item: that holds the state; None: the one that is found.
@@ -89,19 +89,34 @@ class Listing:
         check_is_root(self._root)
         made = missing_directories(self._root)
         if not writes:
-            self._open(item)  # maybe on one process alone, to look at it
+            self._read(item)  # maybe on one process alone, to look at it
             return made
         # Process 0 undoes an unfinished rollback before any process reads the root.
         on_primary(self._channel, lambda: recover(self._root))
-        all_succeed(self._channel, lambda: self._open(item))
+        all_succeed(self._channel, lambda: self._read(item))
         return made
+
+    def _read(self, item: str | None) -> None:
+        """Finds the item that holds the state, if it is not named; reads what there is of it."""
+        self.item = item or find_item(self._root)
+        if self.item is not None:
+            self._writer.open(self._root, self.item)
 
     def say_what_is_there(self, made: list[AnyPath]) -> None:
         """Syncs directories that were made, and names in the log what is no step of ours."""
         if jax.process_index() == 0:
             sync_made(made)
             report(self._root, find_leftovers(self._root, self._ending.ledger))
-        self._say_if_foreign()
+        # A root that plain Orbax has written looks empty here.
+        found = self._orbax.all_steps() if self.item is None else []
+        if found:
+            _log.warning(
+                "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
+                " cannot be restored here, and their numbers cannot be saved again. Restore"
+                " them with ocp.CheckpointManager, and save into another root",
+                self._root,
+                ", ".join(map(str, found)),
+            )
 
     @property
     def ledger(self) -> Ledger:
@@ -112,18 +127,12 @@ class Listing:
         """What is known of the steps of a root, read anew: it may be this one, named again."""
         return Ledger.load(root, item, self._writer.is_step)
 
-    def _open(self, item: str | None) -> None:
-        """Finds the item that holds the state, if it is not named; reads what there is of it."""
-        self.item = item or find_item(self._root)
-        if self.item is not None:
-            self._writer.open(self._root, self.item)
-
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
         self._orbax.reload()
         self._ending.settle()
         self._writer.take_over()
-        self._open(self.item)
+        self._read(self.item)
         if self.item is not None:
             ledger = self._ending.ledger
             ledger.become(Ledger.load(self._root, self.item, ledger.is_step))
@@ -162,18 +171,6 @@ class Listing:
             for directory in sorted(ledger.withheld):
                 ledger.read(self._root, directory, str(self.item))
         return ledger.restorable()
-
-    def _say_if_foreign(self) -> None:
-        """A root that plain Orbax has written looks empty here: says so."""
-        found = self._orbax.all_steps() if self.item is None else []
-        if found:
-            _log.warning(
-                "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
-                " cannot be restored here, and their numbers cannot be saved again. Restore"
-                " them with ocp.CheckpointManager, and save into another root",
-                self._root,
-                ", ".join(map(str, found)),
-            )
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
         """What is wrong in the root; damaged steps are not listed any more."""
