@@ -287,7 +287,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
-        directories = Directories()
+        directories = Directories.being_made()
         try:
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)

@@ -31,8 +31,8 @@ class Write:
         self.ended.set()
 
 
-def begin(write: Write, directories: Directories | None = None) -> Background:
-    there = directories or Directories()
+def begin(write: Write, directories: Any = None) -> Background:
+    there = directories or Directories.being_made()
     release = write.released.set
     return Background(PLAN, "root/3/default", there, write, release, Channel(60.0))
 
@@ -102,11 +102,10 @@ def test_stop_waits_until_nothing_is_written_any_more() -> None:
         background.result(60)
 
 
-class LateDirectories(Directories):
+class LateDirectories:
     """Of a file system that takes its time."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.made = threading.Event()
 
     def wait(self, *args: Any, **kwargs: Any) -> None:

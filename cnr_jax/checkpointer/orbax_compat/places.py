@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fnmatch
 import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import checkpoint_manager
-from orbax.checkpoint._src.futures import future as signals
-from orbax.checkpoint._src.futures import signaling_client, synchronization
+from orbax.checkpoint._src.futures import future, signaling_client, synchronization
 
 from cnr_jax.format import names
 from cnr_jax.repository.checked import refuse_pipe
@@ -162,24 +162,34 @@ def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Directories:
-    """The directories of the save that starts, which Orbax makes in threads of its own.
+    """The directories of a save, which Orbax makes in threads of its own.
 
-    To be made in `async_save`. Orbax signals when they are there, and says nothing if they
-    cannot be made: whoever waits as Orbax does then waits five minutes.
+    Orbax signals when they are there, and says nothing if they cannot be made: whoever waits as
+    Orbax does then waits five minutes.
+
+    Attributes:
+        operation: Orbax's number of the save.
+        signals: that Orbax sends when they are there, by their keys.
+        makers: threads that make them.
     """
 
-    def __init__(self) -> None:
-        contract = signals.AwaitableSignalsContract
-        self._operation = (
-            synchronization.OperationIdGenerator.get_current_operation_id()
-        )
-        self._signals = contract.get_awaitable_signals_from_contract(self._operation)
-        self._keys = [
-            contract.get_unique_awaitable_singal_key(signal, self._operation)
-            for signal in self._signals
-        ]
-        self._makers = [t for t in self._threads() if t._send_signals]
+    operation: str
+    signals: Mapping[str, Any]
+    makers: tuple[Any, ...]
+
+    @classmethod
+    def being_made(cls) -> Directories:
+        """Those of the save that starts; to be called in `async_save`."""
+        contract = future.AwaitableSignalsContract
+        operation = synchronization.OperationIdGenerator.get_current_operation_id()
+        signals = {
+            contract.get_unique_awaitable_singal_key(signal, operation): signal
+            for signal in contract.get_awaitable_signals_from_contract(operation)
+        }
+        makers = (t for t in _threads_of(operation) if t._send_signals)
+        return cls(operation, signals, tuple(makers))
 
     def wait(self, timeout_secs: float, check: Callable[[], None]) -> None:
         """Waits until the directories are there.
@@ -192,54 +202,54 @@ class Directories:
             OSError: what kept Orbax from making them; TimeoutError if it is not done.
         """
         deadline = time.monotonic() + timeout_secs
-        for signal, key in zip(self._signals, self._keys, strict=True):
+        for key in self.signals:
             while not _is_signalled(key):
                 check()
-                self._check_makers(signal, key)
+                self._check_makers(key)
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the directories of the save were not made in {timeout_secs:g} s"
                     )
 
-    def _check_makers(self, signal: Any, key: str) -> None:
+    def _check_makers(self, key: str) -> None:
         """Raises what kept a signal from being sent: its sender has ended without."""
-        makers = [t for t in self._makers if signal in t._send_signals]
+        makers = [t for t in self.makers if self.signals[key] in t._send_signals]
         if jax.process_index() != 0 or any(t.is_alive() for t in makers):
-            return  # process 0 makes them, and has done so, perhaps, since the last look
+            return  # process 0 makes them, and has done so, perhaps, since it was waited for
         if not _is_signalled(key):
-            failed = [t._exception for t in makers if t._exception is not None]
-            raise (
-                failed[0]
-                if failed
-                else OSError("Orbax could not make the directories of the save")
-            )
+            why = next((t._exception for t in makers if t._exception), None)
+            raise why or OSError("Orbax could not make the directories of the save")
 
     def give_up(self) -> None:
         """Keeps all that waits for the directories from ever beginning."""
-        for thread in self._threads():
+        for thread in _threads_of(self.operation):
             if thread._receive_signals:
                 thread.cancel()
 
     def release(self) -> None:
         """Ends the waiting of what was given up; only once it is given up everywhere."""
-        waiting = [t for t in self._threads() if t._cancelled]
-        signals.set_signals(self._signals, operation_id=self._operation)
+        waiting = [t for t in _threads_of(self.operation) if t._cancelled]
+        signals = tuple(self.signals.values())
+        future.set_signals(signals, operation_id=self.operation)
         for thread in waiting:
             _end_given_up(thread)
 
-    def _threads(self) -> list[Any]:
-        return [
-            thread
-            for thread in threading.enumerate()
-            if isinstance(thread, signals._SignalingThread)
-            and thread._operation_id == self._operation
-        ]
+
+def _threads_of(operation: str) -> list[Any]:
+    """Threads of Orbax that send signals of a save, or wait for them."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if isinstance(thread, future._SignalingThread)
+        and thread._operation_id == operation
+    ]
 
 
-def _is_signalled(key: str, wait_secs: int = 1) -> bool:
+def _is_signalled(key: str) -> bool:
     """Whether a signal comes within a second."""
     try:
-        signaling_client.get_signaling_client().blocking_key_value_get(key, wait_secs)
+        client = signaling_client.get_signaling_client()
+        client.blocking_key_value_get(key, timeout_secs=1)
     except TimeoutError:
         return False
     except jax.errors.JaxRuntimeError as error:
