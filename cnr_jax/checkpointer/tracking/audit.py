@@ -37,9 +37,7 @@ _SHOWN_ROWS = 5
 # Past this share of the rows compared the look-ups of some batches are not what was missed.
 _MOST = 0.5
 
-# int32 of some rows, given by their positions in a group: the stamps that `record` wrote.
-StampsAt = Callable[[Group, np.ndarray], np.ndarray]
-# The same of all rows.
+# int32 of rows: the stamps that `record` wrote.
 StampsOf = Callable[[Rows], np.ndarray]
 
 
@@ -68,41 +66,32 @@ class Unrecorded:
     )
 
 
-def check_recorded(
+def unrecorded_error(
     tables: Tables,
     differing: Mapping[Group, Differing],
-    at: StampsAt,
+    missed: Mapping[Group, np.ndarray],
     stamps: StampsOf,
     lineage: str,
     state: Any,
     *,
-    recorded: bool = True,
-) -> None:
-    """Checks that all rows that differ were recorded since they were others.
+    recorded: bool,
+) -> AuditError:
+    """The error of a save of rows that changed and were not recorded since they were others.
+
+    It names tables, rows, leaves, the likely cause and the remedy.
 
     Args:
         tables: of the state.
-        differing: rows that differ, of each group that was looked at.
-        at: tells the stamps of these.
+        differing: rows that differ, of each group that was compared.
+        missed: by group, which of these were not recorded, by their index; some.
         stamps: tells those of all rows.
         lineage: of the stamps.
         state: in which the likely cause is looked for.
         recorded: whether `record` was called since the save before, as far as the touched rows
             tell that go with the state.
-
-    Raises:
-        AuditError: naming tables, rows, leaves, the likely cause and the remedy.
     """
-    missed: dict[Group, np.ndarray] = {}
-    for group, found in differing.items():
-        if len(found.rows):
-            which = np.flatnonzero(at(group, found.rows) <= found.since)
-            if len(which):
-                missed[group] = which
-    if not missed:
-        return
     guilty = {group.table for group in missed}
-    tables_found = {
+    found = {
         name: _unrecorded(
             {group: d for group, d in differing.items() if group.table == name},
             missed,
@@ -111,10 +100,10 @@ def check_recorded(
         for name in tables
         if name in guilty
     }
-    raise AuditError(
-        _message(tables, tables_found, state, recorded=recorded),
+    return AuditError(
+        _message(tables, found, state, recorded=recorded),
         lineage=lineage,
-        clock=min(each.since for each in tables_found.values()),
+        clock=min(each.since for each in found.values()),
     )
 
 

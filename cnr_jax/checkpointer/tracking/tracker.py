@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.checkpointer.tracking import audit
+from cnr_jax.checkpointer.tracking.audit import unrecorded_error
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
@@ -248,33 +248,43 @@ class Tracker:
         look: Look | None,
         glimpse: Glimpse | None,
         state: Any,
-        shards: Callable[[str], LocalShards],
+        written: Callable[[str], LocalShards],
         clock: int,
         tables: Tables,
     ) -> None:
-        """Checks that rows which differ from what they were have been recorded."""
+        """Checks that rows which differ from what they were have been recorded since.
+
+        Raises:
+            AuditError: if some have not.
+        """
         assert self._last is not None
-
-        def at(group: Group, positions: np.ndarray) -> np.ndarray:
-            way = placing(self._options.staging)
-            return stamps_at(shards(group.table), group.rows, positions, way)
-
-        def stamps(rows: Rows) -> np.ndarray:
-            data, first = shards(rows.table).holding(rows.rows)
-            return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
-
         if glimpse is not None:
             differing = glimpse.differing
         else:
             assert look is not None and self._watch is not None
             differing = self._watch.differing(look, self._last.clock)
-        lineage = self._last.lineage
-        audit.check_recorded(
+        missed: dict[Group, np.ndarray] = {}
+        way = placing(self._options.staging)
+        for group, found in differing.items():
+            if len(found.rows):
+                shards = written(group.table)
+                stamps = stamps_at(shards, group.rows, found.rows, way)
+                which = np.flatnonzero(stamps <= found.since)
+                if len(which):
+                    missed[group] = which
+        if not missed:
+            return
+
+        def stamps_of(rows: Rows) -> np.ndarray:
+            data, first = written(rows.table).holding(rows.rows)
+            return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
+
+        raise unrecorded_error(
             tables,
             differing,
-            at,
-            stamps,
-            lineage,
+            missed,
+            stamps_of,
+            self._last.lineage,
             state,
             recorded=clock > self._last.clock,
         )
