@@ -186,7 +186,7 @@ class Listing:
 
     def delete(self, step: int) -> None:
         """Deletes a step that no other depends on; see `CheckpointManager.delete`."""
-        # The others may be about to look whether the last save is there.
+        # Another process may be about to look whether the last save is there.
         all_succeed(self._channel, self._ending.wait)
         self._ending.settle()
         ledger, directory = self._ending.ledger, self._orbax.existing_directory(step)

@@ -27,7 +27,7 @@ from cnr_jax.checkpointer.save_errors import in_one_line, save_error
 from cnr_jax.format.manifest import to_json
 
 T = TypeVar("T")
-# Process 0 waits for all others before it answers; so whoever waits for process 0 waits longer.
+# Process 0 hears all other processes before it answers: whoever waits for it waits longer.
 _PATIENCE = 2.0
 # Kinds of errors after which waiting for a process again would be in vain.
 UNHEARD = ("process_silent", "coordination_lost")
@@ -43,11 +43,11 @@ class Channel:
     asks for meanwhile, which is numbered in the order that all processes keep.
 
     Channels of a name are matched by their first use, in which process 0 meets those of the
-    others that wait for it. A channel that is made and never used, say to look at a root on one
+    processes that wait for it. A channel that is made and never used, say to look at a root on one
     process alone, is matched with none.
 
     Args:
-        timeout_secs: how long process 0 waits for the others; these wait twice as long for it.
+        timeout_secs: how long process 0 waits for another; that one waits twice as long for it.
 
     Attributes:
         name: alike on all processes; to be set before the first use.
@@ -76,7 +76,7 @@ class Channel:
         distributed_client().key_value_set(key, text)
 
     def told(self, topic: str, timeout_secs: float | None = None) -> list[str]:
-        """What all others have told, in their order; for process 0.
+        """What all other processes have told, in their order; for process 0.
 
         Raises:
             SaveError: if one says nothing.
@@ -85,15 +85,15 @@ class Channel:
         return self._from_all([f"{key}/{i}" for i in _others()], limit_secs)
 
     def answer(self, topic: str, text: str) -> None:
-        """Answers all others; for process 0."""
+        """Answers all other processes; for process 0."""
         distributed_client().key_value_set(f"{self._key(topic)}/all", text)
 
     def hear(self, topic: str, timeout_secs: float | None = None) -> str:
-        """The answer of process 0, for the others.
+        """The answer of process 0, for another process.
 
         Args:
             topic: as process 0 names it.
-            timeout_secs: how long process 0 waits for the others.
+            timeout_secs: how long process 0 waits for other processes.
 
         Raises:
             SaveError: if process 0 says nothing.
@@ -109,7 +109,7 @@ class Channel:
                     client.key_value_delete(f"{key}/")
 
     def peek(self, topic: str) -> str | None:
-        """What process 0 has told of a topic so far, for the others; does not wait."""
+        """What process 0 has told of a topic so far, for another process; does not wait."""
         if jax.process_index() == 0 or self._prefix is None:
             return None
         try:
@@ -159,7 +159,7 @@ class Channel:
         return mine
 
     def _from_all(self, keys: list[str], limit_secs: float) -> list[str]:
-        """The texts that all others set, each its own, within one limit for all of them."""
+        """The texts that all other processes set, each its own, within one limit for all."""
         deadline = time.monotonic() + limit_secs
         return [
             _hear(key, process, limit_secs, deadline - time.monotonic())
@@ -225,18 +225,18 @@ def all_succeed(channel: Channel, attempt: Callable[[], T]) -> T:
     """What an attempt gives on this process, once it has succeeded on all of them.
 
     Raises:
-        BaseException: as `settle`, on all processes, if it failed on one.
+        BaseException: as `agree`, on all processes, if it failed on one.
     """
     try:
         found = attempt()
     except BaseException as error:
-        settle(channel, error, named=True)
+        agree(channel, error, named=True)
         raise
-    settle(channel, None, named=True)
+    agree(channel, None, named=True)
     return found
 
 
-def settle(
+def agree(
     channel: Channel,
     error: BaseException | None,
     found: Any = None,
@@ -257,7 +257,7 @@ def settle(
         found: by this process, of JSON types.
         decide: what process 0 makes of what all have found, as in `on_primary`.
         topic: what was attempted, if that goes on in the background.
-        timeout_secs: how long process 0 waits for the others; None: as long as ever.
+        timeout_secs: how long process 0 waits for other processes; None: as long as ever.
         named: an error says on which process it was raised.
 
     Returns:
@@ -284,7 +284,7 @@ def settle(
         try:
             said += map(json.loads, channel.told(topic, timeout_secs))
         except errors.SaveError as silent:
-            # Beside what failed here, not in its place: that is why others may be silent.
+            # Beside what failed here, not in its place: that is why another may be silent.
             said.append(_failed(silent, named=False))
         failed = [document for document in said if "error" in document]
         if not failed:
@@ -302,7 +302,7 @@ def settle(
 
 
 def check(channel: Channel, topic: str) -> None:
-    """Looks whether process 0 has already failed in what is to be settled; does not wait.
+    """Looks whether process 0 has already failed in what is to be agreed on; does not wait.
 
     Raises:
         CnrError: what it has failed with.
@@ -376,7 +376,7 @@ class Barriers:
         """
         if not save:
             # Not by its step: it may find what is left of another save of that, which failed.
-            save = settle(self._channel, None, decide=lambda _: secrets.token_hex(16))
+            save = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
         self._save, self._next, self._silent = save, list(barriers), None
         self._met.clear()
 
@@ -410,7 +410,7 @@ class Barriers:
             raise self._silent
         self._met[key] += 1
         try:
-            settle(
+            agree(
                 self._channel,
                 failure,
                 topic=f"{self._save}/{key}/{self._met[key]}",

@@ -265,7 +265,7 @@ def _take(data: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _of_all(found: np.ndarray) -> np.ndarray:
-    """Rows whose elements each are on one process, and zeros on the others, on all of them."""
+    """Rows whose elements each are on one process, and zeros on other processes, on all of them."""
     processes = jax.process_count()
     if processes == 1:
         return found

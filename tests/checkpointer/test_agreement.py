@@ -20,10 +20,10 @@ from cnr_jax.checkpointer import multihost
 from cnr_jax.checkpointer.multihost import (
     Barriers,
     Channel,
+    agree,
     all_succeed,
     check,
     on_primary,
-    settle,
 )
 
 from ..conftest import each_of
@@ -172,7 +172,7 @@ def test_wait_that_times_out_is_told_from_one_that_fails(
     assert (found.kind, found.process) == (kind, 0)
 
 
-def test_nothing_is_kept_of_what_is_settled(processes: Any) -> None:
+def test_nothing_is_kept_of_what_is_agreed_on(processes: Any) -> None:
     run = processes(3)
     channels = run.channels()
 
@@ -182,7 +182,7 @@ def test_nothing_is_kept_of_what_is_settled(processes: Any) -> None:
         for save in range(50):
             on_primary(talking, lambda s=save: s)
             all_succeed(talking, lambda: None)
-            settle(talking, None, topic=f"{save:032x}/saved")
+            agree(talking, None, topic=f"{save:032x}/saved")
             barriers.begin([f"written.{save}", f"committed.{save}"], f"{save:032x}")
             for key in (f"written.{save}", f"committed.{save}"):
                 barriers(key=key, timeout_ms=30_000)
@@ -200,7 +200,7 @@ def test_own_failure_is_raised_itself_and_told_to_the_others(processes: Any) -> 
     channels = run.channels()
     mine = errors.SaveError("no space", step=3, process=1, errno=28)
     found = run.all(
-        lambda process: settle(
+        lambda process: agree(
             channels[process], mine if process == 1 else None, topic="saved"
         )
     )
@@ -260,15 +260,15 @@ def test_an_attempt_that_fails_on_one_fails_on_all_alike(processes: Any) -> None
 def test_process_0_decides_on_what_all_have_found(processes: Any) -> None:
     run = processes(3)
     channels = run.channels()
-    got = run.all(lambda p: settle(channels[p], None, 10 + p, lambda all_: sum(all_)))
+    got = run.all(lambda p: agree(channels[p], None, 10 + p, lambda all_: sum(all_)))
     assert got == [33] * 3
     mine = errors.OptionError("they differ")
-    got = run.all(lambda p: settle(channels[p], None, p, lambda _: failing(mine)))
+    got = run.all(lambda p: agree(channels[p], None, p, lambda _: failing(mine)))
     assert got[0] is mine
     assert [(type(e), str(e)) for e in got] == [(errors.OptionError, "they differ")] * 3
 
 
-def test_the_loop_asks_while_a_save_is_settled_on_the_same_channel(
+def test_the_loop_asks_while_a_save_ends_on_the_same_channel(
     processes: Any,
 ) -> None:
     """Process 1 hears what the loop was told only after the background of both is done."""
@@ -278,7 +278,7 @@ def test_the_loop_asks_while_a_save_is_settled_on_the_same_channel(
     assert run.start(0, lambda: on_primary(channels[0], lambda: "busy"))() == "busy"
     for save in ("a", "b"):
         assert run.all(
-            lambda p, s=save: settle(channels[p], None, topic=f"{s}/saved")
+            lambda p, s=save: agree(channels[p], None, topic=f"{s}/saved")
         ) == [None, None]
     assert run.start(1, lambda: on_primary(channels[1], lambda: "-"))() == "busy"
     assert run.store.texts == {}
@@ -298,30 +298,30 @@ def test_a_process_that_finds_nobody_yet_is_not_ahead_of_the_others(
     assert run.store.texts == {}
 
 
-def test_saves_settle_in_any_order(processes: Any) -> None:
+def test_saves_end_in_any_order(processes: Any) -> None:
     run = processes(2)
     channels = run.channels()
     run.all(lambda p: on_primary(channels[p], lambda: "matched"))
-    first = [run.start(0, lambda: settle(channels[0], None, topic="a/saved"))]
-    assert run.all(lambda p: settle(channels[p], None, topic="b/saved")) == [None] * 2
-    first.append(run.start(1, lambda: settle(channels[1], None, topic="a/saved")))
+    first = [run.start(0, lambda: agree(channels[0], None, topic="a/saved"))]
+    assert run.all(lambda p: agree(channels[p], None, topic="b/saved")) == [None] * 2
+    first.append(run.start(1, lambda: agree(channels[1], None, topic="a/saved")))
     assert [outcome() for outcome in first] == [None, None]
     assert run.store.texts == {}
 
 
-def test_failure_of_process_0_can_be_seen_before_it_is_settled(processes: Any) -> None:
+def test_failure_of_process_0_can_be_seen_before_all_agree(processes: Any) -> None:
     run = processes(3)
     channels = run.channels()
     run.all(lambda p: on_primary(channels[p], lambda: "matched"))
     mine = errors.SaveError("no space", step=3, process=0, errno=28)
-    first = run.start(0, lambda: settle(channels[0], mine, topic="a/saved"))
+    first = run.start(0, lambda: agree(channels[0], mine, topic="a/saved"))
     deadline = time.monotonic() + 60
     while (found := run.start(1, lambda: check(channels[1], "a/saved"))()) is None:
         assert time.monotonic() < deadline
     assert (type(found), str(found)) == (errors.SaveError, "no space")
     assert run.start(1, lambda: check(channels[1], "b/saved"))() is None
     others = [
-        run.start(p, lambda p=p: settle(channels[p], None, topic="a/saved"))
+        run.start(p, lambda p=p: agree(channels[p], None, topic="a/saved"))
         for p in (1, 2)
     ]
     assert first() is mine
@@ -337,7 +337,7 @@ def test_a_process_that_comes_late_hears_that_it_was_given_up(processes: Any) ->
     def at(process: int, timeout_secs: float) -> Any:
         return run.start(
             process,
-            lambda: settle(
+            lambda: agree(
                 channels[process], None, topic="a", timeout_secs=timeout_secs
             ),
         )

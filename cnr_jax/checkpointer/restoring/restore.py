@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
 from cnr_jax.checkpointer.describe import table_entries
 from cnr_jax.checkpointer.listing import Listing
-from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary, settle
+from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
@@ -122,7 +122,7 @@ def _attempt(
     except BaseException as error:
         # The other processes wait for what this one has to say.
         if reads and not attempt.is_told:
-            settle(channel, error, named=True)
+            agree(channel, error, named=True)
         raise
     finally:
         end_interrupted_tasks()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost import UNHEARD, Channel, check, settle
+from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, check
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.repository.lineage.planner import Plan
@@ -124,7 +124,7 @@ class Background:
                 found = self._attempt(functools.partial(self._wait_for, part))
                 failure = failure or found
         self._parts = ()
-        is_heard = self._settle(self._stopped or failure)
+        is_heard = self._agree(self._stopped or failure)
         if homeless and is_heard:
             # All processes have given up.
             self._attempt(self._directories.release)
@@ -166,12 +166,12 @@ class Background:
             return error
         return None
 
-    def _settle(self, failure: BaseException | None) -> bool:
+    def _agree(self, failure: BaseException | None) -> bool:
         """Ends as all processes do; returns whether none is known to be out of reach."""
         is_heard = True
         mine = failure and save_error(failure, self._plan.step, self._directory)
         try:
-            settle(self._channel, mine, topic=self._topic)
+            agree(self._channel, mine, topic=self._topic)
         except errors.SaveError as error:
             is_heard = error.kind not in UNHEARD
             own = mine is not None and error.process == mine.process

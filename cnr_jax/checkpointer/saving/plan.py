@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost import Channel, on_primary, settle
+from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.auto_bits import Widening
@@ -109,7 +109,7 @@ class Planning:
                 raise save_error(error, request.step) from error
 
         try:
-            plan = settle(self._channel, obstacle, said, decide)
+            plan = agree(self._channel, obstacle, said, decide)
         except errors.AuditError as error:
             explained = self._explained(error)
             if explained is error:
