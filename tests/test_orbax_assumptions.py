@@ -8,6 +8,7 @@ before it writes the manifest, and no other process commits the step.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -25,11 +26,14 @@ from etils import epath
 from jax._src.lib import _jax
 from orbax.checkpoint import future
 from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import future as futures
+from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import (
+    Directories,
     ExactPath,
     checkpoint_infos,
     place_of,
@@ -166,6 +170,76 @@ def test_the_directory_exists_in_the_background(probe: Any) -> None:
     manager.save(1, args=ProbeSave())
     manager.wait_until_finished()
     assert handler.find("write")[0].detail is True
+
+
+def test_orbax_signals_that_the_directories_of_a_save_are_there(probe: Any) -> None:
+    """Private names behind `Directories`, which is made in `async_save`."""
+    handler, manager = probe
+    found: list[Directories] = []
+    save = handler.async_save
+
+    async def noting(directory: epath.Path, args: Any) -> list[Any]:
+        found.append(Directories.being_made())
+        return await save(directory, args)
+
+    handler.async_save = noting
+    handler.may_write.clear()
+    manager.save(1, args=ProbeSave())
+    (made,) = found
+    made.wait(60, lambda: None)
+    assert handler.find("async_save")[0].detail[0].is_dir()
+    handler.may_write.set()
+    manager.wait_until_finished()
+    signals = synchronization.HandlerAwaitableSignal
+    assert set(made.signals.values()) == {
+        signals.STEP_DIRECTORY_CREATION,
+        signals.ITEM_DIRECTORY_CREATION,
+    }
+    assert {type(thread) for thread in made.makers} == {futures._SignalingThread}
+
+
+class Signalled:
+    """A save of which Orbax signals that the directory of the step is there, or does not."""
+
+    def __init__(self) -> None:
+        synchronization.OperationIdGenerator.next_operation_id()
+        self.signal = synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION
+        self.contract = futures.AwaitableSignalsContract
+        self.contract.add_to_awaitable_signals_contract([self.signal])
+        self.may_end, self.has_run = threading.Event(), False
+
+    async def fail(self) -> None:
+        assert self.may_end.wait(60)
+        raise OSError(28, "no space")
+
+    async def write(self) -> None:
+        self.has_run = True
+
+
+def test_a_thread_that_makes_no_directory_keeps_why_and_sends_no_signal() -> None:
+    save = Signalled()
+    making = futures.CommitFuture(save.fail(), send_signals=[save.signal])
+    directories = Directories.being_made()
+    assert list(directories.signals.values()) == [save.signal]
+    assert list(directories.makers) == [making._t]
+    save.may_end.set()
+    with pytest.raises(OSError, match="no space"):
+        directories.wait(60, lambda: None)
+    save.contract.remove_all_awaitable_signals()
+
+
+def test_a_thread_that_waits_for_a_directory_can_be_kept_from_writing() -> None:
+    """Its coroutine never begins; it is closed, or Python would warn of it."""
+    save = Signalled()
+    waiting = futures.CommitFutureAwaitingContractedSignals(save.write())
+    directories = Directories.being_made()
+    assert directories.makers == ()
+    directories.give_up()
+    directories.release()
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result(60)
+    assert not save.has_run
+    save.contract.remove_all_awaitable_signals()
 
 
 def test_async_save_runs_in_the_calling_thread_with_the_very_arguments(
@@ -404,7 +478,10 @@ def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> No
     # What an interrupt leaves: nothing is in progress any more, though it was noted so.
     orbax.end_progress()
     assert not manager.is_saving_in_progress()
+    assert not handler.find("written")
     handler.may_write.set()
+    orbax.wait_for_checkpointers()
+    assert handler.find("written")
     orbax.wait_until_finished()
     orbax.forget_save()
     assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
@@ -426,6 +503,20 @@ def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> No
         False,
         True,
     )
+
+
+def test_processes_read_the_steps_together_if_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private names behind `broadcasts_steps`; tests/multiprocess shows what it is about."""
+    for asked in (False, True):
+        options = ocp.CheckpointManagerOptions(single_host_load_and_broadcast=asked)
+        with ocp.CheckpointManager(tmp_path, options=options) as manager:
+            orbax = OrbaxSeams(manager, epath.Path(tmp_path))
+            assert not orbax.broadcasts_steps, "one process alone"
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "process_count", lambda: 2)
+                assert orbax.broadcasts_steps is asked
 
 
 class NotingDeleter:
@@ -467,7 +558,7 @@ def test_a_save_is_finalized_after_its_rename_and_before_any_deletion(
     """Private methods that `cnr_jax.manager` extends: there steps become durable."""
     handler, manager = probe
     manager._checkpoint_deleter = NotingDeleter(handler)
-    for name in ("_finalize", "_finalize_checkpoint"):
+    for name in ("_finalize", "_wait_for_checkpointers", "_finalize_checkpoint"):
         real = getattr(manager, name)
 
         def wrapped(*args: Any, real: Any = real, name: str = name) -> None:
@@ -478,16 +569,18 @@ def test_a_save_is_finalized_after_its_rename_and_before_any_deletion(
         monkeypatch.setattr(manager, name, wrapped)
     manager.save(1, args=ProbeSave())
     manager.wait_until_finished()
-    late = [e for e in handler.events if e.what.startswith(("_finalize", "delete"))]
+    late = [e for e in handler.events if e.what.startswith(("_", "delete"))]
     assert [event.what for event in late] == [
         "_finalize begins",
+        "_wait_for_checkpointers begins",
+        "_wait_for_checkpointers ends",
         "_finalize_checkpoint begins",
         "_finalize_checkpoint ends",
         "delete_steps",
         "_finalize ends",
     ]
-    assert late[0].detail == (1, []) and late[1].detail == (1,)
-    assert "1" in late[1].listing
+    assert late[0].detail == (1, []) and late[3].detail == (1,)
+    assert "1" in late[3].listing
 
 
 def test_the_callback_after_finalizing_sees_all_items_but_not_the_rename(
