@@ -154,19 +154,22 @@ class StepChooser:
 
         Raises:
             NoStepError: if there is none.
+            OSError: if none is known that is newer than one that storage does not give out.
         """
-        self._ask_again()
-        restorable = self.ledger.restorable()
+        ledger = self.ledger
+        restorable = ledger.restorable()
+        newest = restorable[-1].step if restorable else -1
+        for directory in sorted(ledger.withheld):
+            if names.step_number(directory) > newest:
+                ledger.read(self._root, directory, self._item)
+                if directory in ledger.withheld:
+                    read_step(self._root, directory, self._item)
+        restorable = ledger.restorable()
         if restorable:
             return restorable[-1].step
-        raise errors.NoStepError(
-            "\n  ".join(
-                [
-                    f"no step in {os.fspath(self._root)} can be restored",
-                    *(f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]),
-                ]
-            )
-        )
+        lines = [f"no step in {os.fspath(self._root)} can be restored"]
+        lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
+        raise errors.NoStepError("\n  ".join(lines))
 
     def note(self, step: int, error: errors.CnrError) -> None:
         """Notes that a step is damaged; adds to the error what only the root tells.
@@ -176,8 +179,14 @@ class StepChooser:
             error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
                 that could be restored instead.
         """
-        entry = self.ledger.by_step(step)
-        self._note(entry, error)
+        ledger, reason = self.ledger, str(error).partition("\n")[0]
+        entry = ledger.by_step(step)
+        # Where the damage is, or else with the step itself.
+        above = os.fspath(self._root).rstrip("/") + "/"
+        if error.path is not None and error.path.startswith(above):
+            ledger.note_damage(error.path.removeprefix(above), reason)
+        if entry and entry.directory in {e.directory for e in ledger.restorable()}:
+            ledger.note_damage(entry.directory, reason)
         self._explain(step, entry, error)
 
     def warn(self, step: int, *, asked_for: bool) -> None:
@@ -187,8 +196,16 @@ class StepChooser:
             step: the one.
             asked_for: by its number; else also newer ones are named, which were passed over.
         """
-        if not asked_for:
-            for directory, reason in self._passed_over(step):
+        for directory, reason in [] if asked_for else self._obstacles():
+            taken = self.ledger.by_step(step)
+            entry = self.ledger.entries.get(directory)
+            if taken is None:
+                is_newer = True
+            elif entry is None:
+                is_newer = names.step_number(directory) > step
+            else:
+                is_newer = entry.order > taken.order
+            if is_newer:
                 _log.warning(
                     "step %s is passed over, and step %d restored: %s",
                     directory,
@@ -198,31 +215,6 @@ class StepChooser:
         noted = suspects.read(self._root)
         if step in [each.step for each in noted] or (noted and not asked_for):
             suspects.warn(noted, self._root, self.ledger, step)
-
-    def _ask_again(self) -> None:
-        """Reads steps that storage did not give out; they may be the newest.
-
-        Raises:
-            OSError: if it still does not, and no newer step is known to be whole.
-        """
-        restorable = self.ledger.restorable()
-        newest = restorable[-1].step if restorable else -1
-        for directory in sorted(self.ledger.withheld):
-            if names.step_number(directory) > newest:
-                self.ledger.read(self._root, directory, self._item)
-                if directory in self.ledger.withheld:
-                    read_step(self._root, directory, self._item)
-
-    def _note(self, entry: Entry | None, error: errors.CnrError) -> None:
-        """Notes the damage where it is, or else with the step itself."""
-        reason = str(error).partition("\n")[0]
-        above = os.fspath(self._root).rstrip("/") + "/"
-        if error.path is not None and error.path.startswith(above):
-            self.ledger.note_damage(error.path.removeprefix(above), reason)
-        if entry is None:
-            return
-        if any(entry.directory == each.directory for each in self.ledger.restorable()):
-            self.ledger.note_damage(entry.directory, reason)
 
     def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
         """Adds to an error what only the root tells: the chain, and other steps."""
@@ -247,34 +239,15 @@ class StepChooser:
             text += "\n  no other step can be restored"
         error.args = (text,)
 
-    def _passed_over(self, step: int) -> list[tuple[str, str]]:
-        """Step directories newer than a restored one, each with what is wrong with it."""
-        taken = self.ledger.by_step(step)
-        return [
-            (name, why)
-            for name, why in self._obstacles()
-            if taken is None
-            or (
-                self.ledger.entries[name].order > taken.order
-                if name in self.ledger.entries
-                else names.step_number(name) > step
-            )
-        ]
-
     def _obstacles(self) -> list[tuple[str, str]]:
         """Every step directory that cannot be restored, newest first, and why."""
         ledger = self.ledger
         good = {entry.directory for entry in ledger.restorable()}
         bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
         found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
-        found += [
-            (name, reason.partition("\n")[0])
-            for name, reason in sorted(
-                ledger.unreadable.items(),
-                key=lambda each: names.step_number(each[0]),
-                reverse=True,
-            )
-        ]
+        unreadable = sorted(ledger.unreadable, key=names.step_number, reverse=True)
+        for name in unreadable:
+            found.append((name, ledger.unreadable[name].partition("\n")[0]))
         return found
 
 
