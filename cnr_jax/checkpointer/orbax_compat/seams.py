@@ -415,15 +415,11 @@ def _interrupted_task() -> Any:
 
 
 def _end(task: asyncio.Task[Any]) -> None:
-    _tell_nobody(task)
-    with contextlib.suppress(Exception):  # others must end all the same
-        task.get_coro().close()  # type: ignore[union-attr]
-
-
-def _tell_nobody(task: asyncio.Task[Any]) -> None:
-    """Keeps asyncio from reporting what the interrupt has told already."""
+    # The interrupt has told already what asyncio would report.
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     waited = getattr(task, "_fut_waiter", None)
     for handler in getattr(waited, "_children", ()):
         if handler.done() and not handler.cancelled():
             handler.exception()
+    with contextlib.suppress(Exception):  # others must end all the same
+        task.get_coro().close()  # type: ignore[union-attr]

@@ -301,22 +301,21 @@ def resume(
         tables: that are saved, in whatever order; empty: nothing is.
     """
     place, found, touched = resumption.place, resumption.found, resumption.touched
-    chain = found.chain
-    run = chain[-1].manifest.run or ""
-    note_restored(place.root, lineage_hex(touched), run)
+    chain, lineage = found.chain, lineage_hex(touched)
+    manifest = chain[-1].manifest
+    note_restored(place.root, lineage, manifest.run or "")
     if resumption.ledger is not None and writer.place is None:
         writer.serve(place.root, place.item, resumption.ledger)
     lifecycle.settle()  # Orbax has waited for the save in flight
     # Nothing is a legal parent until all that makes it one is known.
-    planner.end_lineages(chain[-1].manifest.restores + 1)
-    tracker.forget(touched)
-    tracker.adopt(chain[-1].manifest.tracking)
+    planner.end_lineages(manifest.restores + 1)
+    tracker.forget(touched, manifest.tracking)
     if not writer.is_at(place.root, place.item):
         return  # restored from elsewhere: no parent here
     restored = {entry.name: entry for entry in table_entries(found.tables)}
     exact = found.wanted.exact and restored == {entry.name: entry for entry in tables}
     # What was found by other means may be more, or less, than will be.
-    ways = {chain[-1].manifest.tracking, tracker.mode(touched)}
+    ways = {manifest.tracking, tracker.mode(touched)}
     exact = exact and (len(ways) == 1 or "fingerprint" not in ways)
     if exact:
         tracker.restored(
@@ -328,4 +327,4 @@ def resume(
             ),
         )
     entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-    planner.restored(lineage_hex(touched), entries, exact=exact)
+    planner.restored(lineage, entries, exact=exact)

@@ -336,19 +336,17 @@ class Tracker:
 
         return choose
 
-    def forget(self, touched: Touched | None = None) -> None:
-        """Forgets all rows, because the state was replaced by what no chain here holds.
+    def forget(self, touched: Touched, mode: Tracking) -> None:
+        """Forgets all rows, because the state was replaced by one that was restored.
 
         Args:
-            touched: of the state; fingerprints go on in its lineage.
+            touched: of that state; fingerprints go on in its lineage.
+            mode: of its run, in which this one goes on unless it has its own.
         """
         self._watch, self._rotation, self._last = None, None, None
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
-        self._prints = _NEVER if touched is None else _moment(touched)
-
-    def adopt(self, mode: Tracking) -> None:
-        """Goes on in the mode of a run that was restored, unless this one has its own."""
+        self._prints = _moment(touched)
         self._mode = self._mode or mode
 
     def restored(
@@ -358,7 +356,7 @@ class Tracker:
         touched: Touched,
         stamps: Callable[[Rows], np.ndarray],
     ) -> None:
-        """Goes on from a restored state, which is exactly what its chain holds.
+        """Goes on, after `forget`, from a restored state that is exactly what its chain holds.
 
         Args:
             tables: all tables, restored whole.
@@ -366,7 +364,6 @@ class Tracker:
             touched: the fresh touched rows of the state; fingerprints go on in its lineage.
             stamps: of restored rows, int32.
         """
-        self.forget(touched)
         self._last = _moment(touched)
         mode = self.mode(touched)
         tiles = _tiles(tables, arrays, touched)
