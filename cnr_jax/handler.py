@@ -19,7 +19,6 @@ from etils import epath
 import cnr_jax.options
 from cnr_jax import errors
 from cnr_jax.args import Restore, Save
-from cnr_jax.checkpointer.describe import table_entries
 from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
@@ -27,17 +26,17 @@ from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.restore import Resumption, resume
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.auto_bits import Widening
 from cnr_jax.checkpointer.saving.background import STOP_SECS
 from cnr_jax.checkpointer.saving.check import (
     CheckedState,
     check,
     check_concrete,
     is_alive,
+    table_entries,
 )
 from cnr_jax.checkpointer.saving.launch import PlannedSave, launch
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
-from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.plan import Planning, Widening
 from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.manifest import to_json

@@ -35,12 +35,11 @@ from cnr_jax.checkpointer.restoring.read import Restored
 from cnr_jax.checkpointer.restoring.restore import restore
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
+from cnr_jax.checkpointer.saving.capture import Warmth
 from cnr_jax.checkpointer.saving.check import check_concrete
-from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.due import Course, Sigterm
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.checkpointer.saving.launch import PlannedSave
-from cnr_jax.checkpointer.saving.preemption import Sigterm
-from cnr_jax.checkpointer.saving.warm_up import Warmth
 from cnr_jax.handler import CnrHandler, handler_registry
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.layout import Place, open_root

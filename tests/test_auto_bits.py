@@ -61,7 +61,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         r.getMessage()
         for r in caplog.records
-        if r.name == "cnr_jax.checkpointer.saving.auto_bits"
+        if r.name == "cnr_jax.checkpointer.saving.plan"
     ]
 
 
@@ -136,7 +136,7 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
         assert widths(manager, step) == both(8)
     assert run.manifest(manager, 2).restores == 2
     caplog.clear()
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.auto_bits"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.plan"):
         manager = restart(run, opened, bits="auto")
         run.run(manager, [3, 4])
     assert widths(manager, 3) == widths(manager, 4) == both(4)
@@ -279,7 +279,7 @@ def test_state_that_never_was_restored_takes_few_bits_in_a_root_that_was(
     assert widths(manager, 1) == both(8)
     fresh = tiny_run(salt=1)
     manager = opened(fresh, **auto, new_run=True)
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.warm_up"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
         fresh.run(manager, [2])
     assert widths(manager, 2) == both(2)
     assert "compiling for codes of 2 bits" in caplog.text, "eight were to be expected"

@@ -17,12 +17,12 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
-from cnr_jax.checkpointer.describe import table_entries
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
+from cnr_jax.checkpointer.saving.check import table_entries
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from cnr_jax.checkpointer.describe import without_texts
 from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.auto_bits import Widening, with_codec
 from cnr_jax.checkpointer.saving.background import Background
-from cnr_jax.checkpointer.saving.check import CheckedState
+from cnr_jax.checkpointer.saving.check import CheckedState, without_texts
+from cnr_jax.checkpointer.saving.plan import Widening, with_codec
 from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options

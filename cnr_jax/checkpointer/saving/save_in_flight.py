@@ -7,9 +7,9 @@ import os
 from typing import Literal
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.describe import full_fp32_bytes
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.background import Background
+from cnr_jax.checkpointer.saving.check import full_fp32_bytes
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.layout import Place
