@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
 from cnr_jax.checkpointer.restoring.restore import Resumption, resume
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.background import STOP_SECS
 from cnr_jax.checkpointer.saving.check import (
     CheckedState,
     check,
@@ -34,14 +34,13 @@ from cnr_jax.checkpointer.saving.check import (
     is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.launch import PlannedSave, launch
-from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
 from cnr_jax.checkpointer.saving.plan import Planning, Widening
-from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.commit import write_manifest
+from cnr_jax.repository.commit import Facts, write_manifest
 from cnr_jax.repository.layout import Place, other_checkpoints
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
@@ -49,7 +48,6 @@ from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin, run_restored
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.gather.buffers import Buffers
 from cnr_jax.rows.mesh import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
@@ -74,7 +72,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         barriers: of Orbax's saves with several processes.
-        is_of_run: whether saves are known to be of the run in the root, on all processes alike.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
@@ -90,7 +87,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.options.check_tables(tables)
         self._entries = table_entries(tables or Tables({}))
         self.writer = RootWriter(lambda: jax.process_index() == 0)
-        self.guarded = self.is_of_run = False
+        self.guarded = False
+        # Whether saves are known to be of the run in the root, on all processes alike.
+        self._is_of_run = False
         self._planner = Planner(self.options.policy)
         self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
         self._widening = Widening(self.options, tables)
@@ -99,7 +98,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._dense = DenseStore()
         self._has_said_too_wide = False
         self._tracker = Tracker(self.options)
-        self._buffers = Buffers(self.options.kept_staging_bytes)
+        self._launcher = Launcher(
+            self._tracker, self._dense, self._widening, self.channel, self.options
+        )
         self.planning = Planning(
             self.channel,
             self.writer,
@@ -107,6 +108,17 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._planner,
             self._widening,
         )
+
+    def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
+        """Saves go to this root, by a manager that keeps parents and says how each save ended.
+
+        Args:
+            root: of the manager.
+            is_step: tells names of its step directories; None: all that end in a digit.
+        """
+        self.channel.name = f"saves in {root.name}"
+        self.writer.bind(root, is_step)
+        self.guarded = self.lifecycle.managed = True
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -162,7 +174,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
-        ledger, checked, changed = self._look(place, args)
+        ledger, checked, changed = self._find_changes(place, args)
         self._say_too_wide(checked)
         request = Request(
             step=step_number(place.directory),
@@ -185,8 +197,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         except BaseException:
             self.lifecycle.withdraw()
             raise
-        flight = SaveInFlight(
-            place=place,
+        facts = Facts(
             plan=plan,
             tables=self._entries,
             dense_leaves=checked.dense_leaves,
@@ -196,6 +207,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             fingerprint_secs=changed.secs,
             started_secs=started,
         )
+        flight = SaveInFlight(place=place, facts=facts)
         return PlannedSave(flight=flight, checked=checked, changed=changed)
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
@@ -204,7 +216,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         Raises:
             UsedRootError: on all processes, if the root holds checkpoints of another run.
         """
-        if self.is_of_run:
+        if self._is_of_run:
             return
 
         def check() -> None:
@@ -217,7 +229,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         with as_save_errors(None, str(root)):
             on_primary(self.channel, check)
-        self.is_of_run = True
+        self._is_of_run = True
+
+    def go_on_with_run(self) -> None:
+        """Saves are of the run in the root: a step of it was restored."""
+        self._is_of_run = True
 
     def _other_checkpoints(self, root: Any) -> tuple[str, ...]:
         """Checkpoints that are not listed; once it is known whose root it is, none matters."""
@@ -255,7 +271,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 ", ".join(f"{name} of {width:,}" for name, width in found.items()),
             )
 
-    def _look(
+    def _find_changes(
         self, place: Place, args: Save
     ) -> tuple[Ledger, CheckedState, ChangedRows]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
@@ -301,19 +317,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         flight = planned.flight
         self.lifecycle.begin(flight)
         with outside_mesh():
-            await launch(
-                planned,
-                directory,
-                directories,
-                tracker=self._tracker,
-                dense=self._dense,
-                widening=self._widening,
-                buffers=self._buffers,
-                channel=self.channel,
-                options=self.options,
-            )
-        flight.blocking_secs = time.perf_counter() - flight.started_secs
-        return [flight.background]
+            await self._launcher.launch(planned, directory, directories)
+        assert flight.facts is not None
+        flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
+        return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
         """Saves and waits; Orbax itself always calls `async_save`."""
@@ -325,20 +332,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
         flight = self.lifecycle.flight
-        assert flight is not None and flight.written is not None
+        assert flight is not None and flight.facts and flight.written is not None
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)
             flight.manifest_bytes = write_manifest(
-                directory,
-                flight.plan,
-                flight.written,
-                tracking=flight.tracking,
-                recorded_clock=flight.recorded_clock,
-                fingerprint_clock=flight.fingerprint_clock,
-                tables=flight.tables,
-                dense_leaves=flight.dense_leaves,
-                started_secs=flight.started_secs,
+                directory, flight.facts, flight.written
             )
         finally:
             if not self.lifecycle.managed:
@@ -400,7 +399,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def close(self) -> None:
         """Frees what the handler holds."""
         self._dense.close()
-        self._buffers.close()
+        self._launcher.close()
         self.writer.close()
 
 

@@ -22,13 +22,11 @@ from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
-    with_retention,
-    with_safety,
+    manager_options,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.seams import (
     OrbaxSeams,
-    is_distributed,
     shorten_logs,
 )
 from cnr_jax.checkpointer.restoring.read import Restored
@@ -37,10 +35,10 @@ from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth
 from cnr_jax.checkpointer.saving.check import check_concrete
-from cnr_jax.checkpointer.saving.due import Course, Sigterm
+from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
-from cnr_jax.checkpointer.saving.launch import PlannedSave
-from cnr_jax.handler import CnrHandler, handler_registry
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.handler import handler_registry
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
@@ -100,59 +98,38 @@ class CheckpointManager(ocp.CheckpointManager):
         options = checked(options)
         check_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
-        self._handler: CnrHandler = registry.handler
-        self._channel = self._handler.channel
-        writer, lifecycle = self._handler.writer, self._handler.lifecycle
+        self._handler = handler = registry.handler
+        self._channel, barriers = handler.channel, handler.barriers
+        writer, lifecycle = handler.writer, handler.lifecycle
         self._root = ExactPath(open_root(root))
-        self._channel.name = f"saves in {self._root.name}"
-        writer.bind(self._root, step_names(orbax_options))
-        self._orbax = OrbaxSeams(self, self._root)
-        self._calls = Calls(lifecycle.listener.is_here, self._orbax.is_writing_here)
-        self._course = Course(self._handler.uses, self._channel, options.when_busy)
-        self._ending = Ending(
-            self._orbax,
-            lifecycle,
-            writer,
-            self._handler.barriers,
-            self._course,
-            self._calls,
-        )
-        self._listing = Listing(
-            self._orbax, writer, self._ending, self._calls, self._channel
-        )
-        self._sigterm: Sigterm | None = None
-        if options.save_on_sigterm and not is_distributed():
-            self._sigterm = Sigterm()
+        handler.serve_manager(self._root, step_names(orbax_options))
+        self._orbax = orbax = OrbaxSeams(self, self._root)
+        self._calls = calls = Calls(lifecycle.listener.is_here, orbax.is_writing_here)
+        self._course = Course(orbax, handler.uses, self._channel, options)
+        self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
+        self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
         writes = tables is not None and not (orbax_options and orbax_options.read_only)
         made = self._listing.open(item, writes=writes)
-        orbax_options = with_retention(
-            orbax_options or ocp.CheckpointManagerOptions(),
+        orbax_options = manager_options(
+            self._root,
+            orbax_options,
             options,
             registry.preservation_policy,
+            self._ending.sync_uncommitted,
+            barriers,
         )
-        super().__init__(
-            self._root,
-            options=with_safety(
-                self._root,
-                orbax_options,
-                self._ending.sync_uncommitted,
-                self._handler.barriers,
-            ),
-            handler_registry=registry,
-        )
+        super().__init__(self._root, options=orbax_options, handler_registry=registry)
         shorten_logs(self._checkpointer)
-        self._handler.guarded = lifecycle.managed = True
-        self._ending.deleter = self._orbax.replace_deleter(writer)
+        self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables or Tables({}), options)
-            self._warmth.warm_up(self._handler.auto_bits())
+            self._warmth.warm_up(handler.auto_bits())
         except BaseException:
             super().close()
             raise
         # Last: without a manager nobody would act on a signal that is noted.
-        if self._sigterm is not None:
-            self._sigterm.listen()
+        self._course.listen()
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -214,11 +191,7 @@ class CheckpointManager(ocp.CheckpointManager):
         A manager that has neither saved nor restored starts anew, whatever its root holds.
         Before a preemption a save is due whatever the interval.
         """
-        tip = self._course.tip
-        if self._orbax.should_save(step, tip.step if tip else None):
-            return True
-        ahead = tip is None or step > tip.step
-        return ahead and not self._orbax.is_read_only and self.reached_preemption(step)
+        return self._course.should_save(step)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save.
@@ -232,9 +205,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Example:
             `if manager.reached_preemption(step): break`, after `manager.save(step, ...)`.
         """
-        if self._sigterm is not None and self._sigterm.reached(step):
-            return True
-        return super().reached_preemption(step)
+        return self._course.reached_preemption(step)
 
     @alone
     def save(
@@ -273,24 +244,27 @@ class CheckpointManager(ocp.CheckpointManager):
         if state is not None:
             check_concrete(state.state, state.touched)
             self._handler.check_origin(self._root, item, state)
-        touched = state.touched if state else None
-        due = self._course.is_due
-        if not (force or due(step, state is not None, touched, self.should_save)):
+        if not (force or self._course.is_due(step, state)):
             return False
-        last, is_left_out = self.reached_preemption(step), self._course.is_left_out
-        if not (force or last) and is_left_out(step, self._orbax.is_busy):
+        last = self.reached_preemption(step)
+        if not (force or last) and self._course.is_left_out(step):
             return False
-        planned = self._planned(step, state, item, last)
+        self._handler.planning.wait(self.wait_until_finished)
+        place, planned = Place(self._root, self._orbax.new_directory(step), item), None
+        if state is not None:
+            # The root may be such that it cannot be read or claimed.
+            with as_save_errors(step, str(self._root)):
+                planned = self._handler.plan(place, state, urgent=last)
         with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-            plan = planned.flight.plan if planned else None
-            self._ending.begin(step, plan, item)
-            if plan is not None:
+            flight = planned.flight if planned else SaveInFlight(place=place)
+            self._ending.begin(step, flight)
+            if planned:
                 # Not foreseen where touched rows were made anew.
-                self._warmth.warm_up(plan.auto_bits)
-                if plan.changed:
+                self._warmth.warm_up(planned.flight.plan.auto_bits)
+                if planned.flight.plan.changed:
                     all_succeed(self._channel, self._orbax.reload)
             with self._calls.all_directories():
-                if plan is None:
+                if not planned:
                     self._listing.check_not_in_the_way(step)
                 saved = super().save(
                     step,
@@ -300,28 +274,10 @@ class CheckpointManager(ocp.CheckpointManager):
                     custom_metadata=custom_metadata,
                 )
         if saved:
-            self._course.saved(step, touched)
+            self._course.saved(step, state.touched if state else None)
         if last:
             self.wait_until_finished()
         return saved
-
-    def _planned(
-        self, step: int, state: Save | None, item: str, urgent: bool
-    ) -> PlannedSave | None:
-        """A save of a state, decided once the save before has ended; None without a state."""
-        try:
-            self.wait_until_finished()
-        except errors.CnrError as error:
-            # Other processes may know of no error, such as one in deleting old steps, or of another
-            # one. Without a state they come to `Barriers.begin` instead, and hear of it there.
-            self._handler.planning.refuse(error)
-            raise
-        if state is None:
-            return None
-        place = Place(self._root, self._orbax.new_directory(step), item)
-        # The root may be such that it cannot be read or claimed.
-        with as_save_errors(step, str(self._root)):
-            return self._handler.plan(place, state, urgent=urgent)
 
     @alone
     def restore(
@@ -381,7 +337,7 @@ class CheckpointManager(ocp.CheckpointManager):
         ours = isinstance(state, Restored)
         if directory is None and ours:
             self._course.restored(taken, state.touched)
-            self._handler.is_of_run = True
+            self._handler.go_on_with_run()
         if not self._orbax.is_read_only:
             self._warmth.warm_up(self._handler.auto_bits())
         plain = isinstance(args, ocp.args.StandardRestore)
@@ -463,8 +419,7 @@ class CheckpointManager(ocp.CheckpointManager):
     @alone
     def _close(self) -> None:
         self._calls.is_closed = True
-        if self._sigterm is not None:
-            self._sigterm.close()
+        self._course.close()
         super().close()
 
     # What Orbax calls of itself, in its threads too.

@@ -31,7 +31,7 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.capture import Warmth
-from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX

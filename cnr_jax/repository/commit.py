@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import time
@@ -34,34 +35,43 @@ from cnr_jax.repository.files import (
     sync_tree,
     write_durably,
 )
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 
 
-def write_manifest(
-    directory: AnyPath,
-    plan: Plan,
-    own: Written,
-    *,
-    tracking: Tracking,
-    recorded_clock: int | None,
-    fingerprint_clock: int | None,
-    tables: tuple[TableEntry, ...],
-    dense_leaves: tuple[DenseLeaf, ...],
-    started_secs: float,
-) -> int:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a save once it is decided, before anything of it is written.
+
+    Attributes:
+        plan: the same on all processes.
+        tables: of the state, as the manifest lists them.
+        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any.
+        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        fingerprint_secs: that looking for changed rows took.
+        started_secs: reading of `time.perf_counter` when the save was asked for.
+    """
+
+    plan: Plan
+    tables: tuple[TableEntry, ...]
+    dense_leaves: tuple[DenseLeaf, ...]
+    tracking: Tracking
+    recorded_clock: int | None
+    fingerprint_clock: int | None
+    fingerprint_secs: float
+    started_secs: float
+
+
+def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     """Checks that all processes have written their part, and commits it.
 
     Args:
         directory: of the item.
-        plan: of the save.
+        facts: of the save.
         own: what this process has written.
-        tracking: how changed rows were found.
-        recorded_clock: of the touched rows, if there are any.
-        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
-        tables: of the state.
-        dense_leaves: of the state, which belong to no table.
-        started_secs: reading of `time.perf_counter` when the save was asked for.
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
@@ -73,11 +83,12 @@ def write_manifest(
         IntegrityError: if a process manifest is missing or belongs to another save, or the
             dense leaves cannot be looked up.
     """
+    plan = facts.plan
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
-    check_cover(tables, tiles, os.fspath(directory))
+    check_cover(facts.tables, tiles, os.fspath(directory))
     dense_files = _sync_dense(directory)
-    check_dense_index(dense_leaves, dense_files, directory)
+    check_dense_index(facts.dense_leaves, dense_files, directory)
     totals = _totals(processes, digests, dense_files)
     features = sorted({each for process in processes for each in process.features})
     manifest = Manifest(
@@ -86,18 +97,18 @@ def write_manifest(
         kind=plan.kind,
         generation=plan.generation,
         lineage=plan.lineage,
-        tracking=tracking,
-        recorded_clock=recorded_clock,
-        fingerprint_clock=fingerprint_clock,
+        tracking=facts.tracking,
+        recorded_clock=facts.recorded_clock,
+        fingerprint_clock=facts.fingerprint_clock,
         parent=plan.parent,
         processes=digests,
         dense_files=dense_files,
-        dense_leaves=dense_leaves,
-        tables=tables,
+        dense_leaves=facts.dense_leaves,
+        tables=facts.tables,
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=_history(plan, totals, started_secs),
+        history=_history(plan, totals, facts.started_secs),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
@@ -109,46 +120,44 @@ def write_manifest(
     return digest.bytes
 
 
-def sync_uncommitted(root: AnyPath, directory: str, item: str) -> bool:
+def sync_uncommitted(place: Place) -> bool:
     """Makes a step durable that Orbax is about to rename.
 
     Returns:
         Whether it is to be renamed: not where a file in it says that it is committed.
     """
-    path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
+    path = place.root / f"{place.directory}{names.TEMPORARY_SUFFIX}"
     if not exists(path):
         return False
-    sync_step(path, item)
+    sync_step(path, place.item)
     return True
 
 
-def sync_committed(root: AnyPath, directory: str, item: str, *, whole: bool) -> None:
+def sync_committed(place: Place, *, whole: bool) -> None:
     """Makes a step and its name durable once it is renamed.
 
     Args:
-        root: of the manager.
-        directory: of the step.
-        item: that holds our checkpoint.
+        place: of the save; its item need not be part of it.
         whole: whether it was not synced before it was renamed.
 
     Raises:
         IntegrityError: if there is no such step.
     """
-    path = root / directory
+    path = place.root / place.directory
     if not exists(path):
         raise errors.IntegrityError(
-            f"step {directory} was not committed; nothing is deleted in its favour\n"
+            f"step {place.directory} was not committed; nothing is deleted in its favour\n"
             f"  {os.fspath(path)} is missing\n"
             "  hint: wait_until_finished() says why a save failed; an error that"
             " check_for_errors() raised before is not raised again",
             kind="not_committed",
         )
     if whole:
-        sync_step(path, item)
+        sync_step(path, place.item)
     else:
         # What Orbax writes right before it renames the step.
         sync_tree(path, deep=False)
-    sync_directory(root)
+    sync_directory(place.root)
 
 
 def _read_processes(

@@ -11,8 +11,8 @@ comprehension. Everything was compiled before.
 *State*: what is reachable from the manager and differs while the files of a save are being
 written both from what it was before the call and from what it is once the save has ended:
 attributes of objects that stay, and objects that are new. Not among them are values that
-never change once they are made (plans, entries), and what a save carries on (clocks, the newest
-step), which stays.
+never change once they are made (plans, entries), what a save carries on (clocks, the newest
+step), which stays, and attributes that Orbax's own manager has: these are Orbax's to keep.
 
 Takes a few seconds; figures do not depend on the machine.
 """
@@ -37,6 +37,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
@@ -197,7 +198,8 @@ def of_a_save(root: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
             during = reachable(run.manager)
         run.manager.wait_until_finished()
         after = reachable(run.manager)
-    return found, of_the_flight(before, during, after)
+    with ocp.CheckpointManager(root) as plain:
+        return found, of_the_flight(before, during, after, set(vars(plain)))
 
 
 def of_a_restore(root: Path) -> dict[str, Any]:
@@ -327,8 +329,13 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def of_the_flight(before: Seen, during: Seen, after: Seen) -> dict[str, list[str]]:
-    """Attributes that are others only during a save, by class of the object that has them."""
+def of_the_flight(
+    before: Seen, during: Seen, after: Seen, of_orbax: set[str]
+) -> dict[str, list[str]]:
+    """Attributes that are others only during a save, by class of the object that has them.
+
+    Left out are those `of_orbax`'s manager on ours, which inherits from it.
+    """
     found: dict[str, list[str]] = {}
     for number, (each, values) in during.items():
         name = type(each).__qualname__
@@ -343,6 +350,7 @@ def of_the_flight(before: Seen, during: Seen, after: Seen) -> dict[str, list[str
             for attribute, value in values.items()
             if value != before[number][1].get(attribute)
             and value != then.get(attribute)
+            and not (attribute in of_orbax and isinstance(each, ocp.CheckpointManager))
         ]
         if others:
             found[name] = sorted(others)

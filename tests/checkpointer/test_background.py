@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.orbax_compat.places import Directories
-from cnr_jax.checkpointer.saving.background import Background
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.launch import write_in_background
+from cnr_jax.repository.layout import Place
 
-PLAN: Any = SimpleNamespace(uuid="0" * 32, step=3)
+FACTS: Any = SimpleNamespace(plan=SimpleNamespace(uuid="0" * 32))
 
 
 class Write:
@@ -31,10 +34,17 @@ class Write:
         self.ended.set()
 
 
-def begin(write: Write, directories: Any = None) -> Background:
-    there = directories or Directories.being_made()
-    release = write.released.set
-    return Background(PLAN, "root/3/default", there, write, release, Channel(60.0))
+def begin(write: Write, directories: Any = None) -> SaveInFlight:
+    flight = SaveInFlight(place=Place(Path("root"), "3", "default"), facts=FACTS)
+    there, release = directories or Directories.being_made(), write.released.set
+    write_in_background(flight, there, write, release, Channel(60.0))
+    return flight
+
+
+def launched(flight: SaveInFlight, *parts: Any) -> None:
+    """Says that the blocking part of the save is over."""
+    flight.parts = parts
+    flight.launched.set()
 
 
 def done(error: BaseException | None = None) -> concurrent.futures.Future[None]:
@@ -45,35 +55,36 @@ def done(error: BaseException | None = None) -> concurrent.futures.Future[None]:
 
 def test_all_parts_written_is_success() -> None:
     write = Write()
-    background = begin(write)
-    background.hand_over([done(), done()])
+    flight = begin(write)
+    launched(flight, done(), done())
     with pytest.raises(TimeoutError):
-        background.result(0.01)
+        flight.result(0.01)
     write.released.set()
-    background.result(60)
-    assert not background.has_failed()
+    flight.result(60)
+    assert not flight.has_failed()
 
 
 def test_what_ends_the_blocking_part_fails_the_save_and_stops_the_writing() -> None:
     write = Write()
-    background = begin(write)
-    background.hand_over([], OSError(28, "no space"))
+    flight = begin(write)
+    flight.give_up(OSError(28, "no space"))
+    launched(flight)
     with pytest.raises(errors.SaveError, match="no space") as caught:
-        background.result(60)
+        flight.result(60)
     assert "step 3" in str(caught.value)
-    assert write.ended.is_set() and background.has_failed()
+    assert write.ended.is_set() and flight.has_failed()
 
 
 @pytest.mark.parametrize("where", ["rows", "another part"])
 def test_a_part_that_fails_fails_the_save(where: str) -> None:
     error = OSError(5, "broken disk")
     write = Write(error if where == "rows" else None)
-    background = begin(write)
+    flight = begin(write)
     if where != "rows":
         write.released.set()
-    background.hand_over([done(), done(error if where != "rows" else None)])
+    launched(flight, done(), done(error if where != "rows" else None))
     with pytest.raises(errors.SaveError, match="broken disk"):
-        background.result(60)
+        flight.result(60)
     # Whoever waits for room among the rows that wait to be written goes on.
     assert write.released.is_set()
 
@@ -81,25 +92,25 @@ def test_a_part_that_fails_fails_the_save(where: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_cancelled_save_says_so_whenever_it_is_cancelled(when: str) -> None:
     write = Write()
-    background = begin(write)
+    flight = begin(write)
     if when == "before":
-        background.cancel()
-        background.hand_over([])
+        flight.cancel()
+        launched(flight)
     else:
-        background.hand_over([])
-        background.cancel()
+        launched(flight)
+        flight.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
-        background.result(60)
+        flight.result(60)
     assert write.ended.is_set()
 
 
 def test_stop_waits_until_nothing_is_written_any_more() -> None:
     write = Write()
-    background = begin(write)
-    background.stop()
+    flight = begin(write)
+    flight.stop()
     assert write.ended.is_set()
     with pytest.raises(concurrent.futures.CancelledError):
-        background.result(60)
+        flight.result(60)
 
 
 class LateDirectories:
@@ -114,10 +125,10 @@ class LateDirectories:
 
 def test_a_save_that_is_cancelled_before_it_can_write_writes_nothing() -> None:
     write, directories = Write(), LateDirectories()
-    background = begin(write, directories)
-    background.cancel()
+    flight = begin(write, directories)
+    flight.cancel()
     directories.made.set()
-    background.hand_over([])
+    launched(flight)
     with pytest.raises(concurrent.futures.CancelledError):
-        background.result(60)
+        flight.result(60)
     assert not write.ended.is_set()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry, describe, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
@@ -162,10 +163,9 @@ def test_settled_save_has_its_manifest(
     manifest = manifest_of(10)
     ledger.begin(pending(10, manifest.uuid))
     put(tmp_path, "10", manifest)
-    entry = ledger.settle(tmp_path, ITEM)
+    entry = ledger.settle(Place(tmp_path, "10", ITEM), manifest.uuid)
     assert entry is not None and entry.manifest == manifest
     assert ledger.head() == entry
-    assert ledger.settle(tmp_path, ITEM) is None
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -176,8 +176,8 @@ def test_failed_save_is_forgotten(
     ledger.begin(pending(10))
     if there:
         put(tmp_path, f"10{names.TEMPORARY_SUFFIX}", manifest_of(10, uuid="f" * 32))
-    assert ledger.settle(tmp_path, ITEM) is None
-    assert ledger.entries == {} and ledger.pending is None
+    assert ledger.settle(Place(tmp_path, "10", ITEM), "f" * 32) is None
+    assert ledger.entries == {}
 
 
 def test_saved_step_that_retention_drops_but_could_not_remove_is_no_error(
@@ -188,7 +188,7 @@ def test_saved_step_that_retention_drops_but_could_not_remove_is_no_error(
     ledger.begin(pending(10, manifest.uuid))
     ledger.doom("10")
     put(tmp_path, "10", manifest)
-    assert ledger.settle(tmp_path, ITEM) is None
+    assert ledger.settle(Place(tmp_path, "10", ITEM), manifest.uuid) is None
     assert ledger.entries == {}
 
 
@@ -198,7 +198,7 @@ def test_older_step_in_the_place_of_a_failed_save_is_known_as_what_it_is(
     ledger = Ledger()
     ledger.begin(pending(10))
     put(tmp_path, "10", manifest_of(10, uuid="1" * 32))
-    assert ledger.settle(tmp_path, ITEM) is None
+    assert ledger.settle(Place(tmp_path, "10", ITEM), "f" * 32) is None
     assert ledger.entries["10"].uuid == "1" * 32
 
 
@@ -354,8 +354,8 @@ CHANGES = st.one_of(
 
 def change(ledger: Ledger, what: str, how: Any) -> None:
     if what == "begin":
-        if ledger.pending is not None:
-            ledger.forget(ledger.pending.directory)
+        for entry in [e for e in ledger.entries.values() if e.manifest is None]:
+            ledger.forget(entry.directory)
         ledger.begin(dataclasses.replace(how, manifest=None))
     elif what in ("rows", "dense"):
         ledger.note_damage(f"{how}/{ITEM}/{what}/c/0", "a bit is wrong")

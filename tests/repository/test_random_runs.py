@@ -191,7 +191,7 @@ class Root:
         )
         dropped = self._dropped(program)
         if self.random.random() < 0.2:
-            self._fail(moved)
+            self._fail(plan, moved)
             assert self.uuids() == before
             self.counts["failed"] += 1
             return
@@ -214,10 +214,9 @@ class Root:
         )
         return {str(i.step) for i, keep in zip(infos, keeps, strict=True) if not keep}
 
-    def _fail(self, moved: list[Entry]) -> None:
-        assert self.ledger.pending is not None
-        self.ledger.forget(self.ledger.pending.directory)
-        self.ledger.pending, self.ledger.doomed = None, set()
+    def _fail(self, plan: Any, moved: list[Entry]) -> None:
+        self.ledger.forget(plan.directory)
+        self.ledger.doomed = set()
         for entry in reversed(moved):
             self.ledger.add(entry)
 
@@ -236,7 +235,7 @@ class Root:
         )
         entry = entry_of(plan.directory, manifest)
         self.ledger.forget(plan.directory)
-        self.ledger.pending, self.ledger.doomed = None, set()
+        self.ledger.doomed = set()
         self.ledger.add(entry)
         for name in dropped:
             self.ledger.forget(name)

@@ -136,7 +136,7 @@ def test_saves_share_memory_unless_told_not_to(tmp_path: Path, keep: bool) -> No
             manager.save(step, args=cnr.args.Save(state))
             manager.wait_until_finished()
         gc.collect()
-        buffers = manager._handler._buffers
+        buffers = manager._handler._launcher._buffers
         assert (buffers.idle_bytes > 0) == keep
         assert buffers.idle_bytes <= 10 * BYTES
         for step in range(3):

@@ -96,6 +96,10 @@ class OrbaxSeams:
         asked: Any = _CountingFrom(self._manager, after)
         return _Manager.should_save(asked, step)
 
+    def reached_preemption(self, step: int) -> bool:
+        """Whether jax has chosen this step for the last save before the run is ended."""
+        return _Manager.reached_preemption(self._manager, step)
+
     @property
     def is_read_only(self) -> bool:
         """Whether nothing is saved."""

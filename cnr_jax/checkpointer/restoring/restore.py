@@ -23,7 +23,7 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
 from cnr_jax.checkpointer.restoring.read import ReadBack
 from cnr_jax.checkpointer.saving.check import table_entries
-from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
 from cnr_jax.format.manifest import TableEntry

@@ -16,7 +16,10 @@ from types import FrameType
 from typing import Any
 
 from cnr_jax import errors
+from cnr_jax.args import Save
 from cnr_jax.checkpointer.multihost import Channel, on_primary
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, is_distributed
+from cnr_jax.options import Options
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 
 _log = logging.getLogger(__name__)
@@ -32,25 +35,60 @@ class Tip:
 
 
 class Course:
-    """The tip, from call to call of one manager.
+    """Where the saves of one manager have got to, and what it saves next.
 
     Args:
+        orbax: knows the user's intervals.
         uses: whether saves go by these touched rows.
         channel: to the other processes.
-        when_busy: `Options.when_busy`.
+        options: of the run.
 
     Attributes:
         tip: None for a manager that starts anew, whatever its root holds.
+
+    Raises:
+        OptionError: if SIGTERM is to be listened to, but not in the main thread.
     """
 
     def __init__(
-        self, uses: Callable[[Touched | None], bool], channel: Channel, when_busy: str
+        self,
+        orbax: OrbaxSeams,
+        uses: Callable[[Touched | None], bool],
+        channel: Channel,
+        options: Options,
     ) -> None:
-        self._uses, self._channel = uses, channel
-        self._skips = when_busy == "skip"
+        self._orbax, self._uses, self._channel = orbax, uses, channel
+        self._skips = options.when_busy == "skip"
+        self._sigterm: Sigterm | None = None
+        if options.save_on_sigterm and not is_distributed():
+            self._sigterm = Sigterm()
         self.tip: Tip | None = None
         # Where the tip goes back to when the last save failed: its step is due again.
         self._before: Tip | None = None
+
+    def listen(self) -> None:
+        """From now on SIGTERM makes a save due, where that is asked for."""
+        if self._sigterm is not None:
+            self._sigterm.listen()
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self._sigterm is not None:
+            self._sigterm.close()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the run is about to be ended, and this is the step of its last save."""
+        if self._sigterm is not None and self._sigterm.reached(step):
+            return True
+        return self._orbax.reached_preemption(step)
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save at this step is due, counted from the tip."""
+        tip = self.tip
+        if self._orbax.should_save(step, tip.step if tip else None):
+            return True
+        ahead = tip is None or step > tip.step
+        return ahead and not self._orbax.is_read_only and self.reached_preemption(step)
 
     def begin(self) -> None:
         """A save begins."""
@@ -72,7 +110,7 @@ class Course:
         if tip.lineage or self.tip is None or step < self.tip.step:
             self.tip = tip
 
-    def leaves(self, step: int, touched: Touched | None) -> bool:
+    def _leaves(self, step: int, touched: Touched | None) -> bool:
         """Whether an older step is no repetition but a state that does not rest on the tip.
 
         Such are a new run in a used root, going on after another step was evaluated, and a
@@ -88,24 +126,16 @@ class Course:
         self.tip = None
         return True
 
-    def is_due(
-        self,
-        step: int,
-        saves_state: bool,
-        touched: Touched | None,
-        should_save: Callable[[int], bool],
-    ) -> bool:
+    def is_due(self, step: int, state: Save | None) -> bool:
         """Whether a save that is not forced is due; it may have to start anew for that.
 
         Args:
             step: of the save.
-            saves_state: whether a state is part of it.
-            touched: that go with the state.
-            should_save: whether a save is due, counted from the tip.
+            state: that is saved; None if other items are.
         """
-        if should_save(step):
+        if self.should_save(step):
             return True
-        if saves_state and self.leaves(step, touched) and should_save(step):
+        if state and self._leaves(step, state.touched) and self.should_save(step):
             return True
         if self.tip is not None and step < self.tip.step:
             _log.warning(
@@ -115,10 +145,10 @@ class Course:
             )
         return False
 
-    def is_left_out(self, step: int, is_busy: Callable[[], bool]) -> bool:
+    def is_left_out(self, step: int) -> bool:
         """Whether a save that is due is skipped because one is being written."""
         # Threads end at slightly different times; the processes must do the same.
-        busy = self._skips and bool(on_primary(self._channel, is_busy))
+        busy = self._skips and bool(on_primary(self._channel, self._orbax.is_busy))
         if busy:
             _log.info("step %d is not saved: the save before is being written", step)
         return busy

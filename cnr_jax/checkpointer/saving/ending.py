@@ -19,10 +19,9 @@ from cnr_jax.checkpointer.orbax_compat.seams import (
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.in_flight import Lifecycle, SaveInFlight
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
@@ -31,11 +30,11 @@ _log = logging.getLogger(__name__)
 class Ending:
     """The saves of a manager, which end once: committed and durable, or with one error.
 
-    Also of saves that hold no state of ours, but other items: these have no `SaveInFlight`.
+    Also of saves that hold no state of ours, but other items.
 
     Args:
         orbax: what carries the saves out.
-        lifecycle: of saves of the state.
+        lifecycle: knows the save that began last.
         writer: of the root.
         barriers: of saves with several processes.
         course: is told of saves that begin and fail.
@@ -63,31 +62,25 @@ class Ending:
         self._is_stale = False
         # Whether `save` is between the plan and the thread that finalizes what it has begun.
         self._is_launching = False
-        # Of the save that began last: its directory, the item of the state, whether it was
-        # synced before it was renamed, and whether retention is to delete this very step.
-        self._directory, self._item = "", ""
-        self._is_synced = self._is_dropped = False
 
     @property
     def ledger(self) -> Ledger:
         """What the root holds; nothing, until the first save names the item."""
         return self._writer.ledger or Ledger()
 
-    def begin(self, step: int, plan: Plan | None, item: str) -> None:
-        """Notes that a save begins.
+    def replace_deleter(self) -> None:
+        """From now on steps are deleted as chains allow, children first."""
+        self.deleter = self._orbax.replace_deleter(self._writer)
 
-        Args:
-            step: of it.
-            plan: of the state; None where that is not part of it.
-            item: that holds the state.
-        """
+    def begin(self, step: int, flight: SaveInFlight) -> None:
+        """Notes that the save of a step begins."""
+        plan = flight.facts.plan if flight.facts else None
         # What was renamed aside must not be in the way of the new steps.
         self._orbax.forget_steps(plan.abandoned if plan else ())
         save = plan.uuid if plan else ""
         self._barriers.begin(self._orbax.barrier_keys(step), save)
         self._course.begin()
-        self._directory, self._item = self._orbax.new_directory(step), item
-        self._is_synced = False
+        self._lifecycle.prepare(flight)
 
     def wait(self) -> None:
         """Waits for the save that is being written, and until `on_save` has been called.
@@ -239,7 +232,7 @@ class Ending:
             if flight is not None and flight.has_failed():
                 self._barriers.forget()
             else:
-                step = flight.plan.step if flight is not None else None
+                step = flight.step if flight is not None else None
                 self._barriers.leave(save_error(error, step, str(self._root)))
             raise
         if flight is not None and flight.has_failed():
@@ -248,21 +241,24 @@ class Ending:
 
     def sync_uncommitted(self) -> None:
         """Makes the step durable that Orbax is about to rename."""
-        self._is_synced = sync_uncommitted(self._root, self._directory, self._item)
+        flight = self._lifecycle.last
+        assert flight is not None
+        flight.synced_early = sync_uncommitted(flight.place)
 
     def finalize_checkpoint(self, step: int) -> None:
         """Makes the step durable; only then does Orbax delete others."""
         self._orbax.finalize_checkpoint(step)
+        flight = self._lifecycle.last
         if not self._orbax.is_primary:
             return
-        whole = not self._is_synced
+        assert flight is not None
         try:
-            sync_committed(self._root, self._directory, self._item, whole=whole)
+            sync_committed(flight.place, whole=not flight.synced_early)
         except OSError as error:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
-        self._look()
+        self._lifecycle.report_commit()
 
     def finalize(self, step: int, steps_to_remove: list[int]) -> None:
         """Ends a save in the background; what comes of it is told there and then.
@@ -271,7 +267,8 @@ class Ending:
         do so once process 0 has done all that; should it have failed to sync the step, or to
         delete others, it alone knows until the next call.
         """
-        self._is_dropped = step in steps_to_remove
+        if self._lifecycle.last is not None:
+            self._lifecycle.last.is_unwanted = step in steps_to_remove
         try:
             self._orbax.finalize(step, steps_to_remove)
         except BaseException as error:
@@ -279,12 +276,8 @@ class Ending:
             # An error in writing Orbax's metadata comes out while the rest is being written.
             with contextlib.suppress(Exception):
                 self.wait_for_checkpointers()
-            committed = self._look()
+            committed = self._lifecycle.report_commit()
             self._lifecycle.fail(self._as_save_error(error, step, committed=committed))
             raise
         self._lifecycle.end_writing()
-        self._look()
-
-    def _look(self) -> bool:
-        """Whether the save in flight is seen to be committed; then it is reported."""
-        return not self._is_dropped and self._lifecycle.look()
+        self._lifecycle.report_commit()

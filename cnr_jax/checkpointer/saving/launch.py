@@ -1,23 +1,31 @@
-"""The blocking part of a save: rows are gathered while a thread already writes them."""
+"""A save on its way: rows are gathered, in the blocking part, while a thread already writes them.
+
+The thread writes the rows of this process, waits for what else the blocking part has begun, and
+hears of the other processes: the save ends well on all of them or on none.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from cnr_jax.checkpointer.multihost import Channel
+from cnr_jax import errors
+from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, check
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
+from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.background import Background
 from cnr_jax.checkpointer.saving.check import CheckedState, without_texts
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.plan import Widening, with_codec
-from cnr_jax.checkpointer.saving.save_in_flight import SaveInFlight
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
@@ -30,6 +38,8 @@ from cnr_jax.telemetry import percent
 
 _log = logging.getLogger(__name__)
 
+# How often a process looks whether process 0 has failed, while it waits for something else.
+POLL_SECS = 1.0
 # Taken, for good, by the first save of this process that rounds rows.
 _first_to_round = threading.Lock()
 _WAYS = (
@@ -53,82 +63,101 @@ class PlannedSave:
     changed: ChangedRows
 
 
-async def launch(
-    planned: PlannedSave,
-    directory: AnyPath,
-    directories: Directories,
-    *,
-    tracker: Tracker,
-    dense: DenseStore,
-    widening: Widening,
-    buffers: Buffers,
-    channel: Channel,
-    options: Options,
-) -> None:
-    """Starts a save, and gathers: nothing of the state is needed afterwards.
-
-    With several processes an error here does not come out here: other processes have begun, and
-    wait in Orbax's barriers. This process goes there too, and the error comes out of the
-    background, on all processes alike.
+class Launcher:
+    """Starts the saves of a handler.
 
     Args:
-        planned: the save; its `flight` gets what goes on in the background.
-        directory: of the item, which Orbax is making.
-        directories: tell when it is there.
         tracker: chooses rows among those that changed.
         dense: saves what belongs to no table.
         widening: knows the width of each table's codes.
-        buffers: of the run, for the rows that wait to be written.
         channel: to the other processes.
         options: of the run.
     """
-    flight, changed = planned.flight, planned.changed
-    plan = flight.plan
 
-    def in_background(write: Callable[[], None], end: Callable[[], None]) -> Background:
-        where = os.fspath(flight.place.path)
-        return Background(plan, where, directories, write, end, channel)
+    def __init__(
+        self,
+        tracker: Tracker,
+        dense: DenseStore,
+        widening: Widening,
+        channel: Channel,
+        options: Options,
+    ) -> None:
+        self._tracker, self._dense, self._widening = tracker, dense, widening
+        self._channel, self._options = channel, options
+        # For the rows that wait to be written.
+        self._buffers = Buffers(options.kept_staging_bytes)
 
-    try:
-        captured = capture.capture(
-            changed.tiles,
-            changed.shards,
-            tracker.chooser(changed, plan.parent.clock if plan.parent else None),
-            with_codec(options, plan.codec),
-            widening.widths(plan),
-        )
-        plans = captured.plans  # alone: the writer must not hold the state
-        # Gathering on the host takes all cores already; on devices it waits for these.
-        stage: Stage[Chunk] = Stage(
-            options.max_staging_bytes, options.timeout_secs, patient=captured.on_host
-        )
-        # The writer starts first: a state larger than the staging budget streams through it.
-        flight.background = in_background(
-            lambda: _write(flight, directory, plans, stage, options), stage.abort
-        )
-        for chunk in captured.chunks(buffers):
-            if not stage.put(chunk):
-                break  # the writer has failed; its future says why
-        stage.start()
-        parts = await dense.save(directory, without_texts(planned.checked.dense))
-        stage.close()
-        flight.background.hand_over(parts)
-    except BaseException as error:
-        if flight.background is None:
-            flight.background = in_background(_nothing, _nothing)
-        # An interrupt of the loop, while nothing runs in it, closes what waits in it.
-        interrupted = isinstance(error, GeneratorExit)
-        flight.background.hand_over([], KeyboardInterrupt() if interrupted else error)
-        if jax.process_count() == 1 or not isinstance(error, Exception):
-            flight.stop()
-            raise
+    async def launch(
+        self, planned: PlannedSave, directory: AnyPath, directories: Directories
+    ) -> None:
+        """Starts a save, and gathers: nothing of the state is needed afterwards.
+
+        With several processes an error here does not come out here: other processes have begun,
+        and wait in Orbax's barriers. This process goes there too, and the error comes out of the
+        background, on all processes alike.
+
+        Args:
+            planned: the save; its `flight` gets what goes on in the background.
+            directory: of the item, which Orbax is making.
+            directories: tell when it is there.
+        """
+        flight, changed, options = planned.flight, planned.changed, self._options
+        plan = flight.plan
+        try:
+            captured = capture.capture(
+                changed.tiles,
+                changed.shards,
+                self._tracker.chooser(
+                    changed, plan.parent.clock if plan.parent else None
+                ),
+                with_codec(options, plan.codec),
+                self._widening.widths(plan),
+            )
+            plans = captured.plans  # alone: the writing thread must not hold the state
+            # Gathering on the host takes all cores already; on devices it waits for these.
+            stage: Stage[Chunk] = Stage(
+                options.max_staging_bytes,
+                options.timeout_secs,
+                patient=captured.on_host,
+            )
+            # Writing starts first: a state larger than the staging budget streams through it.
+            write_in_background(
+                flight,
+                directories,
+                lambda: _write_rows(flight, directory, plans, stage, options),
+                stage.abort,
+                self._channel,
+            )
+            for chunk in captured.chunks(self._buffers):
+                if not stage.put(chunk):
+                    break  # the writing has failed; the thread says why
+            stage.start()
+            parts = await self._dense.save(
+                directory, without_texts(planned.checked.dense)
+            )
+            stage.close()
+            flight.parts = parts
+            flight.launched.set()
+        except BaseException as error:
+            if flight.thread is None:
+                # There is nothing to write, but the other processes are to hear of it.
+                write_in_background(
+                    flight, directories, lambda: None, lambda: None, self._channel
+                )
+            # An interrupt of the loop, while nothing runs in it, closes what waits in it.
+            interrupted = isinstance(error, GeneratorExit)
+            flight.give_up(KeyboardInterrupt() if interrupted else error)
+            flight.launched.set()
+            if jax.process_count() == 1 or not isinstance(error, Exception):
+                flight.stop()
+                raise
+
+    def close(self) -> None:
+        """Frees memory that is kept for the next save."""
+        self._buffers.close()
 
 
-def _nothing() -> None:
-    """What is left to do of a save that failed before it wrote anything."""
-
-
-def _write(
+def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,
     plans: tuple[RunPlan, ...],
@@ -174,10 +203,118 @@ def _say_rounding(
         logging.WARNING if unasked else logging.INFO,
         "step %d: rows of tables are not saved exactly but rounded, to %s bits an element:"
         " relative error of a row %s in the mean, %s at worst, of %s sampled rows.%s",
-        flight.plan.step,
+        flight.step,
         " or ".join(map(str, bits)),
         percent(found.mean),
         percent(found.worst),
         f"{found.rows:,}",
         _WAYS if unasked else "",
     )
+
+
+def write_in_background(
+    flight: SaveInFlight,
+    directories: Directories,
+    write: Callable[[], None],
+    release: Callable[[], None],
+    channel: Channel,
+) -> None:
+    """Starts the one thread of a save; how the save ends, it says in `flight`.
+
+    Args:
+        flight: the save.
+        directories: to be waited for before anything is written.
+        write: writes the rows of this process.
+        release: ends `write`, and frees whoever waits for it to go on.
+        channel: to the other processes.
+    """
+    flight.release, flight.timeout_secs = release, channel.timeout_secs
+    thread = threading.Thread(
+        target=_in_background,
+        args=(flight, directories, write, channel),
+        name="cnr_write_rows",
+    )
+    thread.start()
+    flight.thread = thread
+
+
+def _in_background(
+    flight: SaveInFlight,
+    directories: Directories,
+    write: Callable[[], None],
+    channel: Channel,
+) -> None:
+    topic = f"{flight.plan.uuid}/saved"
+
+    def check_others() -> None:
+        check(channel, topic)
+
+    failure = _raised_by(directories.wait, channel.timeout_secs, check_others)
+    homeless = failure is not None
+    if not homeless and flight.stopped is None:
+        failure = _raised_by(write)
+    if failure is not None:
+        flight.release()
+    flight.launched.wait()
+    if homeless:
+        # What waits for directories must not begin, in whatever the next save makes.
+        directories.give_up()
+    else:
+        for part in flight.parts:
+            found = _raised_by(_wait_for, part, check_others)
+            failure = failure or found
+    flight.parts = ()
+    is_heard = _agree(flight, flight.stopped or failure, channel, topic)
+    if homeless and is_heard:
+        # All processes have given up.
+        _raised_by(directories.release)
+
+
+def _agree(
+    flight: SaveInFlight, failure: BaseException | None, channel: Channel, topic: str
+) -> bool:
+    """Ends as all processes do; returns whether none is known to be out of reach."""
+    is_heard, where = True, os.fspath(flight.place.path)
+    mine = failure and save_error(failure, flight.step, where)
+    try:
+        agree(channel, mine, topic=topic)
+    except errors.SaveError as error:
+        is_heard = error.kind not in UNHEARD
+        own = mine is not None and error.process == mine.process
+        flight.write_error = mine if own else error
+    except Exception as error:
+        # Such as jax's, when its coordination service is gone: nobody knows of success.
+        flight.write_error = mine or save_error(error, flight.step, where)
+    if isinstance(failure, concurrent.futures.CancelledError):
+        flight.write_error = failure
+    return is_heard
+
+
+def _wait_for(part: Any, check_others: Callable[[], None]) -> None:
+    """Waits for what Orbax writes, unless it waits for a process that has failed.
+
+    It does: other processes write into what process 0 has made.
+    """
+    while True:
+        started = time.monotonic()
+        try:
+            return part.result(timeout=POLL_SECS)
+        except TimeoutError:
+            if time.monotonic() - started < POLL_SECS:
+                raise  # an error of its own
+        try:
+            check_others()
+        except errors.SaveError:
+            part.cancel()
+            _raised_by(part.result, STOP_SECS)
+            raise
+
+
+def _raised_by(work: Callable[..., Any], *args: Any) -> BaseException | None:
+    """What work raises: also what ends a thread must be told to the other processes."""
+    try:
+        work(*args)
+    except BaseException as error:
+        free_frames(error)
+        return error
+    return None

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
@@ -61,6 +61,16 @@ class Planning:
     ) -> None:
         self._channel, self._writer, self._lifecycle = channel, writer, lifecycle
         self._planner, self._widening = planner, widening
+
+    def wait(self, until_finished: Callable[[], None]) -> None:
+        """Waits for the save before; should that raise, the other processes hear of it."""
+        try:
+            until_finished()
+        except errors.CnrError as error:
+            # Other processes may know of no error, such as one in deleting old steps, or of another
+            # one. Without a state they come to `Barriers.begin` instead, and hear of it there.
+            self.refuse(error)
+            raise
 
     def refuse(self, obstacle: errors.CnrError) -> None:
         """Tells the other processes, which prepare a save, that this one does not."""
@@ -149,10 +159,10 @@ class Planning:
         clocks = dict(branch.parents) if branch else {}
         committed = ledger.committed()
         # Under a plain manager of Orbax the last save is settled by the next plan only.
-        last, flight = ledger.pending, self._lifecycle.flight
-        manifest = ledger.look(place.root, place.item) if last and flight else None
-        if last and flight and manifest:
-            entry = entry_of(last.directory, manifest)
+        flight = self._lifecycle.flight
+        manifest = flight.committed_manifest() if flight else None
+        if flight and manifest:
+            entry = entry_of(flight.place.directory, manifest)
             committed = [*committed, entry]
             committed = [e for e in committed if e.directory not in ledger.doomed]
             if flight.plan.lineage == error.lineage:

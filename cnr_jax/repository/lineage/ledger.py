@@ -19,6 +19,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.layout import (
+    Place,
     is_checkpoint,
     is_foreign,
     may_be_step,
@@ -50,8 +51,7 @@ class Ledger:
         foreign: those of the unreadable ones that hold something, but nothing of this library.
         strange: those of the unreadable ones that neither this library nor Orbax has saved.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
-        pending: the save that is being written.
-        doomed: step directories that are deleted once the pending save is committed.
+        doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
@@ -66,7 +66,6 @@ class Ledger:
         self.withheld: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
-        self.pending: Entry | None = None
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
         self.run: str | None = None
@@ -190,49 +189,33 @@ class Ledger:
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
         self.add(entry)
-        self.pending, self.run = entry, entry.run
-
-    def look(self, root: AnyPath, item: str) -> Manifest | None:
-        """The manifest of the save that was being written, if it is seen to be committed.
-
-        Nothing is noted: it may be called while `settle` must not be.
-        """
-        entry = self.pending
-        if entry is None:
-            return None
-        try:
-            manifest = read_committed(root, entry.directory, item)
-        except (errors.CnrError, OSError):
-            return None
-        return manifest if manifest.uuid == entry.uuid else None
+        self.run = entry.run
 
     def settle(
         self,
-        root: AnyPath,
-        item: str,
+        place: Place,
+        uuid: str,
         committed: bool | None = None,
         manifest: Manifest | None = None,
     ) -> Entry | None:
         """Finds out whether the save that was being written is committed.
 
         Args:
-            root: holds the step directories.
-            item: name of the item in each of them.
+            place: of the save.
+            uuid: of the save.
             committed: whether it is known to be, though storage may not give out its manifest:
                 then what it made superfluous is gone all the same. None: not known.
-            manifest: what `look` has found.
+            manifest: of the save, if it was seen before.
 
         Returns:
-            Its entry with its manifest, or None if there was none or it failed; a failed save
-            is forgotten.
+            Its entry with its manifest, or None if it failed; a failed save is forgotten.
         """
-        if self.pending is None:
-            return None
-        entry, self.pending = self.pending, None
         doomed, self.doomed = self.doomed, set()
-        self._drop(entry.directory)
+        self._drop(place.directory)
         try:
-            manifest = manifest or read_committed(root, entry.directory, item)
+            manifest = manifest or read_committed(
+                place.root, place.directory, place.item
+            )
         except (errors.CnrError, OSError) as error:
             # Not there, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
@@ -241,12 +224,12 @@ class Ledger:
                 self._let_go(doomed)
             return None
         # An older step may stand where a failed save was to be.
-        self.add(entry_of(entry.directory, manifest))
-        if manifest.uuid != entry.uuid:
+        self.add(entry_of(place.directory, manifest))
+        if manifest.uuid != uuid:
             return None
         self._let_go(doomed)
         # None if retention drops the very step that was saved.
-        return self.entries.get(entry.directory)
+        return self.entries.get(place.directory)
 
     def _let_go(self, doomed: Iterable[str]) -> None:
         """Drops steps that are being deleted, or may be."""
@@ -296,11 +279,12 @@ class Ledger:
             self._changed()
 
     def doom(self, directory: str) -> None:
-        """Notes that retention drops a step: at once, or with the pending save's commit."""
-        if self.pending is None:
-            self.forget(directory)
-        else:
+        """Notes that retention drops a step: at once, or with the commit of a save in flight."""
+        # What is being written came last, and has no manifest.
+        if any(entry.manifest is None for entry in reversed(self._entries.values())):
             self.doomed.add(directory)
+        else:
+            self.forget(directory)
 
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""
