@@ -276,8 +276,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     ) -> tuple[Ledger, CheckedState, ChangedRows]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
-            ledger = self.open(place.root, place.item)
-            tables = self._writable_tables()
+            ledger, tables = self.open(place.root, place.item), self.tables
+            if tables is None:
+                raise errors.OptionError(
+                    "this handler was made without tables and can only restore\n"
+                    "  hint: pass tables=cnr_jax.find_tables(state, ...)"
+                )
             tracking = self._tracker.mode(args.touched)
             checked = check(args.state, args.touched, tables, tracking)
             changed = self._tracker.find(
@@ -291,14 +295,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             # Such as memory that ran out: other processes must not wait for it.
             self.planning.refuse(save_error(error, step_number(place.directory)))
             raise
-
-    def _writable_tables(self) -> Tables:
-        if self.tables is None:
-            raise errors.OptionError(
-                "this handler was made without tables and can only restore\n"
-                "  hint: pass tables=cnr_jax.find_tables(state, ...)"
-            )
-        return self.tables
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""

@@ -25,7 +25,7 @@ from cnr_jax.format.manifest import (
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.paths import flatten_paths
 from cnr_jax.state.split import split
-from cnr_jax.state.table import Leaf, Tables
+from cnr_jax.state.table import Tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +163,17 @@ def table_entries(tables: Tables) -> tuple[TableEntry, ...]:
             layout=NamedConfiguration(
                 name=table.layout.name, configuration=table.layout.configuration()
             ),
-            leaves=tuple(_leaf_entry(leaf) for leaf in table.leaves),
+            leaves=tuple(
+                LeafEntry(
+                    name=leaf.name,
+                    path=leaf.path,
+                    shape=leaf.shape,
+                    dtype=leaf.dtype.name,
+                )
+                for leaf in table.leaves
+            ),
         )
         for table in tables.values()
-    )
-
-
-def _leaf_entry(leaf: Leaf) -> LeafEntry:
-    return LeafEntry(
-        name=leaf.name, path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name
     )
 
 
@@ -232,9 +234,6 @@ def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:
         size += sum(slot.nbytes for slot in table.slots)
     for leaf in dense:
         if leaf.kind == "array":
-            size += int(np.prod(leaf.shape, dtype=np.int64)) * _itemsize(leaf.dtype)
+            itemsize = jax.numpy.dtype(leaf.dtype).itemsize
+            size += int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
     return size
-
-
-def _itemsize(dtype: str) -> int:
-    return jax.numpy.dtype(dtype).itemsize
