@@ -68,6 +68,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     Attributes:
         writer: of the root that saves go to.
+        widening: knows the width of codes where options leave it to the restores.
         channel: to the other processes.
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
@@ -92,21 +93,21 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._is_of_run = False
         self._planner = Planner(self.options.policy)
         self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
-        self._widening = Widening(self.options, tables)
+        self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)
         self._dense = DenseStore()
         self._has_said_too_wide = False
         self._tracker = Tracker(self.options)
         self._launcher = Launcher(
-            self._tracker, self._dense, self._widening, self.channel, self.options
+            self._tracker, self._dense, self.widening, self.channel, self.options
         )
         self.planning = Planning(
             self.channel,
             self.writer,
             self.lifecycle,
             self._planner,
-            self._widening,
+            self.widening,
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
@@ -144,13 +145,13 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Before the first restore of a run that has been saved: as it will be after that.
         """
-        if self._widening.bits(0) is None:
+        if self.widening.bits(0) is None:
             return None
         restores = self._planner.restores
         if not restores and self.ledger is not None and not self._planner.branches:
             found = [e.manifest for e in self.ledger.restorable() if e.manifest]
             restores = found[-1].restores + 1 if found else 0
-        return self._widening.bits(restores)
+        return self.widening.bits(restores)
 
     def guard(self) -> None:
         """Lets saves be deltas: from now on something sees to it that parents are kept."""

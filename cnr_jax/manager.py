@@ -123,7 +123,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
-            self._warmth = Warmth(tables or Tables({}), options)
+            self._warmth = Warmth(tables or Tables({}), options, handler.widening)
             self._warmth.warm_up(handler.auto_bits())
         except BaseException:
             super().close()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_jax.checkpointer.saving.plan import find_small, widths_of
+from cnr_jax.checkpointer.saving.plan import Widening
 from cnr_jax.checkpointer.tracking.tracker import Choose
 from cnr_jax.options import WIDEST, Options
 from cnr_jax.repository.rows_writer import RunPlan
@@ -235,14 +235,14 @@ class Warmth:
     Args:
         tables: that are saved.
         options: of the run.
+        widening: knows the width of each table's codes.
 
     Attributes:
         widths: of codes for which all is compiled.
     """
 
-    def __init__(self, tables: Tables, options: Options) -> None:
-        self._options, self._tables = options, tables
-        self._small = find_small(options, tables)
+    def __init__(self, tables: Tables, options: Options, widening: Widening) -> None:
+        self._options, self._widening = options, widening
         self._done: set[Program] = set()
         self.widths: set[int | None] = set()
         stamps = {
@@ -280,7 +280,7 @@ class Warmth:
             return
         if self.widths:
             _log.info("compiling for codes of %s bits", auto_bits)
-        of_tables = widths_of(self._tables, self._small, auto_bits)
+        of_tables = self._widening.widths(auto_bits)
         needed = programs(self._tiles, self._options, of_tables)
         if not self.widths:
             needed = itertools.chain(needed, self.hashes())

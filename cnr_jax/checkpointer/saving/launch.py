@@ -111,7 +111,7 @@ class Launcher:
                     changed, plan.parent.clock if plan.parent else None
                 ),
                 with_codec(options, plan.codec),
-                self._widening.widths(plan),
+                self._widening.widths(plan.auto_bits, plan.codec),
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
             # Gathering on the host takes all cores already; on devices it waits for these.

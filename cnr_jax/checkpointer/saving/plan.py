@@ -285,62 +285,46 @@ class Widening:
                 "%ssaves take %d bits%s, for %s%g restores",
                 "" if given else "bits='auto' without expected_restores: ",
                 bits,
-                _but_for(self._small_tables(plan), bits),
+                _but_for(self._small_tables(plan.codec), bits),
                 "" if given else "up to ",
                 expected,
             )
         self._said = bits
         return dataclasses.replace(plan, auto_bits=bits, reason=reason)
 
-    def widths(self, plan: Plan) -> Mapping[str, int]:
-        """The width of each table in a save, on every process."""
-        if plan.auto_bits is None:
-            return {}
-        return widths_of(self._tables, self._small_tables(plan), plan.auto_bits)
+    def widths(self, auto_bits: int | None, codec: str | None = None) -> dict[str, int]:
+        """Bits of the codes of each table's leaves, where options leave them to the restores.
 
-    def _small_tables(self, plan: Plan) -> frozenset[str]:
-        if plan.codec not in self._small:
-            options = with_codec(self._options, plan.codec)
-            self._small[plan.codec] = find_small(options, self._tables)
-        return self._small[plan.codec]
+        Args:
+            auto_bits: of tables that are not small; None: no bits are "auto".
+            codec: that the policy names, if it does.
+        """
+        if auto_bits is None:
+            return {}
+        small = self._small_tables(codec)
+        return {n: FALLBACK_BITS if n in small else auto_bits for n in self._tables}
+
+    def _small_tables(self, codec: str | None) -> frozenset[str]:
+        """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".
+
+        The same on all processes: nothing but shapes of whole tables, without padding, is asked.
+        """
+        if codec not in self._small:
+            options = with_codec(self._options, codec)
+            # That a table and its slots store in "auto" bits.
+            elements: dict[str, int] = {}
+            for name, table in self._tables.items():
+                for leaf in table.leaves:
+                    width = math.prod(leaf.shape[1:])
+                    if width and options.is_auto(name, leaf.name, width, leaf.dtype):
+                        elements[name] = elements.get(name, 0) + table.rows * width
+            self._small[codec] = small_tables(elements)
+        return self._small[codec]
 
 
 def with_codec(options: Options, codec: str | None) -> Options:
     """Options of a save for which the policy names a codec; None: they stay."""
     return options if codec is None else dataclasses.replace(options, codec=codec)
-
-
-def find_small(options: Options, tables: Tables) -> frozenset[str]:
-    """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".
-
-    The same on all processes: nothing but shapes of whole tables, without padding, is asked.
-
-    Args:
-        options: of the save.
-        tables: all of the run.
-    """
-    elements: dict[str, int] = {}  # that a table and its slots store in "auto" bits
-    for name, table in tables.items():
-        for leaf in table.leaves:
-            width = math.prod(leaf.shape[1:])
-            if width and options.is_auto(name, leaf.name, width, leaf.dtype):
-                elements[name] = elements.get(name, 0) + table.rows * width
-    return small_tables(elements)
-
-
-def widths_of(
-    tables: Tables, small: frozenset[str], auto_bits: int | None
-) -> Mapping[str, int]:
-    """Bits of the codes of each table's leaves, where options leave them to the restores.
-
-    Args:
-        tables: all of the run.
-        small: those of them that are; see `find_small`.
-        auto_bits: of the others; None: no bits are "auto".
-    """
-    if auto_bits is None:
-        return {}
-    return {name: FALLBACK_BITS if name in small else auto_bits for name in tables}
 
 
 def _but_for(small: frozenset[str], bits: int) -> str:
