@@ -244,6 +244,7 @@ def _in_background(
     write: Callable[[], None],
     channel: Channel,
 ) -> None:
+    """Waits for directories, writes, waits for what else is written, and for all processes."""
     topic = f"{flight.plan.uuid}/saved"
 
     def check_others() -> None:
