@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 # which nearly everything else needs, and which take seconds to import.
 if TYPE_CHECKING:
     from cnr_jax import args, errors, optim
-    from cnr_jax.checkpointer.restoring.read import Restored
+    from cnr_jax.checkpointer.restoring.restore import Restored
     from cnr_jax.checkpointer.tuning import tune
     from cnr_jax.handler import handler_registry
     from cnr_jax.manager import CheckpointManager
@@ -72,7 +72,7 @@ __all__ = [
 # Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
 _HOMES = {
     "checkpointer.tuning": "tune",
-    "checkpointer.restoring.read": "Restored",
+    "checkpointer.restoring.restore": "Restored",
     "manager": "CheckpointManager",
     "options": "Options TableOptions",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",

@@ -23,8 +23,13 @@ from cnr_jax.args import Restore, Save
 from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
-from cnr_jax.checkpointer.restoring.read import ReadBack, Restored, read_back
-from cnr_jax.checkpointer.restoring.restore import Resumption, resume
+from cnr_jax.checkpointer.restoring.restore import (
+    ReadBack,
+    Restored,
+    Resumption,
+    read_back,
+    resume,
+)
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.check import (

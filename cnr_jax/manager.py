@@ -29,8 +29,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import (
     OrbaxSeams,
     shorten_logs,
 )
-from cnr_jax.checkpointer.restoring.read import Restored
-from cnr_jax.checkpointer.restoring.restore import restore
+from cnr_jax.checkpointer.restoring.restore import Restored, restore
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth

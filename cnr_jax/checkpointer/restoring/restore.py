@@ -7,40 +7,42 @@ out damaged, and over what rests on them: each is named in the log with the reas
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from etils import epath
+from jax.sharding import Sharding
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
-from cnr_jax.checkpointer.listing import Listing
+from cnr_jax.checkpointer.listing import Listing, StepChooser
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
-from cnr_jax.checkpointer.orbax_compat.places import ExactPath
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath, place_of
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
-from cnr_jax.checkpointer.restoring.read import ReadBack
+from cnr_jax.checkpointer.restoring import match
 from cnr_jax.checkpointer.saving.check import table_entries
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
 from cnr_jax.format.manifest import TableEntry
+from cnr_jax.repository.checked import Seal, means_damage
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.layout import Place, find_item, open_root
-from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry, entry_of
+from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.lineage.runs import note_restored
 from cnr_jax.repository.replay.leaves import restored_stamps
-from cnr_jax.repository.step import read_step
+from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.touched import Touched, lineage_hex
+from cnr_jax.rows.touched import Touched, lineage_hex, seeded
+from cnr_jax.state.table import Tables, check_tables
 
 _log = logging.getLogger(__name__)
-_SHOWN = 10
 
 
 def restore(
@@ -131,124 +133,166 @@ def _attempt(
     return restored
 
 
-class StepChooser:
-    """Which step of a root a restore takes, and what is said of those that are passed over.
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """A restore by a manager, perhaps of other items too; it counts as a whole, or not at all.
 
-    Args:
-        root: holds the step directories.
-        item: name of the item in them.
-        ledger: reads what is known of them, when that is needed first; what it returns is told
-            of the damage that is found.
+    Attributes:
+        is_told: the processes tell each other how it went, or have done so.
+        resumption: to go on from once all that was asked for has succeeded.
     """
 
-    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
-        self._root, self._item, self._read = root, item, ledger
+    is_told: bool = False
+    resumption: Resumption | None = None
 
-    @functools.cached_property
-    def ledger(self) -> Ledger:
-        """What is known of the steps."""
-        return self._read()
 
-    def newest(self) -> int:
-        """The newest step of which no damage is known.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore returns.
 
-        Raises:
-            NoStepError: if there is none.
-            OSError: if none is known that is newer than one that storage does not give out.
+    Attributes:
+        state: in the structure that was asked for; nested dicts by path if none was.
+        touched: goes on with the state: pass both to the next train step.
+    """
+
+    state: Any
+    touched: Touched
+
+    def __iter__(self) -> Any:
+        """Unpacks as `state, touched`."""
+        return iter((self.state, self.touched))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """All that this process reads of a restored step: only computation is left to do.
+
+    Attributes:
+        chain: the full checkpoint first, the restored one last.
+        state: gives the structure of the restored state.
+        tables: where the tables are in the restored state.
+        wanted: what was asked for and is there.
+        arrays: tables and slots, by table and leaf.
+        dense: everything else, as nested dicts.
+        stamps: shardings and values of the stamps of the touched rows.
+    """
+
+    chain: tuple[StepReader, ...]
+    state: Any
+    tables: Tables
+    wanted: match.Wanted
+    arrays: dict[str, dict[str, jax.Array]]
+    dense: Any
+    stamps: tuple[dict[str, Sharding], dict[str, Any]]
+
+    def put_together(self) -> Restored:
+        """The state that was asked for, and touched rows in a fresh lineage.
+
+        With several processes each must make this call: they draw the lineage together.
         """
-        ledger = self.ledger
-        restorable = ledger.restorable()
-        newest = restorable[-1].step if restorable else -1
-        for directory in sorted(ledger.withheld):
-            if names.step_number(directory) > newest:
-                ledger.read(self._root, directory, self._item)
-                if directory in ledger.withheld:
-                    read_step(self._root, directory, self._item)
-        restorable = ledger.restorable()
-        if restorable:
-            return restorable[-1].step
-        lines = [f"no step in {os.fspath(self._root)} can be restored"]
-        lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
-        raise errors.NoStepError("\n  ".join(lines))
+        touched = seeded(self.tables, *self.stamps, len(self.chain) - 1)
+        whole = match.assemble(
+            self.state, self.wanted, self.tables, self.arrays, self.dense
+        )
+        return Restored(whole, touched)
 
-    def note(self, step: int, error: errors.CnrError) -> None:
-        """Notes that a step is damaged; adds to the error what only the root tells.
 
-        Args:
-            step: that could not be restored.
-            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
-                that could be restored instead.
-        """
-        ledger, reason = self.ledger, str(error).partition("\n")[0]
-        entry = ledger.by_step(step)
-        # Where the damage is, or else with the step itself.
-        above = os.fspath(self._root).rstrip("/") + "/"
-        if error.path is not None and error.path.startswith(above):
-            ledger.note_damage(error.path.removeprefix(above), reason)
-        if entry and entry.directory in {e.directory for e in ledger.restorable()}:
-            ledger.note_damage(entry.directory, reason)
-        self._explain(step, entry, error)
+def read_back(
+    directory: AnyPath,
+    state: Any,
+    tables: Tables | None,
+    dense: DenseStore,
+    *,
+    partial: bool,
+    cast: bool,
+    verify: bool,
+) -> ReadBack:
+    """Reads a step and all it rests on; nothing is communicated between processes.
 
-    def warn(self, step: int, *, asked_for: bool) -> None:
-        """Says in the log what is to be known of a step that was restored.
+    Args:
+        directory: of the item.
+        state: what is asked for; None for everything, by path, on one device.
+        tables: where the tables are in `state`.
+        dense: reads what is not a table.
+        partial: restore what both the checkpoint and `state` have.
+        cast: convert tables also to dtypes that cannot hold all values.
+        verify: compare every chunk with the manifest.
 
-        Args:
-            step: the one.
-            asked_for: by its number; else also newer ones are named, which were passed over.
-        """
-        for directory, reason in [] if asked_for else self._obstacles():
-            taken = self.ledger.by_step(step)
-            entry = self.ledger.entries.get(directory)
-            if taken is None:
-                is_newer = True
-            elif entry is None:
-                is_newer = names.step_number(directory) > step
-            else:
-                is_newer = entry.order > taken.order
-            if is_newer:
-                _log.warning(
-                    "step %s is passed over, and step %d restored: %s",
-                    directory,
-                    step,
-                    reason,
-                )
-        noted = suspects.read(self._root)
-        if step in [each.step for each in noted] or (noted and not asked_for):
-            suspects.warn(noted, self._root, self.ledger, step)
+    Raises:
+        ChainError, IntegrityError, FormatError: if the step is damaged.
+        StateMismatchError: if the state asked for does not match.
+    """
+    place = place_of(directory)
+    chain = open_chain(place.root, place.directory, place.item, verify=verify)
+    seal = chain[-1].check_dense()
+    manifest = chain[-1].manifest
+    everything = state is None
+    if everything:
+        tables = match.tables_of(manifest)
+        state = match.abstract_state(manifest, tables)
+    if tables is None:
+        raise errors.OptionError(
+            "restoring into a state needs to know its tables\n"
+            "  hint: Restore(state, tables=cnr_jax.find_tables(state, ...))"
+        )
+    check_tables(tables)
+    wanted = match.match(
+        manifest, state, tables, partial=partial, cast=cast, step=place.directory
+    )
+    return ReadBack(
+        chain=chain,
+        state=state,
+        tables=tables,
+        wanted=wanted,
+        arrays=match.rebuild(chain, wanted),
+        dense=_restore_dense(dense, directory, wanted, everything, seal),
+        stamps=match.read_stamps(chain, wanted, tables),
+    )
 
-    def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
-        """Adds to an error what only the root tells: the chain, and other steps."""
-        text = str(error)
-        if "cannot be restored" not in text.partition("\n")[0]:
-            text = f"checkpoint {step} cannot be restored: {text}"
-        if entry is not None and "\n  chain: " not in text:
-            chain = reversed(self.ledger.chain(entry))
-            kinds = [
-                f"{e.directory} ({'delta' if e.parent else 'full'})" for e in chain
-            ]
-            text += f"\n  chain: {' <- '.join(kinds)}"
-        text = text.replace(", or restore another step", "")
-        others = [str(each.step) for each in reversed(self.ledger.restorable())]
-        if others:
-            more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
-            text += (
-                f"\n  hint: restore step {others[0]}, the newest of which no damage is"
-                f" known{more}"
-            )
+
+def _restore_dense(
+    dense: DenseStore,
+    directory: AnyPath,
+    wanted: match.Wanted,
+    everything: bool,
+    seal: Seal,
+) -> Any:
+    """The dense leaves from the files that were checked, if they are still the same.
+
+    Raises:
+        IntegrityError: if the files have changed, or Orbax cannot read them though they are
+            as they were saved.
+    """
+    try:
+        if everything:
+            found = dense.restore(directory, None)
         else:
-            text += "\n  no other step can be restored"
-        error.args = (text,)
+            abstract = {p: abstract_dense(leaf) for p, leaf in wanted.dense.items()}
+            found = dense.restore(directory, match.nest(abstract))
+    except Exception as error:
+        seal.check()  # if it raises, it says why
+        if not means_damage(error) or (
+            not everything and _can_be_read(dense, directory)
+        ):
+            raise
+        where = os.fspath(directory / names.DENSE)
+        raise errors.IntegrityError(
+            f"{where} cannot be read, though its files are those that were saved\n"
+            f"  {type(error).__name__}: {error}",
+            kind="dense_unreadable",
+            path=where,
+        ) from error
+    seal.check()
+    return found
 
-    def _obstacles(self) -> list[tuple[str, str]]:
-        """Every step directory that cannot be restored, newest first, and why."""
-        ledger = self.ledger
-        good = {entry.directory for entry in ledger.restorable()}
-        bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
-        found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
-        unreadable = sorted(ledger.unreadable, key=names.step_number, reverse=True)
-        for name in unreadable:
-            found.append((name, ledger.unreadable[name].partition("\n")[0]))
-        return found
+
+def _can_be_read(dense: DenseStore, directory: AnyPath) -> bool:
+    """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
+    try:
+        dense.restore(directory, None)
+    except Exception:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,19 +310,6 @@ class Resumption:
     found: ReadBack
     ledger: Ledger | None
     touched: Touched
-
-
-@dataclasses.dataclass(slots=True)
-class Attempt:
-    """A restore by a manager, perhaps of other items too; it counts as a whole, or not at all.
-
-    Attributes:
-        is_told: the processes tell each other how it went, or have done so.
-        resumption: to go on from once all that was asked for has succeeded.
-    """
-
-    is_told: bool = False
-    resumption: Resumption | None = None
 
 
 def resume(
