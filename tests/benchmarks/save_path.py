@@ -12,7 +12,8 @@ comprehension. Everything was compiled before.
 written both from what it was before the call and from what it is once the save has ended:
 attributes of objects that stay, and objects that are new. Not among them are values that
 never change once they are made (plans, entries), what a save carries on (clocks, the newest
-step), which stays, and attributes that Orbax's own manager has: these are Orbax's to keep.
+step), which stays, attributes that Orbax's own manager has, which are Orbax's to keep, and what
+a ledger works out from its entries and remembers: the ledger itself is counted.
 
 Takes a few seconds; figures do not depend on the machine.
 """
@@ -41,6 +42,7 @@ import orbax.checkpoint as ocp
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
+from cnr_jax.repository.lineage.entries import Derived
 from cnr_jax.testing import damage
 
 PACKAGE = Path(cnr.__file__).parent
@@ -339,6 +341,8 @@ def of_the_flight(
     found: dict[str, list[str]] = {}
     for number, (each, values) in during.items():
         name = type(each).__qualname__
+        if isinstance(each, Derived):
+            continue
         then = after[number][1] if number in after else {}
         if number not in before:
             # What is kept of it once the save has ended is its outcome.

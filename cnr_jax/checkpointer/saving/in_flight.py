@@ -270,8 +270,9 @@ class Lifecycle:
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
-        if self.flight is not None:
-            self.flight.is_synced = True
+        flight = self.flight
+        if flight is not None:
+            flight.is_synced = True
         if error is None:
             self.doubt = ""
             self._writer.committed()
@@ -301,17 +302,18 @@ class Lifecycle:
 
     def fail(self, error: errors.CnrError) -> None:
         """Says in the log why the save in flight, or what comes after its commit, failed."""
-        self.last_failure = without_frames(error)
-        if self.flight is None or not self.flight.is_failure_told:
+        self.last_failure, flight = without_frames(error), self.flight
+        if flight is None or not flight.is_failure_told:
             _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
-        if self.flight is not None:
-            self.flight.is_failure_told = True
+        if flight is not None:
+            flight.is_failure_told = True
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
         if self._writer.writes:
-            if self.flight is not None:
-                self.flight.stop()
+            flight = self.flight
+            if flight is not None:
+                flight.stop()
             self._writer.end_writing()
 
     def withdraw(self) -> None:
