@@ -33,6 +33,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import (
+    METRICS,
     Directories,
     ExactPath,
     checkpoint_infos,
@@ -735,7 +736,7 @@ def test_a_manager_reads_its_steps_by_one_method_that_can_be_done_again(
             ]
         without, ranked = manager._sort_checkpoints_by_metrics(manager._checkpoints)
         assert [info.step for info in (*without, *ranked)] == [0, 1, 2]
-        (tmp_path / "1" / "metrics" / "metrics").write_text("{")
+        (tmp_path / "1" / METRICS / METRICS).write_text("{")
         with pytest.raises(ValueError):
             manager._load_checkpoint_infos()
 

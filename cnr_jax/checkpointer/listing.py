@@ -1,4 +1,4 @@
-"""Which steps a manager lists: those that can be restored, as far as is known."""
+"""Which steps there are: listed if they can be restored, as far as is known; else why not."""
 
 from __future__ import annotations
 
