@@ -53,7 +53,7 @@ from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin, run_restored
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.mesh import outside_mesh
+from cnr_jax.rows.gather.chunk import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport

@@ -390,13 +390,13 @@ def storage(tmp_path: Path) -> Storage:
 
 # Where the limits are read that only time and memory depend on.
 _LIMITS = {
-    "stored_chunk_bytes": "cnr_jax.repository.array_writer.CHUNK_BYTES",
-    "compressed_least_bytes": "cnr_jax.repository.array_writer.COMPRESSED_LEAST_BYTES",
+    "stored_chunk_bytes": "cnr_jax.repository.arrays.CHUNK_BYTES",
+    "compressed_least_bytes": "cnr_jax.repository.arrays.COMPRESSED_LEAST_BYTES",
     "restored_small_bytes": "cnr_jax.repository.replay.leaves.SMALL_BYTES",
     "restored_host_bytes": "cnr_jax.repository.replay.leaves.HOST_BYTES",
     "restored_slab_bytes": "cnr_jax.repository.replay.leaves.SLAB_BYTES",
-    "fetched_block_bytes": "cnr_jax.repository.replay.fetch.BLOCK_BYTES",
-    "fetched_ahead_bytes": "cnr_jax.repository.replay.fetch.AHEAD_BYTES",
+    "fetched_block_bytes": "cnr_jax.repository.replay.regions.BLOCK_BYTES",
+    "fetched_ahead_bytes": "cnr_jax.repository.replay.regions.AHEAD_BYTES",
     "gathered_small_rows": "cnr_jax.rows.gather.chunk.SMALL_ROWS",
     "gathered_chunk_bytes": "cnr_jax.rows.gather.chunk.CHUNK_BYTES",
     "gathered_large_bytes": "cnr_jax.rows.gather.device.LARGE_BYTES",
@@ -405,7 +405,7 @@ _LIMITS = {
     "hashed_many_rows": "cnr_jax.rows.fingerprints.chunks._MANY_ROWS",
     "audited_chunk_bytes": "cnr_jax.rows.fingerprints.rotation._CHUNK_BYTES",
     "row_id_block": "cnr_jax.format.rowids._BLOCK_IDS",
-    "room_secs": "cnr_jax.repository.upkeep.leftovers.ROOM_SECS",
+    "room_secs": "cnr_jax.repository.upkeep.removal.ROOM_SECS",
     "hand_over_secs": "cnr_jax.repository.upkeep.writer.HAND_OVER_SECS",
 }
 

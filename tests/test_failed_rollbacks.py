@@ -17,7 +17,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.format.names import REMOVED_MARK
-from cnr_jax.repository.upkeep.lock import WritingLock
+from cnr_jax.repository.upkeep.claim import WritingLock
 
 
 class Run:
@@ -137,7 +137,7 @@ def test_a_forked_worker_does_not_hold_the_lock_of_a_killed_trainer(
     program = """
         import os, signal, sys, time
         from pathlib import Path
-        from cnr_jax.repository.upkeep.lock import WritingLock
+        from cnr_jax.repository.upkeep.claim import WritingLock
         lock = WritingLock(Path(sys.argv[1]))
         assert lock.acquire(0)
         child = os.fork()

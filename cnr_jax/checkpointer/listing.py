@@ -38,7 +38,7 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.aside import recover
-from cnr_jax.repository.upkeep.leftovers import find_leftovers, report
+from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.repository.upkeep.writer import RootWriter
 

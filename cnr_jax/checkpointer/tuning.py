@@ -27,10 +27,8 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.options import Options, TableOptions, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
-from cnr_jax.rows.gather.chunk import chunk_rows, padded
-from cnr_jax.rows.mesh import outside_mesh
-from cnr_jax.state.split import split
-from cnr_jax.state.table import Table, Tables, check_tables
+from cnr_jax.rows.gather.chunk import chunk_rows, outside_mesh, padded
+from cnr_jax.state.table import Table, Tables, check_tables, split
 
 _log = logging.getLogger(__name__)
 

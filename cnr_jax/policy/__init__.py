@@ -22,10 +22,10 @@ from cnr_jax.policy.bits import bits_for as bits_for
 from cnr_jax.policy.bits import expected_restores as expected_restores
 from cnr_jax.policy.bits import small_tables as small_tables
 from cnr_jax.policy.intermittent import Cost as Cost
+from cnr_jax.policy.intermittent import CycleCosts as CycleCosts
 from cnr_jax.policy.intermittent import Intermittent as Intermittent
 from cnr_jax.policy.intermittent import Predictor as Predictor
-from cnr_jax.policy.predictor import CycleCosts as CycleCosts
-from cnr_jax.policy.predictor import cycle_costs as cycle_costs
-from cnr_jax.policy.predictor import forecast_next as forecast_next
-from cnr_jax.policy.predictor import full_is_due as full_is_due
-from cnr_jax.policy.predictor import should_take_full as should_take_full
+from cnr_jax.policy.intermittent import cycle_costs as cycle_costs
+from cnr_jax.policy.intermittent import forecast_next as forecast_next
+from cnr_jax.policy.intermittent import full_is_due as full_is_due
+from cnr_jax.policy.intermittent import should_take_full as should_take_full

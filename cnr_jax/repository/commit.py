@@ -23,8 +23,7 @@ from cnr_jax.format.manifest import (
     dump,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
-from cnr_jax.repository.checked import check_dense_index
-from cnr_jax.repository.chunk_files import file_bytes
+from cnr_jax.repository.checked import check_dense_index, file_bytes
 from cnr_jax.repository.files import (
     AnyPath,
     digest_of,

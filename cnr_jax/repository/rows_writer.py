@@ -28,13 +28,12 @@ from cnr_jax.format.tiles import (
     Tile,
     dump_process,
 )
-from cnr_jax.repository.array_writer import ArrayWriter
-from cnr_jax.repository.chunk_files import numpy_dtype
+from cnr_jax.repository.arrays import ArrayWriter
+from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
-from cnr_jax.rows.gather.encode import encode_chunks
-from cnr_jax.rows.gather.rounding import Comparison
+from cnr_jax.rows.gather.encode import Comparison, encode_chunks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

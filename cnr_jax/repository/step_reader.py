@@ -19,12 +19,16 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.tiles import RowIds, Segment, Tile
-from cnr_jax.repository.array_reader import ArrayReader, KeptChunks, Reading
-from cnr_jax.repository.chain import resolve_chain
-from cnr_jax.repository.checked import Seal, about, check_dense_index, sealed
-from cnr_jax.repository.chunk_files import numpy_dtype
+from cnr_jax.repository.arrays import ArrayReader, KeptChunks, Reading
+from cnr_jax.repository.checked import (
+    Seal,
+    about,
+    check_dense_index,
+    numpy_dtype,
+    sealed,
+)
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.step import read_processes, without_collections
+from cnr_jax.repository.step import read_processes, resolve_chain, without_collections
 from cnr_jax.rows.codecs import Codec, codec_from
 
 

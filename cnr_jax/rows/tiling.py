@@ -57,6 +57,28 @@ def bytes_in(tiles: Iterable[OwnTile]) -> int:
     )
 
 
+class Group(NamedTuple):
+    """Tiles of one table with the same rows on the same device."""
+
+    table: str
+    device: jax.Device
+    rows: tuple[int, int]
+
+
+def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
+    """The groups that tiles form, each with its tiles in the order of leaves."""
+    found: dict[Group, tuple[OwnTile, ...]] = {}
+    for tile in tiles:
+        group = Group(tile.table.name, tile.piece.device, tile.rows)
+        found[group] = (*found.get(group, ()), tile)
+    return found
+
+
+def boxes_in(tiles: Iterable[OwnTile]) -> list[tuple[str, Box]]:
+    """Which parts of which leaves tiles are."""
+    return [(tile.leaf.name, tile.piece.box) for tile in tiles]
+
+
 Shardings = Mapping[str, Mapping[str, Sharding]]
 
 

@@ -35,8 +35,7 @@ from cnr_jax.rows.lookups import (
     stored_rows,
 )
 from cnr_jax.state.layouts import Identity
-from cnr_jax.state.split import split
-from cnr_jax.state.table import Table, Tables, check_tables
+from cnr_jax.state.table import Table, Tables, check_tables, split
 
 # The clock stops here and never wraps. Far below int32's end, so that `clock + 1` and
 # comparisons of stamps cannot overflow; a step every millisecond gets here in 12 days.

@@ -18,8 +18,15 @@ import numpy as np
 
 from cnr_jax.errors import TableError
 from cnr_jax.state.layouts import ModSharded, RowLayout
-from cnr_jax.state.paths import Mirror, PathIndex, StateLeaf, flatten_paths, normalise
-from cnr_jax.state.table import Leaf, Table, Tables, TableSpec, dense_lines
+from cnr_jax.state.paths import Mirror, PathIndex, StateLeaf, normalise
+from cnr_jax.state.table import (
+    Leaf,
+    Table,
+    Tables,
+    TableSpec,
+    dense_lines,
+    flatten_paths,
+)
 
 _TABLE_DTYPES = frozenset(
     jnp.dtype(name)

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from cnr_jax.state.paths import Mirror, Path, PathIndex, key_strings
-from cnr_jax.state.table import Table
+from cnr_jax.state.paths import Mirror, PathIndex
+from cnr_jax.state.table import Path, Table, key_strings
 
 # The first group was measured on optax 0.2.8 (6 x 3 rows, a batch of two rows, then two
 # of one): rows outside the later batches changed, in the parameter or in a slot. With

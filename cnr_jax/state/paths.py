@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cnr_jax.errors import TableError
-
-Path = tuple[str, ...]
+from cnr_jax.state.table import Path, flatten_paths, key_strings
 
 # Parts that frameworks add around a leaf: Linen's collection, and the attribute under
 # which a Flax variable or partitioning box holds its array (it differs by version).
@@ -62,37 +60,6 @@ class Mirror(NamedTuple):
     holder: Path  # the same prefix as it occurs in the tree
 
 
-def flatten_paths(tree: Any) -> list[tuple[Path, Any]]:
-    """Lists the leaves of a pytree with their key paths as strings.
-
-    Args:
-        tree: any pytree. `None` is not a leaf, as everywhere in JAX.
-
-    Returns:
-        (path, leaf) in the order of `jax.tree.leaves`; a path's parts are dict keys,
-        attribute names and sequence indices.
-
-    Raises:
-        TableError: if paths do not tell all leaves apart.
-
-    Example:
-        >>> flatten_paths({"b": [1.0, None], "a": "text"})
-        [(('a',), 'text'), (('b', '0'), 1.0)]
-    """
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = [(key_strings(keys), leaf) for keys, leaf in flat]
-    seen: set[Path] = set()
-    for path, _ in leaves:
-        if path in seen or any(path[:end] in seen for end in range(len(path))):
-            raise TableError(
-                f"two leaves of the state have the path {'/'.join(path)!r}, or one "
-                "path continues another\n"
-                "  hint: a pytree node must give each child a key of its own."
-            )
-        seen.add(path)
-    return leaves
-
-
 def normalise(path: Sequence[str]) -> Path:
     """Drops the parts of a path that frameworks add, and splits keys at slashes.
 
@@ -105,18 +72,6 @@ def normalise(path: Sequence[str]) -> Path:
 
 def _split(key: str) -> list[str]:
     return [part for part in key.split("/") if part and part not in _WRAPPERS]
-
-
-def key_strings(keys: Sequence[Any]) -> Path:
-    """Turns JAX's key entries into strings: dict keys, attribute names, indices."""
-    parts = []
-    for key in keys:
-        for name in ("key", "name", "idx"):
-            if hasattr(key, name):
-                key = getattr(key, name)
-                break
-        parts.append(str(key))
-    return tuple(parts)
 
 
 def _is_nnx_param(node: Any) -> bool:

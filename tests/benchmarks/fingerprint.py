@@ -27,7 +27,7 @@ from commandline import make_parser, write_figures
 import cnr_jax as cnr
 from cnr_jax.rows.fingerprints.watch import RowWatch
 from cnr_jax.rows.tiling import own_tiles
-from cnr_jax.state.split import split
+from cnr_jax.state.table import split
 
 CHANGED = 0.01
 CASES = [

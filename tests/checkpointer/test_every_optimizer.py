@@ -32,7 +32,7 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.errors import AuditError
 from cnr_jax.state.find import Table
-from cnr_jax.state.split import split
+from cnr_jax.state.table import split
 
 # Some of what optax still offers it advises against.
 pytestmark = [

@@ -20,9 +20,8 @@ import cnr_jax as cnr
 from cnr_jax import errors, handler
 from cnr_jax.format import manifest, names, rowids, tiles
 from cnr_jax.format.fields import Fields
-from cnr_jax.repository import chunk_files, store
-from cnr_jax.repository.array_reader import ArrayReader
-from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository import arrays, checked
+from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
 from cnr_jax.repository.files import digest_of
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows import codecs
@@ -315,7 +314,7 @@ def random_parts(
 def test_formula_gives_the_bits_of_the_codec(bits: int, dtype: str) -> None:
     formula = re.search(r"^c = (.+?) {2,}.*\nx = (.+?) {2,}", section("7"), flags=re.M)
     item, codec, rows, dim = (
-        chunk_files.numpy_dtype(dtype),
+        checked.numpy_dtype(dtype),
         codecs.Asymmetric(bits=bits),
         64,
         13,
@@ -343,8 +342,8 @@ def test_required_features_are_those_of_the_code() -> None:
 
 
 def test_limits_of_arrays_and_chunks_are_those_of_the_code() -> None:
-    assert f"at most {chunk_files.CHUNK_BYTES >> 20} MiB" in section("6.2")
-    assert f"less than {store.COMPRESSED_LEAST_BYTES} bytes" in section("6.2")
+    assert f"at most {arrays.CHUNK_BYTES >> 20} MiB" in section("6.2")
+    assert f"less than {arrays.COMPRESSED_LEAST_BYTES} bytes" in section("6.2")
 
 
 def test_handler_types_ever_used_are_importable() -> None:
@@ -514,7 +513,7 @@ def test_compressed_example_is_read_and_its_metadata_is_what_is_written(
     codes = np.full(2048, 0x11, np.uint8)
     np.testing.assert_array_equal(ArrayReader(path, entry).read(0, 2048), codes)
     assert problems == []
-    assert chunk_files.file_bytes(entry) == (len(shown_bytes(frame)),)
+    assert checked.file_bytes(entry) == (len(shown_bytes(frame)),)
     assert entry.crc32c[0] == int.from_bytes(shown_bytes(frame)[-4:], "little")
     writer = ArrayWriter(tmp_path / "again", "uint8", 2048, compression="zstd")
     writer.append(codes)

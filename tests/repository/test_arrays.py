@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository.array_reader import ArrayReader
-from cnr_jax.repository.array_writer import ArrayWriter
-from cnr_jax.repository.chunk_files import chunk_length, numpy_dtype
+from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
+from cnr_jax.repository.checked import chunk_length, numpy_dtype
 
 LIMIT = 64
 

@@ -14,8 +14,7 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.upkeep.aside import recover
-from cnr_jax.repository.upkeep.claim import Aside, Claim, read_writer
-from cnr_jax.repository.upkeep.lock import WritingLock
+from cnr_jax.repository.upkeep.claim import Aside, Claim, WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 MOVED = names.abandoned("2", 1, "b" * 32)
@@ -126,7 +125,7 @@ def test_what_was_moved_aside_is_handed_over_with_the_claim(tmp_path: Path) -> N
 _HOLD = """
 import sys, time
 from cnr_jax.repository.upkeep.claim import Claim
-from cnr_jax.repository.upkeep.lock import WritingLock
+from cnr_jax.repository.upkeep.claim import WritingLock
 from pathlib import Path
 root = Path(sys.argv[1])
 Claim(root).take()

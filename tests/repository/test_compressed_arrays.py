@@ -13,9 +13,8 @@ import tensorstore as ts
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository import store
-from cnr_jax.repository.array_reader import ArrayReader
-from cnr_jax.repository.array_writer import ArrayWriter
+from cnr_jax.repository import arrays
+from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
 
 MAGIC = bytes.fromhex("28b52ffd")
 
@@ -126,7 +125,7 @@ def test_a_frame_of_a_faulty_writer_is_refused_though_its_checksum_is_right(
 
 
 def test_arrays_too_short_to_gain_anything_are_as_without(tmp_path: Path) -> None:
-    least = store.COMPRESSED_LEAST_BYTES
+    least = arrays.COMPRESSED_LEAST_BYTES
     values = np.zeros(least // 4, np.int32)
     assert write(tmp_path / "a", values).compressed is not None
     short = write(tmp_path / "b", values[1:])

@@ -12,7 +12,8 @@ import pytest
 
 from cnr_jax.format import names
 from cnr_jax.repository.layout import step_directories
-from cnr_jax.repository.upkeep.removal import Remover, children_first
+from cnr_jax.repository.lineage.retention import children_first
+from cnr_jax.repository.upkeep.removal import Remover
 
 
 def make_step(root: Path, name: str) -> Path:

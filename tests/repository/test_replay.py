@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.replay import leaves, merge, regions
+from cnr_jax.repository.replay import leaves, regions
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.codecs import codec_from
 from cnr_jax.state.layouts import layout_from
@@ -282,7 +282,7 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
     leaf = regions.WantedLeaf(
         chain, "user", "table", target, np.dtype(np.float32), np.dtype(np.float32)
     )
-    merged = merge.merge(leaf.held(box), entry.rows, leaf.empty(box))
+    merged = regions.merge(leaf.held(box), entry.rows, leaf.empty(box))
     rows = np.concatenate([patch.rows for patch in merged.patches])
     assert len(set(rows.tolist())) == len(rows) < entry.rows
     kinds = {dataclasses.astuple(patch.encoding) for patch in merged.patches}

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from cnr_jax.rows.gather import where as places
+from cnr_jax.rows.gather import chunk
 
 from ..conftest import each_of
 
@@ -20,10 +20,10 @@ class Accelerator:
 @each_of(
     ("staging", "device", "size", "where"),
     [
-        ("auto", "cpu", places.SMALL_SHARD_BYTES + 1, "host"),
+        ("auto", "cpu", chunk.SMALL_SHARD_BYTES + 1, "host"),
         ("auto", "cpu", 8, "host"),
-        ("auto", "gpu", places.SMALL_SHARD_BYTES + 1, "device"),
-        ("auto", "gpu", places.SMALL_SHARD_BYTES, "host"),
+        ("auto", "gpu", chunk.SMALL_SHARD_BYTES + 1, "device"),
+        ("auto", "gpu", chunk.SMALL_SHARD_BYTES, "host"),
         ("device", "gpu", 8, "device"),
         ("device", "cpu", 8, "device"),
         ("host", "gpu", 1 << 40, "host"),
@@ -32,6 +32,6 @@ class Accelerator:
 def test_rows_are_staged_by_platform_and_size(
     staging: Any, device: str, size: int, where: str
 ) -> None:
-    way = places.placing(staging)
+    way = chunk.placing(staging)
     found: Any = jax.devices()[0] if device == "cpu" else Accelerator()
     assert way(found, size) == where

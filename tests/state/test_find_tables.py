@@ -18,9 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax.errors import StateMismatchError, TableError
 from cnr_jax.state.find import _uncovered_rows, find_tables
 from cnr_jax.state.layouts import Identity, ModSharded
-from cnr_jax.state.paths import flatten_paths
-from cnr_jax.state.split import merge, split
-from cnr_jax.state.table import Leaf, TableSpec
+from cnr_jax.state.table import Leaf, TableSpec, flatten_paths, merge, split
 
 from ..conftest import each_of
 

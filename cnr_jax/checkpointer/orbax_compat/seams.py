@@ -22,7 +22,7 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.upkeep.removal import children_first
+from cnr_jax.repository.lineage.retention import children_first
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)

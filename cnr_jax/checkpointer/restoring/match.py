@@ -18,15 +18,13 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
-from cnr_jax.repository.chunk_files import numpy_dtype
+from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.leaves import restore_leaves, restore_stamps
-from cnr_jax.repository.replay.overlap import Target
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.layouts import layout_from
-from cnr_jax.state.paths import flatten_paths
-from cnr_jax.state.split import merge
-from cnr_jax.state.table import Leaf, Table, Tables
+from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths, merge
 
 _log = logging.getLogger(__name__)
 _CAST_HINT = (

@@ -26,15 +26,23 @@ from cnr_jax.repository.rows_writer import RunPlan
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
-from cnr_jax.rows.fingerprints.watch import group_tiles
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.buffers import Buffers
-from cnr_jax.rows.gather.chunk import Chunk, Program, Run, Way
+from cnr_jax.rows.gather.chunk import Chunk, Program, Run, Way, placing
 from cnr_jax.rows.gather.device import device_programs
-from cnr_jax.rows.gather.encode import host_programs
-from cnr_jax.rows.gather.rounding import comparing_program, sample_positions
-from cnr_jax.rows.gather.where import placing
-from cnr_jax.rows.tiling import Arrays, LocalShards, OwnTile, ShardsOf, own_tiles
+from cnr_jax.rows.gather.encode import (
+    comparing_program,
+    host_programs,
+    sample_positions,
+)
+from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.tiling import (
+    Arrays,
+    LocalShards,
+    OwnTile,
+    ShardsOf,
+    group_tiles,
+    own_tiles,
+)
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.table import Tables
 

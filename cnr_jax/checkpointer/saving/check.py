@@ -23,9 +23,7 @@ from cnr_jax.format.manifest import (
     Tracking,
 )
 from cnr_jax.rows.touched import Touched
-from cnr_jax.state.paths import flatten_paths
-from cnr_jax.state.split import split
-from cnr_jax.state.table import Tables
+from cnr_jax.state.table import Tables, flatten_paths, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

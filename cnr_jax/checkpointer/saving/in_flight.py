@@ -23,7 +23,7 @@ from cnr_jax.repository.lineage.planner import Plan, Planner
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.gather.rounding import RowErrors
+from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import Listener, SaveReport
 

@@ -30,10 +30,9 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
-from cnr_jax.rows.gather.buffers import Buffers
-from cnr_jax.rows.gather.chunk import Chunk, host_device
-from cnr_jax.rows.gather.rounding import Comparison, RowErrors
-from cnr_jax.rows.gather.stage import Stage
+from cnr_jax.rows.gather.chunk import Chunk, Stage, host_device
+from cnr_jax.rows.gather.encode import Comparison, RowErrors
+from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.telemetry import percent
 
 _log = logging.getLogger(__name__)

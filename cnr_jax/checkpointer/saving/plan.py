@@ -27,8 +27,7 @@ from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.state.paths import flatten_paths
-from cnr_jax.state.table import Tables
+from cnr_jax.state.table import Tables, flatten_paths
 
 _log = logging.getLogger(__name__)
 # Beside the digests of leaves, of which they cannot be the paths.

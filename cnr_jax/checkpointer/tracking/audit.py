@@ -29,7 +29,8 @@ import jax
 import numpy as np
 
 from cnr_jax.errors import AuditError
-from cnr_jax.rows.fingerprints.watch import Differing, Group, Rows, by_rows
+from cnr_jax.rows.fingerprints.watch import Differing, Rows, by_rows
+from cnr_jax.rows.tiling import Group
 from cnr_jax.state.optimizer_states import moving_parts
 from cnr_jax.state.table import Table, Tables
 

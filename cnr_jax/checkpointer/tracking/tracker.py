@@ -21,11 +21,12 @@ from cnr_jax.checkpointer.tracking.audit import unrecorded_error
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
-from cnr_jax.rows.fingerprints.watch import Group, Look, Rows, RowWatch
+from cnr_jax.rows.fingerprints.watch import Look, Rows, RowWatch
+from cnr_jax.rows.gather.chunk import placing
 from cnr_jax.rows.gather.host import touched_positions
-from cnr_jax.rows.gather.where import placing
 from cnr_jax.rows.tiling import (
     Arrays,
+    Group,
     LocalShards,
     OwnTile,
     ShardsOf,

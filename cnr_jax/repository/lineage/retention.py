@@ -7,7 +7,7 @@ and keeps, beside what it keeps, all that these rest on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
@@ -150,3 +150,15 @@ def blockers(ledger: Ledger, directory: str) -> list[str]:
     ]
     found = {*known, *named, *unknown}
     return sorted(found, key=lambda name: (step_number(name), name), reverse=True)
+
+
+def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
+    """Step directories in an order in which none goes before one that depends on it.
+
+    Those of which nothing is known come first: they might depend on any other.
+    """
+
+    def depth(directory: str) -> tuple[float, str]:
+        return ledger.depth(directory) or float("inf"), directory
+
+    return sorted(directories, key=depth, reverse=True)

@@ -18,10 +18,10 @@ from cnr_jax.rows.gather.chunk import (
     aligned_empty,
     chunk_rows,
     host_device,
+    outside_mesh,
     padded,
     program_rows,
 )
-from cnr_jax.rows.mesh import outside_mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,21 +1,48 @@
-"""Regions: the parts of a leaf that this process holds, and what each is put together from."""
+"""Regions, the parts of a leaf that this process holds, and the newest rows of each, still encoded.
+
+Encoded rows are several times smaller than decoded ones, so a chain is replayed on codes, in host
+memory: each row is then decoded once, however many checkpoints hold it. Most rows of a region
+are of one *encoding*; those that are stored in another way (escaped rows, another codec in a later
+checkpoint) are kept beside, as patches, and read only if nothing newer holds them.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
-from cnr_jax.repository.replay.encoded import Encoding, Held, Merged, held_rows
-from cnr_jax.repository.replay.merge import merge
-from cnr_jax.repository.replay.overlap import Target, split_columns
+from cnr_jax.repository.arrays import Reading
+from cnr_jax.repository.replay.encoded import (
+    Encoding,
+    Held,
+    Index,
+    Merged,
+    Patch,
+    Target,
+    as_array,
+    held_rows,
+    part_ref,
+    picked,
+    split_columns,
+)
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.gather.chunk import aligned_empty
 from cnr_jax.rows.tiling import boxes_of
+
+# Encoded bytes read at once where they are put in place one by one: few enough to stay in
+# cache on their way, many enough to hide the cost of a read.
+BLOCK_BYTES = 4 << 20
+# Encoded bytes that are being read while earlier ones are put in place.
+AHEAD_BYTES = 32 << 20
+# Where a row goes that is read only to be checked.
+DROPPED = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,3 +140,223 @@ def columns_in(box: Box, piece: Box) -> tuple[slice, ...]:
     return tuple(
         slice(a - c, b - c) for (a, b), (c, _) in zip(piece[1:], box[1:], strict=True)
     )
+
+
+def merge(
+    held: Sequence[Held], rows: int, empty: Encoding, main: Encoding | None = None
+) -> Merged:
+    """Reads the newest copy of each row.
+
+    Args:
+        held: what a chain holds, in order.
+        rows: rows of the region.
+        empty: the encoding of rows that nothing holds, which are zeros; raw.
+        main: the encoding in which most rows are to come; None: that of the first that is held.
+
+    Raises:
+        IntegrityError: if data is missing or damaged.
+        FormatError: if segments do not fit their codecs.
+    """
+    if main is None:
+        main = held[0].encoding if held else empty
+    parts = main.room(rows, aligned_empty)
+    owners = _Owners(rows, sum(each.count for each in held if each.first))
+    queue = Queue()
+    others: list[tuple[int, Held]] = []
+    for each in held:
+        if each.encoding == main:
+            owners.claim(each.at, 0)
+            queue.extend(jobs(each, parts, direct=each.first))
+        else:
+            others.append((len(others) + 1, each))
+            owners.claim(each.at, len(others))
+    queue.drain()
+    patches = _patches(others, owners)
+    nothing = owners.rows_of(_NOBODY)
+    if len(nothing):
+        zeros = empty.room(len(nothing), np.zeros)
+        patches.append(Patch(empty, nothing, zeros))
+    return Merged(main, parts, tuple(_joined(patches)))
+
+
+def _patches(others: Sequence[tuple[int, Held]], owners: _Owners) -> list[Patch]:
+    """Takes of each segment the rows that nothing newer holds.
+
+    The others are read and checked too: damage is found no matter what came later.
+    """
+    found: list[Patch] = []
+    queue = Queue()
+    for owner, each in others:
+        mine = owners.mine(each.at, owner)
+        rows = as_array(each.at)[mine]
+        parts = each.encoding.room(len(rows))
+        at = np.where(mine, np.cumsum(mine) - 1, DROPPED)
+        queue.extend(jobs(dataclasses.replace(each, at=at), parts, direct=False))
+        if len(rows):
+            found.append(Patch(each.encoding, rows, parts))
+    queue.drain()
+    return found
+
+
+def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:
+    """One patch for each encoding."""
+    encodings: dict[Encoding, list[Patch]] = {}
+    for patch in patches:
+        encodings.setdefault(patch.encoding, []).append(patch)
+    for encoding, same in encodings.items():
+        if len(same) == 1:
+            yield same[0]
+            continue
+        rows = np.concatenate([patch.rows for patch in same])
+        parts = {
+            name: np.concatenate([patch.parts[name] for patch in same])
+            for name in encoding.parts
+        }
+        yield Patch(encoding, rows, parts)
+
+
+_NOBODY = -1
+
+
+class _Owners:
+    """For each row the segment that holds its newest copy: 0 for all those of the main encoding.
+
+    Kept only once it matters: where all rows are of the main encoding, it does not.
+    """
+
+    def __init__(self, rows: int, covered: int) -> None:
+        self._rows = rows
+        self._of: np.ndarray | None = None
+        if covered != rows:
+            self._of = np.full(rows, _NOBODY, np.int32)
+
+    def claim(self, at: Index, owner: int) -> None:
+        if self._of is None and owner:
+            self._of = np.zeros(self._rows, np.int32)
+        if self._of is not None:
+            self._of[at] = owner
+
+    def mine(self, at: Index, owner: int) -> np.ndarray:
+        assert self._of is not None
+        return self._of[at] == owner
+
+    def rows_of(self, owner: int) -> np.ndarray:
+        if self._of is None:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self._of == owner)
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A block of encoded rows on its way to where they belong."""
+
+    readings: Mapping[str, Reading]
+    parts: Mapping[str, np.ndarray]
+    nbytes: int
+    held: Held
+    pick: Index | None
+    at: Index
+
+    def finish(self) -> None:
+        """Waits until it is read, and puts it in place."""
+        for name, reading in self.readings.items():
+            values = reading.result()
+            if self.pick is None:
+                continue  # it was read to where it belongs
+            target = self.parts[name]
+            width = self.held.stored.parts[name].width
+            rows = values.reshape(-1, width)
+            if self.held.stored != self.held.encoding:
+                whole = rows.reshape(-1, *self.held.stored.trailing)
+                cut = whole[(slice(None), *self.held.stored.slices)]
+                rows = np.ascontiguousarray(cut).reshape(len(rows), -1)
+            _items(target)[self.at] = _items(rows)[self.pick]
+
+
+class Queue:
+    """Finishes jobs in the order in which they came, while later ones are being read."""
+
+    def __init__(self) -> None:
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._nbytes = 0
+
+    def extend(self, jobs: Iterator[Job]) -> None:
+        """Adds jobs, which start as they are drawn, and finishes those that waited long."""
+        for job in jobs:
+            self._jobs.append(job)
+            self._nbytes += job.nbytes
+            while self._nbytes > AHEAD_BYTES:
+                self._finish()
+
+    def drain(self) -> None:
+        """Finishes all jobs."""
+        while self._jobs:
+            self._finish()
+
+    def _finish(self) -> None:
+        job = self._jobs.popleft()
+        self._nbytes -= job.nbytes
+        job.finish()
+
+
+def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterator[Job]:
+    """Starts to read the rows of a segment, block by block.
+
+    Args:
+        held: the rows.
+        parts: where they belong.
+        direct: nothing else is written to these rows before, so that runs may be read
+            straight into `parts`.
+    """
+    run = isinstance(held.index, slice) and isinstance(held.at, slice)
+    direct = direct and run and held.encoding == held.stored
+    row_bytes = held.stored.row_bytes
+    step = max(1, (AHEAD_BYTES // 2 if direct else BLOCK_BYTES) // row_bytes)
+    for start, stop, pick, at in _blocks(held.index, held.at, step):
+        if not direct and not isinstance(at, slice):
+            pick, at = _kept(pick, at)
+        readings: dict[str, Reading] = {}
+        for name, part in held.stored.parts.items():
+            ref = part_ref(held.reader, held.process, held.segment, name, part)
+            first, last = (ref.offset + row * part.width for row in (start, stop))
+            out = parts[name][at].reshape(-1) if direct else None
+            readings[name] = held.reader.start(
+                held.process, ref.array, first, last, out
+            )
+        nbytes = (stop - start) * row_bytes
+        yield Job(readings, parts, nbytes, held, None if direct else pick, at)
+
+
+def _blocks(
+    index: Index, at: Index, step: int
+) -> Iterator[tuple[int, int, Index, Index]]:
+    """Runs of at most `step` rows of a segment that have all rows of `index`.
+
+    Yields:
+        Start and stop of the run, which of its rows are wanted, and where they go.
+    """
+    if isinstance(index, slice):
+        for start in range(index.start, index.stop, step):
+            stop = min(start + step, index.stop)
+            here = picked(at, start - index.start, stop - index.start)
+            yield start, stop, slice(None), here
+        return
+    low = 0
+    while low < len(index):
+        start = int(index[low])
+        high = int(np.searchsorted(index, start + step))
+        stop = int(index[high - 1]) + 1
+        yield start, stop, index[low:high] - start, picked(at, low, high)
+        low = high
+
+
+def _kept(pick: Index, at: np.ndarray) -> tuple[Index, np.ndarray]:
+    kept = at != DROPPED
+    if kept.all():
+        return pick, at
+    return (np.flatnonzero(kept) if isinstance(pick, slice) else pick[kept]), at[kept]
+
+
+def _items(rows: np.ndarray) -> np.ndarray:
+    """Rows as opaque items: numpy moves them whole, and never looks at numbers."""
+    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]

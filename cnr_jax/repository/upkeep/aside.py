@@ -14,8 +14,7 @@ from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, aside_name
 from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep.claim import Aside, read_writer
-from cnr_jax.repository.upkeep.lock import WritingLock
+from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
 
 _log = logging.getLogger(__name__)
 

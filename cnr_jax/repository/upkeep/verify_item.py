@@ -26,19 +26,20 @@ from cnr_jax.format.tiles import (
 )
 from cnr_jax.repository.checked import (
     accessing,
+    check_chunk_file,
     check_dense_index,
     check_file,
     check_size,
+    numpy_dtype,
     unnamed_files,
 )
-from cnr_jax.repository.chunk_files import check_chunk_file, numpy_dtype
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.step import read_process
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
 # and to know what a root holds, takes neither.
 if TYPE_CHECKING:
-    from cnr_jax.repository.array_reader import ArrayReader
+    from cnr_jax.repository.arrays import ArrayReader
 
 Harm = Literal["none", "step", "chain"]
 
@@ -167,7 +168,7 @@ def _check_chunk(
     check_chunk_file(array, entry, chunk)
     if data:
         if not readers:
-            from cnr_jax.repository.array_reader import ArrayReader
+            from cnr_jax.repository.arrays import ArrayReader
 
             readers.append(ArrayReader(array, entry, cached=False))
         readers[0].check_chunk(chunk)
@@ -223,7 +224,7 @@ def _check_tiles(
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
     reader: ArrayReader | None = None
     if data and ids:
-        from cnr_jax.repository.array_reader import ArrayReader
+        from cnr_jax.repository.arrays import ArrayReader
 
         reader = ArrayReader(item / rows, ids, cached=False)
     done: set[tuple[int, int]] = set()

@@ -20,10 +20,14 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.lineage.suspects import forget_gone
 from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside
-from cnr_jax.repository.upkeep.claim import Aside, Claim, Writer, other_writer
-from cnr_jax.repository.upkeep.leftovers import Unfinished, clear, find_leftovers
-from cnr_jax.repository.upkeep.lock import WritingLock
-from cnr_jax.repository.upkeep.removal import Remover
+from cnr_jax.repository.upkeep.claim import (
+    Aside,
+    Claim,
+    Writer,
+    WritingLock,
+    other_writer,
+)
+from cnr_jax.repository.upkeep.removal import Remover, Unfinished, clear, find_leftovers
 
 _log = logging.getLogger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.

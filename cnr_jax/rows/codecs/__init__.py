@@ -12,7 +12,7 @@ from typing import Any
 
 from cnr_jax.errors import FormatError
 from cnr_jax.rows.codecs.asymmetric import Asymmetric
-from cnr_jax.rows.codecs.base import Codec
+from cnr_jax.rows.codecs.base import Codec, Raw
 from cnr_jax.rows.codecs.base import Encoded as Encoded
 from cnr_jax.rows.codecs.base import Part as Part
 from cnr_jax.rows.codecs.bfloat16 import BFloat16
@@ -20,7 +20,6 @@ from cnr_jax.rows.codecs.codebook import SharedCodebook
 from cnr_jax.rows.codecs.greedy import Greedy
 from cnr_jax.rows.codecs.kmeans import KMeans
 from cnr_jax.rows.codecs.log import Log
-from cnr_jax.rows.codecs.raw import Raw
 from cnr_jax.rows.codecs.symmetric import Symmetric
 
 _KINDS = (Raw, Symmetric, Asymmetric, Greedy, KMeans, SharedCodebook, BFloat16, Log)

@@ -21,9 +21,9 @@ from cnr_jax.rows.gather.chunk import (
     Program,
     aligned_empty,
     host_device,
+    outside_mesh,
     padded,
 )
-from cnr_jax.rows.mesh import outside_mesh
 
 # Bytes of rows that are hashed at once. A call costs as much as hashing half a MiB to one; a pass
 # against a sum, measured on 2 cores, bfloat16 of dim 16, medians of four rounds: 2.3 to 2.5 in

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from cnr_jax.rows.fingerprints.hash import hash_on_host, row_words
-from cnr_jax.rows.fingerprints.watch import Differing, Group, boxes_in, group_tiles
+from cnr_jax.rows.fingerprints.watch import Differing
 from cnr_jax.rows.fingerprints.windows import (
     Read,
     Ring,
@@ -35,10 +35,22 @@ from cnr_jax.rows.fingerprints.windows import (
     windows_of,
     words_of,
 )
-from cnr_jax.rows.gather.chunk import Program, Way, aligned_empty, host_device
+from cnr_jax.rows.gather.chunk import (
+    Program,
+    Way,
+    aligned_empty,
+    host_device,
+    outside_mesh,
+)
 from cnr_jax.rows.gather.device import gather_program
-from cnr_jax.rows.mesh import outside_mesh
-from cnr_jax.rows.tiling import LocalShards, OwnTile, ShardsOf
+from cnr_jax.rows.tiling import (
+    Group,
+    LocalShards,
+    OwnTile,
+    ShardsOf,
+    boxes_in,
+    group_tiles,
+)
 
 # Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.
 _CHUNK_BYTES = 16 << 20

@@ -15,7 +15,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from cnr_jax.rows.fingerprints.tiles import (
@@ -26,7 +25,7 @@ from cnr_jax.rows.fingerprints.tiles import (
     tags_of,
 )
 from cnr_jax.rows.gather.chunk import Way, Where
-from cnr_jax.rows.tiling import Arrays, Box, OwnTile, bytes_in
+from cnr_jax.rows.tiling import Arrays, Group, OwnTile, boxes_in, bytes_in, group_tiles
 
 
 class Rows(NamedTuple):
@@ -34,23 +33,6 @@ class Rows(NamedTuple):
 
     table: str
     rows: tuple[int, int]
-
-
-class Group(NamedTuple):
-    """Tiles of one table with the same rows on the same device."""
-
-    table: str
-    device: jax.Device
-    rows: tuple[int, int]
-
-
-def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
-    """The groups that tiles form, each with its tiles in the order of leaves."""
-    found: dict[Group, tuple[OwnTile, ...]] = {}
-    for tile in tiles:
-        group = Group(tile.table.name, tile.piece.device, tile.rows)
-        found[group] = (*found.get(group, ()), tile)
-    return found
 
 
 class Seen(NamedTuple):
@@ -257,8 +239,3 @@ def by_rows(groups: Iterable[Group]) -> dict[Rows, list[Group]]:
     for group in groups:
         found.setdefault(Rows(group.table, group.rows), []).append(group)
     return found
-
-
-def boxes_in(tiles: Iterable[OwnTile]) -> list[tuple[str, Box]]:
-    """Which parts of which leaves tiles are."""
-    return [(tile.leaf.name, tile.piece.box) for tile in tiles]

@@ -1,26 +1,43 @@
-"""Encoding chunks that were gathered on the host, and bringing all of them there.
+"""Encoding chunks that were gathered on the host, bringing all there, and how far off codes are.
 
 In the background, chunk by chunk, so that a train step queued in between waits for little.
+
+Both a row and its codes are at hand only on their way to storage. There a sample is decoded, by
+the program that a restore decodes with, and compared.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import (
+    SMALL_ROWS,
     Chunk,
     Program,
     chunk_rows,
     host_device,
+    outside_mesh,
+    padded,
     program_rows,
 )
-from cnr_jax.rows.mesh import outside_mesh
+
+_log = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 16_384
+# Of wide rows fewer are looked at: 16 MiB of float32 take some milliseconds.
+_SAMPLE_ELEMENTS = 1 << 22
+
+# Codec, dtype and width: what decides on the program.
+_Group = tuple[Codec, np.dtype, int]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -94,3 +111,166 @@ def host_programs(codec: Codec, dtype: np.dtype, width: int) -> Iterator[Program
 def _encode_zeros(codec: Codec, dtype: np.dtype, width: int, rows: int) -> None:
     chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
     list(encode_chunks([chunk], host_device()))
+
+
+class RowErrors(NamedTuple):
+    """Relative errors `||row - read|| / ||row||` of sampled rows.
+
+    Attributes:
+        rows: how many were compared; rows of zeros, which are exact, are not among them.
+        mean: of their errors; None if there are none.
+        worst: the greatest; None if there are none.
+    """
+
+    rows: int
+    mean: float | None
+    worst: float | None
+
+
+def sample_positions(
+    counts: Sequence[int], widths: Sequence[int], rounded: Sequence[bool]
+) -> np.ndarray:
+    """Positions of evenly spread rows among those of all runs, one run after the other.
+
+    At most `SAMPLE_ROWS`, of the runs that are rounded.
+
+    Args:
+        counts: rows of each run.
+        widths: elements in each of its rows.
+        rounded: whether its rows are stored otherwise than they are, and count.
+
+    Example:
+        >>> sample_positions([2, 3, 2], [4, 4, 4], [True, False, True]).tolist()
+        [0, 1, 5, 6]
+    """
+    all_counts = np.asarray(counts, np.int64)
+    ours = np.where(np.asarray(rounded, bool), all_counts, 0)
+    total = int(ours.sum())
+    if not total:
+        return np.empty(0, np.int64)
+    width = max(1, int(ours @ np.asarray(widths, np.int64)) // total)
+    stride = -(-total // max(1, min(SAMPLE_ROWS, _SAMPLE_ELEMENTS // width)))
+    ranks = np.arange(stride // 2, total, stride)
+    ends = np.cumsum(ours)
+    runs = np.searchsorted(ends, ranks, side="right")
+    return ranks - (ends - ours)[runs] + (np.cumsum(all_counts) - all_counts)[runs]
+
+
+class Comparison:
+    """Compares sampled rows with what their codes read as. Never raises: a save goes on.
+
+    Args:
+        positions: of the sample, see `sample_positions`.
+    """
+
+    def __init__(self, positions: np.ndarray) -> None:
+        self._positions = positions
+        self._waiting: dict[_Group, list[tuple[np.ndarray, ...]]] = {}
+        self._errors: list[np.ndarray] = []
+        self._failed = False
+
+    def add(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> None:
+        """Takes the sampled rows of a chunk that begins at position `done`."""
+        first, last = np.searchsorted(self._positions, (done, done + chunk.count))
+        if first == last or isinstance(chunk.codec, Raw):
+            return
+        self._attempt(
+            lambda: self._take(chunk, encoded, self._positions[first:last] - done)
+        )
+
+    def result(self) -> RowErrors | None:
+        """The errors of all; None where there was nothing to sample, or comparing failed."""
+        self._attempt(lambda: [self._compare(group) for group in self._waiting])
+        if self._failed or not len(self._positions):
+            return None
+        errors = np.concatenate([*self._errors, np.empty(0, np.float32)])
+        if not len(errors):
+            return RowErrors(0, None, None)
+        mean = float(errors.mean(dtype=np.float64))
+        return RowErrors(len(errors), mean, float(errors.max()))
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except Exception:
+            self._failed = True
+            _log.debug("the error of rounded rows was not measured", exc_info=True)
+
+    def _take(self, chunk: Chunk, encoded: EncodedChunk, at: np.ndarray) -> None:
+        if chunk.rows is not None:
+            rows = chunk.rows[at]
+        elif chunk.sampled is not None:
+            at = at[: chunk.sampled.shape[0]]
+            rows = np.asarray(chunk.sampled)[: len(at)]
+        else:
+            return
+        parts = [encoded.parts[name][at] for name in sorted(encoded.parts)]
+        group = (chunk.codec, rows.dtype, rows.shape[1])
+        waiting = self._waiting.setdefault(group, [])
+        waiting.append((rows, np.isin(at, encoded.escaped), *parts))
+        if sum(len(each[0]) for each in waiting) >= _batch_rows(group):
+            self._compare(group)
+
+    def _compare(self, group: _Group) -> None:
+        """Compares what waits of a group, in batches of one size."""
+        waiting, self._waiting[group] = self._waiting[group], []
+        if not waiting:
+            return
+        rows, exact, *parts = (
+            np.concatenate(each) for each in zip(*waiting, strict=True)
+        )
+        size = _batch_rows(group)
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            values = [padded(each[some], size) for each in (rows, *parts)]
+            with outside_mesh():
+                device = host_device()
+                made = _program(*group)(jax.device_put(values, device))
+            found = np.asarray(made)[: len(rows[some])]
+            # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
+            found = np.where(exact[some], np.float32(0), found)
+            self._errors.append(found[~np.isnan(found)])
+
+
+def _batch_rows(group: _Group) -> int:
+    _, dtype, width = group
+    return min(SMALL_ROWS, chunk_rows(width, dtype.itemsize))
+
+
+@functools.cache
+def _program(codec: Codec, dtype: np.dtype, width: int) -> Callable[..., jax.Array]:
+    """Errors of a batch, given rows and the parts of their codes in order of their names."""
+    parts = codec.parts(width, dtype)
+    names = sorted(parts)
+
+    def relative_errors(values: Sequence[jax.Array]) -> jax.Array:
+        coded = dict(zip(names, values[1:], strict=True))
+        read = codec.decode(coded, dim=width, dtype=dtype).astype(jnp.float32)
+        # XLA may drop the cast to a narrower dtype and back.
+        info = jnp.finfo(dtype)
+        read = lax.reduce_precision(read, info.nexp, info.nmant)
+        rows = values[0].astype(jnp.float32)
+        # In units of the greatest element no square overflows; of zeros the quotient is NaN.
+        unit = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
+        off = jnp.linalg.norm((rows - read) / unit, axis=1)
+        return off / jnp.linalg.norm(rows / unit, axis=1)
+
+    rows = _batch_rows((codec, dtype, width))
+    sharding = jax.sharding.SingleDeviceSharding(host_device())
+    shapes = [
+        jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding),
+        *(
+            jax.ShapeDtypeStruct(
+                (rows, parts[name].width), parts[name].dtype, sharding=sharding
+            )
+            for name in names
+        ),
+    ]
+    return jax.jit(relative_errors).lower(shapes).compile()
+
+
+def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:
+    """What comparing rows of this kind with what their codes read as needs."""
+    return _program, (codec, dtype, width)

@@ -1,9 +1,16 @@
-"""Reads slices of a one-dimensional array, and compares its chunks with what the manifest says."""
+"""One-dimensional zarr v3 arrays with crc32c: appended to by a save, read in slices by a restore.
+
+The checksum is the outermost codec: where chunks are compressed it is that of the compressed
+bytes, so nothing is handed to a decompressor that was not compared first. Chunks are written once,
+whole, from memory that nobody changes afterwards; those that are read are compared with what the
+manifest says.
+"""
 
 from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,23 +19,210 @@ import numpy as np
 import tensorstore as ts
 
 from cnr_jax import errors
-from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository.checked import means_damage
-from cnr_jax.repository.chunk_files import (
+from cnr_jax.format import names
+from cnr_jax.format.tiles import ArrayEntry, Compressed
+from cnr_jax.repository.checked import (
     CHUNK_BYTES,
     check_chunk_file,
+    chunk_length,
+    means_damage,
     numpy_dtype,
     stored_crc32c,
 )
-from cnr_jax.repository.files import AnyPath, is_local
-from cnr_jax.repository.store import context, spec_of
+from cnr_jax.repository.files import AnyPath, is_local, size_of
 
+# Least bytes of an array that is compressed. What says so takes about 100 bytes of metadata and
+# manifest, and zstd seldom gains 10 % of codes.
+COMPRESSED_LEAST_BYTES = 1 << 10
+# Level 1 takes in 0.6 GB/s a core of codes and gives out 0.55; `tests/benchmarks/entropy.py` has
+# others.
+_CODECS = {names.ZSTD: {"name": "zstd", "configuration": {"level": 1}}}
+# What zarr v3 calls zero where it is not a number.
+_ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
+# Chunks of one array in flight: one is written while the next is filled.
+_IN_FLIGHT = 3
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
 # Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
 # side by side.
 KEPT_BYTES = 192 << 20
+
+
+@functools.cache
+def context(cached: bool = True) -> ts.Context:
+    """Limits of our own, so that a save does not take all cores from training."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 8},
+            "data_copy_concurrency": {"limit": 2},
+            # The directory is private until Orbax renames it: no other writer exists.
+            "file_io_locking": {"mode": "none"},
+            # Neighbouring shards read the two halves of one chunk.
+            "cache_pool": {"total_bytes_limit": (128 << 20) if cached else 0},
+        }
+    )
+
+
+def spec_of(
+    path: AnyPath, dtype: str, length: int, chunk: int, compression: str | None = None
+) -> dict[str, Any]:
+    """What TensorStore has to know of an array to open it."""
+    where = os.fspath(path)
+    store: str | dict[str, str] = where if where.endswith("/") else f"{where}/"
+    if is_local(path):
+        store = {"driver": "file", "path": f"{os.path.abspath(where)}/"}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [chunk]}}
+    metadata = {
+        "shape": [length],
+        "data_type": dtype,
+        "chunk_grid": grid,
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": _ZEROS.get(dtype, 0),
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            *([_CODECS[compression]] if compression is not None else []),
+            {"name": "crc32c"},
+        ],
+    }
+    return {
+        "driver": "zarr3",
+        "kvstore": store,
+        "metadata": metadata,
+        # A missing chunk is an error, never a chunk of zeros; so zeros must be written.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+class ArrayWriter:
+    """Appends to one array; `finish` makes it durable and describes it.
+
+    Args:
+        path: directory of the array.
+        dtype: dtype of its elements.
+        length: elements that will be appended, or the most there can be where `exact` is
+            False. An inexact array has chunks of a quarter of `CHUNK_BYTES`, because nothing
+            may come, and is cut at the end.
+        compression: how chunks are compressed; None: not. Nor is an array that is too short
+            for it to pay.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath,
+        dtype: str,
+        length: int,
+        *,
+        exact: bool = True,
+        compression: str | None = None,
+    ) -> None:
+        self._path, self._dtype, self._length = path, dtype, length
+        self._exact, self._compression = exact, compression
+        self._item = numpy_dtype(dtype)
+        limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
+        if exact:
+            self._chunk = chunk_length(length, self._item.itemsize, limit)
+        else:
+            self._chunk = max(1, min(length, limit // self._item.itemsize))
+        self._buffer = np.empty(self._chunk, self._item)
+        self._filled = 0
+        self._written = 0
+        self._store: ts.TensorStore | None = None
+        self._pending: collections.deque[ts.WriteFutures] = collections.deque()
+
+    @property
+    def position(self) -> int:
+        """Elements appended so far: the offset of what is appended next."""
+        return self._written + self._filled
+
+    def append(self, values: np.ndarray) -> None:
+        """Appends a copy of `values`, flattened; they must have the array's dtype."""
+        flat = np.ascontiguousarray(values).reshape(-1)
+        if flat.dtype != self._item:
+            raise TypeError(f"{self._path.name}: got {flat.dtype}, not {self._item}")
+        start = 0
+        while start < flat.size:
+            count = min(flat.size - start, self._chunk - self._filled)
+            self._buffer[self._filled : self._filled + count] = flat[
+                start : start + count
+            ]
+            self._filled += count
+            start += count
+            if self._filled == self._chunk:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._store is None:
+            self._store = self._create(self._length)
+        stop = self._written + self._filled
+        write = self._store[self._written : stop].write(
+            self._buffer[: self._filled], can_reference_source_data_indefinitely=True
+        )
+        self._pending.append(write)
+        while len(self._pending) > _IN_FLIGHT:
+            self._pending.popleft().commit.result()
+        self._written = stop
+        # A new buffer: TensorStore still refers to the old one.
+        self._buffer = np.empty(self._chunk, self._item)
+        self._filled = 0
+
+    def _create(self, length: int) -> ts.TensorStore:
+        if length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
+            self._compression = None
+        spec = spec_of(self._path, self._dtype, length, self._chunk, self._compression)
+        return ts.open(spec, create=True, context=context()).result()
+
+    def finish(self) -> ArrayEntry | None:
+        """Waits until everything is on storage.
+
+        Returns:
+            The array's entry for the process manifest; None when nothing was appended, and
+            then nothing was written.
+        """
+        if self._store is None and self._filled and not self._exact:
+            self._length = self._chunk = self._filled
+        if self._filled:
+            self._flush()
+        if self._store is None:
+            return None
+        while self._pending:
+            self._pending.popleft().commit.result()
+        if self._exact and self._written != self._length:
+            raise RuntimeError(
+                f"{self._path.name}: {self._written} of {self._length} were appended"
+            )
+        if self._written < self._length:
+            self._store.resize(
+                exclusive_max=[self._written],
+                resize_metadata_only=True,
+                shrink_only=True,
+            ).result()
+        self._store = None
+        return self._describe()
+
+    def stop(self) -> None:
+        """Waits until nothing is being written, and frees what was to be."""
+        while self._pending:
+            self._pending.popleft().commit.exception()
+        self._store, self._buffer = None, np.empty(0, self._item)
+
+    def _describe(self) -> ArrayEntry:
+        metadata = (self._path / "zarr.json").read_bytes()
+        chunks = range(-(-self._written // self._chunk))
+        compressed = None
+        if self._compression is not None:
+            sizes = tuple(size_of(self._path / "c" / str(i)) for i in chunks)
+            compressed = Compressed(codec=self._compression, bytes=sizes)
+        return ArrayEntry(
+            dtype=self._dtype,
+            length=self._written,
+            chunk=self._chunk,
+            metadata_bytes=len(metadata),
+            metadata_sha256=hashlib.sha256(metadata).hexdigest(),
+            crc32c=tuple(stored_crc32c(self._path, i) for i in chunks),
+            compressed=compressed,
+        )
 
 
 class KeptChunks:
