@@ -22,15 +22,16 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.tiles import ArrayEntry, Compressed
 from cnr_jax.repository.checked import (
-    CHUNK_BYTES,
     check_chunk_file,
-    chunk_length,
     means_damage,
     numpy_dtype,
     stored_crc32c,
 )
 from cnr_jax.repository.files import AnyPath, is_local, size_of
 
+# Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
+# tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
+CHUNK_BYTES = 16 << 20
 # Least bytes of an array that is compressed. What says so takes about 100 bytes of metadata and
 # manifest, and zstd seldom gains 10 % of codes.
 COMPRESSED_LEAST_BYTES = 1 << 10
@@ -93,6 +94,20 @@ def spec_of(
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
+
+
+def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
+    """Elements of a chunk: chunks of equal size, padded by less than an element each.
+
+    zarr stores the last chunk of a regular grid whole; with a fixed chunk size an array just
+    over the limit would take twice its bytes.
+
+    Example:
+        >>> chunk_length(17, 1, limit_bytes=16)
+        9
+    """
+    chunks = -(-length * itemsize // limit_bytes)
+    return max(1, -(-length // max(1, chunks)))
 
 
 class ArrayWriter:
@@ -260,51 +275,6 @@ class KeptChunks:
         return found
 
 
-class Reading:
-    """Elements that are being read; their chunks are compared with their checksums.
-
-    Args:
-        future: of the read; None if they are at hand.
-        out: where they go; None: what the future gives.
-        path: of the array.
-        span: first element, and the one after the last.
-        check: compares the chunks with the manifest, once they were read.
-    """
-
-    def __init__(
-        self,
-        future: ts.Future[Any] | ts.WriteFutures | None,
-        out: np.ndarray | None,
-        path: str = "",
-        span: tuple[int, int] = (0, 0),
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self._future, self._out = future, out
-        self._path, self._span, self._check = path, span, check
-
-    def result(self) -> np.ndarray:
-        """Waits for them.
-
-        Raises:
-            IntegrityError: if a chunk is missing or damaged.
-        """
-        try:
-            found = None if self._future is None else self._future.result()
-        except ValueError as error:
-            if not means_damage(error):
-                raise
-            text = str(error).splitlines()[0][:300]
-            start, stop = self._span
-            raise errors.IntegrityError(
-                f"{self._path} is damaged in elements {start} to {stop}\n  {text}",
-                kind="data_damaged",
-                path=self._path,
-            ) from error
-        if self._check is not None:
-            self._check()
-        return self._out if self._out is not None else np.asarray(found)
-
-
 class ArrayReader:
     """Reads slices of an array that a process manifest describes.
 
@@ -342,51 +312,57 @@ class ArrayReader:
         ).result()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop`, checked.
+        """Elements `start` to `stop`, checked; not to be written to. Raises as `start` does."""
+        return self.start(start, stop)()
 
-        Raises:
-            IntegrityError: if a chunk is missing, damaged or not the one of this array.
-            FormatError: if the slice is not inside the array.
+    def start(
+        self, start: int, stop: int, out: np.ndarray | None = None
+    ) -> Callable[[], np.ndarray]:
+        """Starts to read elements `start` to `stop`.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            out: where they go, `[stop - start]` of the array's dtype; None: an array of their
+                own, not to be written to.
 
         Returns:
-            The elements; not to be written to.
-        """
-        return self.start(start, stop).result()
-
-    def small(self, start: int, stop: int) -> np.ndarray | None:
-        """Elements `start` to `stop`, checked, where they are few; else None.
+            What waits for them and returns them; it raises IntegrityError as this does.
 
         Raises:
             IntegrityError: if a chunk is missing, damaged or not the one of this array.
             FormatError: if the slice is not inside the array.
         """
         if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
-            return None
+            return self._start(start, stop, out)
+        found = self._small(start, stop)
+        if out is not None:
+            out[...] = found
+        return lambda: found if out is None else out
+
+    def _small(self, start: int, stop: int) -> np.ndarray:
+        """A few elements, cut from whole chunks."""
         self.check_stored(start, stop)
         if start == stop:
             return np.empty(0, self._dtype)
         size = self._entry.chunk
-        first, last = start // size, (stop - 1) // size
         found = [
-            self._kept.get(self, i, self._whole)[
+            self._kept.get(self, i, self.chunk)[
                 max(0, start - i * size) : stop - i * size
             ]
-            for i in range(first, last + 1)
+            for i in range(start // size, (stop - 1) // size + 1)
         ]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def check_chunk(self, chunk: int) -> None:
-        """Reads a chunk from storage, to check it and for nothing else; from any thread.
+    def chunk(self, chunk: int) -> np.ndarray:
+        """A whole chunk, read from storage and checked; from any thread.
 
         Raises:
             IntegrityError: if it is missing, damaged or not the one of this array.
         """
-        self._whole(chunk)
-
-    def _whole(self, chunk: int) -> np.ndarray:
         start = chunk * self._entry.chunk
         stop = min(start + self._entry.chunk, self._entry.length)
-        return self._start(start, stop, None).result()
+        return self._start(start, stop, None)()
 
     def check_stored(self, start: int, stop: int) -> None:
         """Checks that files of the right sizes are there for elements `start` to `stop`.
@@ -395,7 +371,13 @@ class ArrayReader:
             IntegrityError: if a file is missing, is none, or is too small.
             FormatError: if the slice is not inside the array.
         """
-        self._check_bounds(start, stop)
+        if not 0 <= start <= stop <= self._entry.length:
+            where = os.fspath(self._path)
+            raise errors.FormatError(
+                f"{where}: elements {start} to {stop} are outside the array of"
+                f" {self._entry.length}",
+                path=where,
+            )
         size = self._entry.chunk
         for chunk in range(start // size, -(-stop // size)):
             if chunk not in self._stored:
@@ -406,46 +388,15 @@ class ArrayReader:
                     check_chunk_file(self._path, self._entry, chunk)
                 self._stored.add(chunk)
 
-    def _check_bounds(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self._entry.length:
-            raise errors.FormatError(
-                f"{os.fspath(self._path)}: elements {start} to {stop} are outside"
-                f" the array of {self._entry.length}",
-                path=os.fspath(self._path),
-            )
-
-    def start(self, start: int, stop: int, out: np.ndarray | None = None) -> Reading:
-        """Starts to read elements `start` to `stop`.
-
-        Args:
-            start: first element.
-            stop: the one after the last.
-            out: where they go, `[stop - start]` of the array's dtype; None: an array of their
-                own.
-
-        Raises:
-            IntegrityError: if a chunk is missing or not the one of this array.
-            FormatError: if the slice is not inside the array.
-        """
-        self._check_bounds(start, stop)
-        found = self.small(start, stop)
-        if found is None:
-            return self._start(start, stop, out)
-        if out is not None:
-            out[...] = found
-        return Reading(None, found if out is None else out)
-
-    def _start(self, start: int, stop: int, out: np.ndarray | None) -> Reading:
-        check = None
+    def _start(
+        self, start: int, stop: int, out: np.ndarray | None
+    ) -> Callable[[], np.ndarray]:
         self.check_stored(start, stop)
-        if self._verify:
-            chunks = range(
-                start // self._entry.chunk, (stop - 1) // self._entry.chunk + 1
-            )
-            # Before, so that nothing is read in vain; and after, because a file may have
-            # been replaced in between.
-            self._check(chunks)
-            check = functools.partial(self._check, chunks)
+        size = self._entry.chunk
+        chunks = range(start // size, (stop - 1) // size + 1)
+        # Before, so that nothing is read in vain; and after, because a file may have been
+        # replaced in between.
+        self._check(chunks)
         source = self._store[start:stop]
         future: ts.Future[Any] | ts.WriteFutures
         if out is None:
@@ -453,16 +404,32 @@ class ArrayReader:
         else:
             target = ts.array(out, copy=False, write=True, context=context())
             future = target.write(source.translate_to[0])
-        return Reading(future, out, os.fspath(self._path), (start, stop), check)
+
+        def result() -> np.ndarray:
+            try:
+                found = future.result()
+            except ValueError as error:
+                if not means_damage(error):
+                    raise
+                where, text = os.fspath(self._path), str(error).splitlines()[0][:300]
+                raise errors.IntegrityError(
+                    f"{where} is damaged in elements {start} to {stop}\n  {text}",
+                    kind="data_damaged",
+                    path=where,
+                ) from error
+            self._check(chunks)
+            return np.asarray(found) if out is None else out
+
+        return result
 
     def _check(self, chunks: range) -> None:
-        for chunk in chunks:
+        """Compares the checksums of chunks with the manifest's, if that is wanted."""
+        for chunk in chunks if self._verify else ():
             got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
             if got != expected:
-                where = os.fspath(self._path / "c" / str(chunk))
                 raise errors.IntegrityError(
                     f"chunk {chunk} of {os.fspath(self._path)} is not the one that was"
                     f" saved\n  got crc32c {got:08x}, expected {expected:08x}",
                     kind="foreign_chunk",
-                    path=where,
+                    path=os.fspath(self._path / "c" / str(chunk)),
                 )

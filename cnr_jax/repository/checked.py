@@ -59,9 +59,6 @@ _NO_DAMAGE = (
     "CANCELLED",
     "ABORTED",
 )
-# Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
-# tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
-CHUNK_BYTES = 16 << 20
 # Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
 _ZSTD_MOST = 1 << 15
 
@@ -346,20 +343,6 @@ def numpy_dtype(name: str) -> np.dtype:
         return np.dtype(name)
     except TypeError as error:
         raise errors.FormatError(f"dtype {name!r} is not known") from error
-
-
-def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
-    """Elements of a chunk: chunks of equal size, padded by less than an element each.
-
-    zarr stores the last chunk of a regular grid whole; with a fixed chunk size an array just
-    over the limit would take twice its bytes.
-
-    Example:
-        >>> chunk_length(17, 1, limit_bytes=16)
-        9
-    """
-    chunks = -(-length * itemsize // limit_bytes)
-    return max(1, -(-length // max(1, chunks)))
 
 
 def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:

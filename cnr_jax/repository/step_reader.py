@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.tiles import RowIds, Segment, Tile
-from cnr_jax.repository.arrays import ArrayReader, KeptChunks, Reading
+from cnr_jax.repository.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.checked import (
     Seal,
     about,
@@ -171,31 +171,8 @@ class StepReader:
                 self._codecs[key] = codec_from(named.name, named.configuration)
         return self._codecs[key]
 
-    def read(self, process: int, array: str, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop` of an array of one process, checked."""
-        return self._array(process, array).read(start, stop)
-
-    def start(
-        self,
-        process: int,
-        array: str,
-        start: int,
-        stop: int,
-        out: np.ndarray | None = None,
-    ) -> Reading:
-        """Starts to read elements of an array of one process; see `ArrayReader.start`."""
-        return self._array(process, array).start(start, stop, out)
-
-    def check_stored(self, process: int, array: str, start: int, stop: int) -> None:
-        """Checks, before room is made for elements, that the files are there they come from.
-
-        Raises:
-            IntegrityError: if a file is missing, is none, or is too small.
-            FormatError: if the elements are not inside the array.
-        """
-        self._array(process, array).check_stored(start, stop)
-
-    def _array(self, process: int, array: str) -> ArrayReader:
+    def array(self, process: int, array: str) -> ArrayReader:
+        """Reads an array of one process."""
         key = (process, array)
         if key not in self._arrays:
             entry = self.processes[process].arrays[array]
@@ -238,7 +215,7 @@ class StepReader:
         data = np.empty(0, np.uint8)
         if ids.bytes:
             stop = ids.offset + ids.bytes
-            data = self.read(process, names.ROW_IDS_ARRAY, ids.offset, stop)
+            data = self.array(process, names.ROW_IDS_ARRAY).read(ids.offset, stop)
         try:
             if ids.form == "all" and ids.count == rows and not ids.bytes:
                 return None  # every row, without a list of them

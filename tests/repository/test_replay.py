@@ -131,7 +131,7 @@ def put(reader: StepReader, process: int, tile: Any, segment: Any, out: Any) -> 
     for name, part in codec.parts(tile.width, out.dtype).items():
         ref = segment.parts[name]
         last = ref.offset + len(positions) * part.width
-        values = reader.read(process, ref.array, ref.offset, last)
+        values = reader.array(process, ref.array).read(ref.offset, last)
         values = values.reshape(-1, part.width)
         # Always as many rows: another number of them would be compiled anew.
         padding = ((0, MOST_ROWS - len(values)), (0, 0))

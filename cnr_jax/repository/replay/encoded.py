@@ -299,7 +299,7 @@ def _check_stored(
     for name, part in stored.parts.items():
         ref = part_ref(reader, process, segment, name, part)
         start, stop = (ref.offset + row * part.width for row in (first, last))
-        reader.check_stored(process, ref.array, start, stop)
+        reader.array(process, ref.array).check_stored(start, stop)
 
 
 @functools.lru_cache(maxsize=1024)

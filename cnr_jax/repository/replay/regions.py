@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from cnr_jax.format.tiles import Box
-from cnr_jax.repository.arrays import Reading
 from cnr_jax.repository.replay.encoded import (
     Encoding,
     Held,
@@ -250,7 +249,7 @@ class _Owners:
 class Job:
     """A block of encoded rows on its way to where they belong."""
 
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, Callable[[], np.ndarray]]
     parts: Mapping[str, np.ndarray]
     nbytes: int
     held: Held
@@ -260,7 +259,7 @@ class Job:
     def finish(self) -> None:
         """Waits until it is read, and puts it in place."""
         for name, reading in self.readings.items():
-            values = reading.result()
+            values = reading()
             if self.pick is None:
                 continue  # it was read to where it belongs
             target = self.parts[name]
@@ -315,14 +314,13 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
     for start, stop, pick, at in _blocks(held.index, held.at, step):
         if not direct and not isinstance(at, slice):
             pick, at = _kept(pick, at)
-        readings: dict[str, Reading] = {}
+        readings: dict[str, Callable[[], np.ndarray]] = {}
         for name, part in held.stored.parts.items():
             ref = part_ref(held.reader, held.process, held.segment, name, part)
             first, last = (ref.offset + row * part.width for row in (start, stop))
             out = parts[name][at].reshape(-1) if direct else None
-            readings[name] = held.reader.start(
-                held.process, ref.array, first, last, out
-            )
+            array = held.reader.array(held.process, ref.array)
+            readings[name] = array.start(first, last, out)
         nbytes = (stop - start) * row_bytes
         yield Job(readings, parts, nbytes, held, None if direct else pick, at)
 

@@ -171,7 +171,7 @@ def _check_chunk(
             from cnr_jax.repository.arrays import ArrayReader
 
             readers.append(ArrayReader(array, entry, cached=False))
-        readers[0].check_chunk(chunk)
+        readers[0].chunk(chunk)
 
 
 def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> None:
