@@ -219,18 +219,15 @@ def _field_names(kind: type) -> tuple[str, ...]:
 def to_json(value: Any) -> Any:
     """JSON form of the dataclasses of this package: tuples as lists, nothing left out."""
     kind = cast("type[Any]", type(value))
-    # Told by type where it can be: a thousand tables on eight devices are 700,000 values.
-    if kind in _PLAIN:
-        return value
-    if kind is tuple:
-        return [to_json(item) for item in value]
     if dataclasses.is_dataclass(kind):
-        return {name: to_json(getattr(value, name)) for name in _field_names(kind)}
+        value = {name: getattr(value, name) for name in _field_names(kind)}
+    # Nearly all is plain, and left as it is: a thousand tables on eight devices are 700,000 values.
     if isinstance(value, Mapping):
-        items = cast("Mapping[str, object]", value)
-        return {key: to_json(item) for key, item in items.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [to_json(item) for item in cast("Sequence[object]", value)]
+        items = cast("Mapping[str, object]", value).items()
+        return {key: x if type(x) in _PLAIN else to_json(x) for key, x in items}
+    if isinstance(value, list | tuple):
+        items = cast("Sequence[object]", value)
+        return [x if type(x) in _PLAIN else to_json(x) for x in items]
     return value
 
 
@@ -270,6 +267,7 @@ def load(data: bytes, where: str) -> Manifest:
 
 def _read_manifest(fields: Fields) -> Manifest:
     kind = fields.text("kind", choices=("full", "delta"))
+    totals = fields.child("totals")
     return Manifest(
         uuid=fields.hexadecimal("uuid", 32),
         step=fields.integer("step"),
@@ -286,7 +284,7 @@ def _read_manifest(fields: Fields) -> Manifest:
             fields, "dense_leaves", _read_dense_leaf, lambda leaf: leaf.kind == "text"
         ),
         tables=read_alike(fields, "tables", _read_table),
-        totals=_read_totals(fields.child("totals")),
+        totals=Totals(**{name: totals.integer(name) for name in _field_names(Totals)}),
         policy=fields.text("policy"),
         reason=fields.text("reason"),
         history=fields.objects("history", _read_history, _quick_history),
@@ -426,7 +424,3 @@ def _history_entry(
     return HistoryEntry(
         step=step, kind=kind, bytes=size, rows=rows, secs=secs, saves=saves
     )
-
-
-def _read_totals(fields: Fields) -> Totals:
-    return Totals(**{name: fields.integer(name) for name in _field_names(Totals)})

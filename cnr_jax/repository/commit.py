@@ -22,7 +22,7 @@ from cnr_jax.format.manifest import (
     bounded_history,
     dump,
 )
-from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
+from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
 from cnr_jax.repository.checked import check_dense_index, file_bytes
 from cnr_jax.repository.files import (
     AnyPath,
@@ -203,8 +203,11 @@ def _totals(
     digests: tuple[FileDigest, ...],
     dense_files: tuple[FileDigest, ...],
 ) -> Totals:
+    # Whole chunks, a checksum each, and `zarr.json`.
     arrays = sum(
-        array_bytes(entry) for process in processes for entry in process.arrays.values()
+        sum(file_bytes(entry)) + entry.metadata_bytes
+        for process in processes
+        for entry in process.arrays.values()
     )
     slots = sum(process.slot_bytes for process in processes)
     return Totals(
@@ -229,11 +232,6 @@ def _history(
         secs=round(time.perf_counter() - started_secs, 6),
     )
     return bounded_history((*plan.history, saved))
-
-
-def array_bytes(entry: ArrayEntry) -> int:
-    """Bytes of an array's files: whole chunks, a checksum each, and `zarr.json`."""
-    return sum(file_bytes(entry)) + entry.metadata_bytes
 
 
 def _rows(process: ProcessManifest) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format import names, rowids
-from cnr_jax.format.manifest import Manifest, TableEntry
+from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
 from cnr_jax.repository.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.checked import (
@@ -29,7 +29,7 @@ from cnr_jax.repository.checked import (
 )
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.step import read_processes, resolve_chain, without_collections
-from cnr_jax.rows.codecs import Codec, codec_from
+from cnr_jax.rows.codecs import Codec, Part, codec_from
 
 
 def open_chain(
@@ -65,15 +65,15 @@ class StepReader:
         manifest: as `read_manifest` returned it.
         verify: whether chunks are compared with the checksums in the manifest.
         kept: holds chunks that small slices are cut from.
+
+    Attributes:
+        tables: by name.
+        dtypes: in which leaves were saved, by table and leaf.
+        processes: what each process has written.
     """
 
     def __init__(
-        self,
-        directory: AnyPath,
-        manifest: Manifest,
-        *,
-        verify: bool,
-        kept: KeptChunks,
+        self, directory: AnyPath, manifest: Manifest, *, verify: bool, kept: KeptChunks
     ) -> None:
         self.directory = directory
         self.manifest = manifest
@@ -82,7 +82,7 @@ class StepReader:
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
         self._codecs: dict[tuple[int, int], Codec] = {}
-        self._dtypes = {
+        self.dtypes = {
             (entry.name, leaf.name): numpy_dtype(leaf.dtype)
             for entry in manifest.tables
             for leaf in entry.leaves
@@ -110,10 +110,8 @@ class StepReader:
         check_dense_index(self.manifest.dense_leaves, files, self.directory)
         return sealed(self.directory, names.DENSE, files)
 
-    def tiles(
-        self, table: TableEntry, leaf: str | None = None
-    ) -> list[tuple[int, Tile]]:
-        """Tiles of a table, or of one leaf of it, each with the process that wrote it.
+    def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
+        """Tiles of a leaf, each with the process that wrote it.
 
         Neighbours are joined where they can be, so these are not those of the manifests; but
         they hold the same rows in the same places.
@@ -121,14 +119,10 @@ class StepReader:
         Raises:
             FormatError: if a codec is not known.
         """
-        names = [x.name for x in table.leaves] if leaf is None else [leaf]
-        found: list[tuple[int, Tile]] = []
-        for name in names:
-            key = (table.name, name)
-            if key not in self._joined:
-                self._joined[key] = list(self._join(key))
-            found += self._joined[key]
-        return found
+        key = (table, leaf)
+        if key not in self._joined:
+            self._joined[key] = list(self._join(key))
+        return self._joined[key]
 
     def _join(self, key: tuple[str, str]) -> Iterator[tuple[int, Tile]]:
         by_process = itertools.groupby(self._tiles[key], key=lambda each: each[0])
@@ -141,7 +135,7 @@ class StepReader:
             widths: Mapping[str, int] = {}
             if segment is not None:
                 codec = self.codec(process, segment.codec)
-                widths = widths_of(codec, tiles[0].width, self._dtypes[key])
+                widths = widths_of(codec, tiles[0].width, self.dtypes[key])
             for run in runs(tiles, self.processes[process].row_ids, widths):
                 if len(run) == 1:
                     yield process, run[0]
@@ -153,10 +147,6 @@ class StepReader:
                 if index == new:
                     self._joined_ids.append(ids)
                 yield process, as_one(run, index)
-
-    def dtype(self, table: str, leaf: str) -> np.dtype:
-        """The dtype in which a leaf was saved."""
-        return self._dtypes[table, leaf]
 
     def codec(self, process: int, index: int) -> Codec:
         """A codec that a process manifest lists.
@@ -170,6 +160,26 @@ class StepReader:
             with about(self.directory / names.process_manifest(process)):
                 self._codecs[key] = codec_from(named.name, named.configuration)
         return self._codecs[key]
+
+    def part(
+        self, process: int, segment: Segment, name: str, part: Part
+    ) -> tuple[ArrayReader, int]:
+        """The array that a part of a segment is in, and the element at which it begins.
+
+        Raises:
+            FormatError: if the segment has no such part, or it is of another dtype.
+        """
+        ref = segment.parts.get(name)
+        arrays = self.processes[process].arrays
+        if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
+            got = "nothing" if ref is None else f"array {ref.array}"
+            where = os.fspath(self.directory)
+            raise errors.FormatError(
+                f"{where}: part {name!r} of a segment does not fit its codec\n"
+                f"  got {got}, expected {part.dtype}",
+                path=where,
+            )
+        return self.array(process, ref.array), ref.offset
 
     def array(self, process: int, array: str) -> ArrayReader:
         """Reads an array of one process."""

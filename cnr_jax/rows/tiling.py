@@ -108,6 +108,7 @@ def own_tiles(
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def boxes_of(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> Mapping[Box, tuple[jax.Device, ...]]:
@@ -118,13 +119,6 @@ def boxes_of(
         >>> [box for box in boxes_of(sharding, (4, 2))]
         [((0, 4), (0, 2))]
     """
-    return _boxes_of(sharding, tuple(shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _boxes_of(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> Mapping[Box, tuple[jax.Device, ...]]:
     found: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         bounds = (

@@ -282,7 +282,7 @@ def test_a_row_is_read_from_the_newest_checkpoint_that_holds_it(root: Path) -> N
     leaf = regions.WantedLeaf(
         chain, "user", "table", target, np.dtype(np.float32), np.dtype(np.float32)
     )
-    merged = regions.merge(leaf.held(box), entry.rows, leaf.empty(box))
+    merged = leaf.merged(box)
     rows = np.concatenate([patch.rows for patch in merged.patches])
     assert len(set(rows.tolist())) == len(rows) < entry.rows
     kinds = {dataclasses.astuple(patch.encoding) for patch in merged.patches}

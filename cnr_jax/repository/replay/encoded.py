@@ -8,15 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cnr_jax import errors
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.format.tiles import Box, PartRef, Segment, Tile
-from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.format.tiles import Box, Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw
 from cnr_jax.state.layouts import RowLayout, layout_from
@@ -109,7 +106,7 @@ def split_columns(
     """
     cuts = [{start, stop} for start, stop in box[1:]]
     for reader in chain:
-        for _, tile in reader.tiles(reader.tables[table], leaf):
+        for _, tile in reader.tiles(table, leaf):
             for found, (a, b), (c, d) in zip(cuts, tile.box[1:], box[1:], strict=True):
                 found.update(cut for cut in (a, b) if c < cut < d)
     runs = [itertools.pairwise(sorted(found)) for found in cuts]
@@ -237,10 +234,9 @@ def held_rows(
     """What a chain holds of a region, in the order in which it applies."""
     found: list[Held] = []
     for reader in chain:
-        entry = reader.tables[table]
-        dtype = reader.dtype(table, leaf)
-        place = placement(entry, target)
-        for process, tile in reader.tiles(entry, leaf):
+        dtype = reader.dtypes[table, leaf]
+        place = placement(reader.tables[table], target)
+        for process, tile in reader.tiles(table, leaf):
             columns = shared_columns(tile.box[1:], box[1:])
             if columns is None:
                 continue
@@ -267,26 +263,6 @@ def held_rows(
     return tuple(found)
 
 
-def part_ref(
-    reader: StepReader, process: int, segment: Segment, name: str, part: Part
-) -> PartRef:
-    """Where a part of a segment lies.
-
-    Raises:
-        FormatError: if the segment has no such part, or it is of another dtype.
-    """
-    ref = segment.parts.get(name)
-    arrays = reader.processes[process].arrays
-    if ref is None or numpy_dtype(arrays[ref.array].dtype) != part.dtype:
-        got = "nothing" if ref is None else f"array {ref.array}"
-        raise errors.FormatError(
-            f"{os.fspath(reader.directory)}: part {name!r} of a segment does not fit"
-            f" its codec\n  got {got}, expected {part.dtype}",
-            path=os.fspath(reader.directory),
-        )
-    return ref
-
-
 def _check_stored(
     reader: StepReader,
     process: int,
@@ -297,9 +273,8 @@ def _check_stored(
 ) -> None:
     """Checks that rows `first` to `last` of a segment are stored, before room is made for them."""
     for name, part in stored.parts.items():
-        ref = part_ref(reader, process, segment, name, part)
-        start, stop = (ref.offset + row * part.width for row in (first, last))
-        reader.array(process, ref.array).check_stored(start, stop)
+        array, offset = reader.part(process, segment, name, part)
+        array.check_stored(offset + first * part.width, offset + last * part.width)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -79,7 +79,7 @@ def restore_leaves(
             name,
             target,
             np.dtype(abstract.dtype),
-            chain[0].dtype(table, name),
+            chain[0].dtypes[table, name],
         )
         for table, name, target, abstract in wanted
     ]
@@ -112,7 +112,9 @@ def _restore_large(wanted: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> jax.Ar
     large: dict[tuple[object, ...], list[tuple[jax.Device, Region]]] = {}
     for box, devices in local_boxes(sharding, abstract.shape).items():
         region = region_of(wanted, box)
-        if _on_host(region, devices[0]):
+        raw = isinstance(region.encodings[0].codec, Raw)
+        if _is_host(devices[0]) and (raw or len(region.pieces) > 1):
+            # No program could return them at once.
             rows = _host_region(wanted, region)
             arrays |= {device: jax.device_put(rows, device) for device in devices}
         else:
@@ -122,13 +124,6 @@ def _restore_large(wanted: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> jax.Ar
         for batch in _batches(group):
             arrays |= _decoded(wanted, batch)
     return global_array(abstract.shape, sharding, arrays)
-
-
-def _on_host(region: Region, device: jax.Device) -> bool:
-    """Whether a large region is decoded on the host: no program could return it at once."""
-    if not _is_host(device):
-        return False
-    return len(region.pieces) > 1 or isinstance(region.encodings[0].codec, Raw)
 
 
 def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
@@ -172,16 +167,23 @@ def _decoded(
     leaf: WantedLeaf, batch: list[tuple[jax.Device, Region]]
 ) -> dict[jax.Device, jax.Array]:
     """Decodes a region on each device of a batch, slab by slab."""
-    devices = [device for device, _ in batch]
+    devices = tuple(device for device, _ in batch)
     region = batch[0][1]
     shape = shape_of(region.box)
-    steps = list(_steps(region, devices[0]))
+    # Piece, first row and number of rows. Slabs of a piece are of one size, so that one program
+    # decodes them; the last two may overlap.
+    steps = [
+        (piece, min(start, region.rows - size), size)
+        for piece in range(len(region.pieces))
+        for size in [_slab(region, piece, devices[0])]
+        for start in range(0, region.rows, size)
+    ]
     whole = len(steps) == 1
     into = None if whole else shape
-    out = None if whole else on_device.zeros(devices, shape, leaf.dtype)
+    out = None if whole else on_device.zeros(devices, shape, leaf.dtype)()
     for piece, start, rows in steps:
         guess = on_device.ProgramKey(
-            tuple(devices), region.encodings[piece], rows, (), leaf.dtype, into
+            devices, region.encodings[piece], rows, (), leaf.dtype, into
         )
         on_device.prepare(guess)
         merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
@@ -194,19 +196,6 @@ def _decoded(
         out = on_device.run(program, merged, out, at)
     assert out is not None
     return {shard.device: shard.data for shard in out.addressable_shards}
-
-
-def _steps(region: Region, device: jax.Device) -> Iterator[tuple[int, int, int]]:
-    """Slabs of a region: piece, first row and number of rows.
-
-    Those of a piece are of one size, so that one program decodes them; the last two may
-    overlap.
-    """
-    rows = region.rows
-    for piece in range(len(region.pieces)):
-        size = _slab(region, piece, device)
-        for start in range(0, rows, size):
-            yield piece, min(start, rows - size), size
 
 
 def _merged(
@@ -271,12 +260,13 @@ def _rows_in(
     entry = reader.tables[table]
     place = placement(entry, target)
     done: set[tuple[int, tuple[int, int], int]] = set()
-    for process, tile in reader.tiles(entry):
-        for segment in tile.segments:
-            key = (process, tile.box[0], segment.row_ids)
-            if key not in done:
-                done.add(key)
-                yield overlap(reader, process, tile, segment, place, rows)[1]
+    for leaf in entry.leaves:
+        for process, tile in reader.tiles(table, leaf.name):
+            for segment in tile.segments:
+                key = (process, tile.box[0], segment.row_ids)
+                if key not in done:
+                    done.add(key)
+                    yield overlap(reader, process, tile, segment, place, rows)[1]
 
 
 def restore_small(
@@ -356,19 +346,13 @@ def placed(
         if each.sharding.is_fully_addressable:
             whole[i] = next(iter(found.values()))
         else:
-            arrays[i] = _placed(each.shape, each.sharding, found)
+            shards = {
+                device: jax.device_put(found[box], device)
+                for box, devices in local_boxes(each.sharding, each.shape).items()
+                for device in devices
+            }
+            arrays[i] = global_array(each.shape, each.sharding, shards)
     # In one call: calls cost more than small arrays do.
     put = jax.device_put(whole, {i: abstract[i].sharding for i in whole})
     arrays.update(put)
     return [arrays[i] for i in range(len(arrays))]
-
-
-def _placed(
-    shape: tuple[int, ...], sharding: Sharding, regions: Mapping[Box, np.ndarray]
-) -> jax.Array:
-    arrays = {
-        device: jax.device_put(regions[box], device)
-        for box, devices in local_boxes(sharding, shape).items()
-        for device in devices
-    }
-    return global_array(shape, sharding, arrays)

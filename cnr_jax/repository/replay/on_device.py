@@ -51,7 +51,7 @@ class ProgramKey:
 
 
 def program_for(
-    devices: Sequence[jax.Device],
+    devices: tuple[jax.Device, ...],
     merged: Sequence[Merged],
     rows: int,
     dtype: np.dtype,
@@ -65,7 +65,7 @@ def program_for(
                 room.get(patch.encoding, 0), _room(len(patch.rows))
             )
     patches = tuple(sorted(room.items(), key=repr))
-    return ProgramKey(tuple(devices), merged[0].encoding, rows, patches, dtype, into)
+    return ProgramKey(devices, merged[0].encoding, rows, patches, dtype, into)
 
 
 def _room(rows: int) -> int:
@@ -208,17 +208,11 @@ def _put_patch(
     return put(indices), parts
 
 
-def zeros(
-    devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-    """Regions of zeros, one on each device, one after the other."""
-    return _zeros(tuple(devices), tuple(shape), np.dtype(dtype))()
-
-
 @functools.lru_cache(maxsize=256)
-def _zeros(
+def zeros(
     devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype
 ) -> Any:
+    """A program that makes regions of zeros, one on each device, one after the other."""
     sharding = NamedSharding(Mesh(np.array(devices), ("region",)), P("region"))
     whole = (len(devices) * shape[0], *shape[1:])
     make = functools.partial(jnp.zeros, whole, dtype)

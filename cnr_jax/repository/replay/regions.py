@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -26,7 +27,6 @@ from cnr_jax.repository.replay.encoded import (
     Target,
     as_array,
     held_rows,
-    part_ref,
     picked,
     split_columns,
 )
@@ -41,7 +41,7 @@ BLOCK_BYTES = 4 << 20
 # Encoded bytes that are being read while earlier ones are put in place.
 AHEAD_BYTES = 32 << 20
 # Where a row goes that is read only to be checked.
-DROPPED = -1
+_DROPPED = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +70,38 @@ class WantedLeaf:
         return held[0].encoding if held else self.empty(box)
 
     def merged(self, box: Box, main: Encoding | None = None) -> Merged:
-        """The newest rows of a region, most of them in the encoding `main`: see `merge`."""
-        return merge(self.held(box), box[0][1] - box[0][0], self.empty(box), main)
+        """The newest copy of each row of a region.
+
+        Args:
+            box: of the region.
+            main: the encoding in which most rows are to come; None: that of the first that is
+                held.
+
+        Raises:
+            IntegrityError: if data is missing or damaged.
+            FormatError: if segments do not fit their codecs.
+        """
+        held, empty, rows = self.held(box), self.empty(box), box[0][1] - box[0][0]
+        if main is None:
+            main = held[0].encoding if held else empty
+        parts = main.room(rows, aligned_empty)
+        owners = _Owners(rows, sum(each.count for each in held if each.first))
+        queue = _Queue()
+        others: list[Held] = []
+        for each in held:
+            if each.encoding == main:
+                owners.claim(each.at, 0)
+                queue.extend(_readings(each, parts, direct=each.first))
+            else:
+                others.append(each)
+                owners.claim(each.at, len(others))
+        queue.drain()
+        patches = _patches(others, owners)
+        nothing = owners.unclaimed()
+        if len(nothing):
+            # What nothing holds are zeros.
+            patches.append(Patch(empty, nothing, empty.room(len(nothing), np.zeros)))
+        return Merged(main, parts, tuple(_joined(patches)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,56 +171,19 @@ def columns_in(box: Box, piece: Box) -> tuple[slice, ...]:
     )
 
 
-def merge(
-    held: Sequence[Held], rows: int, empty: Encoding, main: Encoding | None = None
-) -> Merged:
-    """Reads the newest copy of each row.
-
-    Args:
-        held: what a chain holds, in order.
-        rows: rows of the region.
-        empty: the encoding of rows that nothing holds, which are zeros; raw.
-        main: the encoding in which most rows are to come; None: that of the first that is held.
-
-    Raises:
-        IntegrityError: if data is missing or damaged.
-        FormatError: if segments do not fit their codecs.
-    """
-    if main is None:
-        main = held[0].encoding if held else empty
-    parts = main.room(rows, aligned_empty)
-    owners = _Owners(rows, sum(each.count for each in held if each.first))
-    queue = Queue()
-    others: list[tuple[int, Held]] = []
-    for each in held:
-        if each.encoding == main:
-            owners.claim(each.at, 0)
-            queue.extend(jobs(each, parts, direct=each.first))
-        else:
-            others.append((len(others) + 1, each))
-            owners.claim(each.at, len(others))
-    queue.drain()
-    patches = _patches(others, owners)
-    nothing = owners.rows_of(_NOBODY)
-    if len(nothing):
-        zeros = empty.room(len(nothing), np.zeros)
-        patches.append(Patch(empty, nothing, zeros))
-    return Merged(main, parts, tuple(_joined(patches)))
-
-
-def _patches(others: Sequence[tuple[int, Held]], owners: _Owners) -> list[Patch]:
+def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
     """Takes of each segment the rows that nothing newer holds.
 
     The others are read and checked too: damage is found no matter what came later.
     """
     found: list[Patch] = []
-    queue = Queue()
-    for owner, each in others:
+    queue = _Queue()
+    for owner, each in enumerate(others, 1):
         mine = owners.mine(each.at, owner)
         rows = as_array(each.at)[mine]
         parts = each.encoding.room(len(rows))
-        at = np.where(mine, np.cumsum(mine) - 1, DROPPED)
-        queue.extend(jobs(dataclasses.replace(each, at=at), parts, direct=False))
+        at = np.where(mine, np.cumsum(mine) - 1, _DROPPED)
+        queue.extend(_readings(dataclasses.replace(each, at=at), parts, direct=False))
         if len(rows):
             found.append(Patch(each.encoding, rows, parts))
     queue.drain()
@@ -239,66 +232,43 @@ class _Owners:
         assert self._of is not None
         return self._of[at] == owner
 
-    def rows_of(self, owner: int) -> np.ndarray:
+    def unclaimed(self) -> np.ndarray:
         if self._of is None:
             return np.empty(0, np.int64)
-        return np.flatnonzero(self._of == owner)
+        return np.flatnonzero(self._of == _NOBODY)
 
 
-@dataclasses.dataclass(slots=True)
-class Job:
-    """A block of encoded rows on its way to where they belong."""
-
-    readings: Mapping[str, Callable[[], np.ndarray]]
-    parts: Mapping[str, np.ndarray]
-    nbytes: int
-    held: Held
-    pick: Index | None
-    at: Index
-
-    def finish(self) -> None:
-        """Waits until it is read, and puts it in place."""
-        for name, reading in self.readings.items():
-            values = reading()
-            if self.pick is None:
-                continue  # it was read to where it belongs
-            target = self.parts[name]
-            width = self.held.stored.parts[name].width
-            rows = values.reshape(-1, width)
-            if self.held.stored != self.held.encoding:
-                whole = rows.reshape(-1, *self.held.stored.trailing)
-                cut = whole[(slice(None), *self.held.stored.slices)]
-                rows = np.ascontiguousarray(cut).reshape(len(rows), -1)
-            _items(target)[self.at] = _items(rows)[self.pick]
-
-
-class Queue:
-    """Finishes jobs in the order in which they came, while later ones are being read."""
+class _Queue:
+    """Puts rows in place in the order in which they came, while later ones are being read."""
 
     def __init__(self) -> None:
-        self._jobs: collections.deque[Job] = collections.deque()
+        self._waiting: collections.deque[tuple[int, Callable[[], None]]] = (
+            collections.deque()
+        )
         self._nbytes = 0
 
-    def extend(self, jobs: Iterator[Job]) -> None:
-        """Adds jobs, which start as they are drawn, and finishes those that waited long."""
-        for job in jobs:
-            self._jobs.append(job)
-            self._nbytes += job.nbytes
+    def extend(self, readings: Iterator[tuple[int, Callable[[], None]]]) -> None:
+        """Adds readings, which start as they are drawn, and ends those that waited long."""
+        for nbytes, end in readings:
+            self._waiting.append((nbytes, end))
+            self._nbytes += nbytes
             while self._nbytes > AHEAD_BYTES:
-                self._finish()
+                self._end()
 
     def drain(self) -> None:
-        """Finishes all jobs."""
-        while self._jobs:
-            self._finish()
+        """Ends all readings."""
+        while self._waiting:
+            self._end()
 
-    def _finish(self) -> None:
-        job = self._jobs.popleft()
-        self._nbytes -= job.nbytes
-        job.finish()
+    def _end(self) -> None:
+        nbytes, end = self._waiting.popleft()
+        self._nbytes -= nbytes
+        end()
 
 
-def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterator[Job]:
+def _readings(
+    held: Held, parts: Mapping[str, np.ndarray], *, direct: bool
+) -> Iterator[tuple[int, Callable[[], None]]]:
     """Starts to read the rows of a segment, block by block.
 
     Args:
@@ -306,6 +276,9 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
         parts: where they belong.
         direct: nothing else is written to these rows before, so that runs may be read
             straight into `parts`.
+
+    Yields:
+        Encoded bytes of a block, and what waits for it and puts it in place.
     """
     run = isinstance(held.index, slice) and isinstance(held.at, slice)
     direct = direct and run and held.encoding == held.stored
@@ -314,15 +287,34 @@ def jobs(held: Held, parts: Mapping[str, np.ndarray], *, direct: bool) -> Iterat
     for start, stop, pick, at in _blocks(held.index, held.at, step):
         if not direct and not isinstance(at, slice):
             pick, at = _kept(pick, at)
-        readings: dict[str, Callable[[], np.ndarray]] = {}
+        block: dict[str, Callable[[], np.ndarray]] = {}
         for name, part in held.stored.parts.items():
-            ref = part_ref(held.reader, held.process, held.segment, name, part)
-            first, last = (ref.offset + row * part.width for row in (start, stop))
+            array, offset = held.reader.part(held.process, held.segment, name, part)
+            first, last = (offset + row * part.width for row in (start, stop))
             out = parts[name][at].reshape(-1) if direct else None
-            array = held.reader.array(held.process, ref.array)
-            readings[name] = array.start(first, last, out)
-        nbytes = (stop - start) * row_bytes
-        yield Job(readings, parts, nbytes, held, None if direct else pick, at)
+            block[name] = array.start(first, last, out)
+        put = functools.partial(_put, block, held, parts, None if direct else pick, at)
+        yield (stop - start) * row_bytes, put
+
+
+def _put(
+    block: Mapping[str, Callable[[], np.ndarray]],
+    held: Held,
+    parts: Mapping[str, np.ndarray],
+    pick: Index | None,
+    at: Index,
+) -> None:
+    """Waits until a block is read, and puts it in place; None: it was read to there."""
+    for name, reading in block.items():
+        values = reading()
+        if pick is None:
+            continue
+        rows = values.reshape(-1, held.stored.parts[name].width)
+        if held.stored != held.encoding:
+            whole = rows.reshape(-1, *held.stored.trailing)
+            cut = whole[(slice(None), *held.stored.slices)]
+            rows = np.ascontiguousarray(cut).reshape(len(rows), -1)
+        _items(parts[name])[at] = _items(rows)[pick]
 
 
 def _blocks(
@@ -349,7 +341,7 @@ def _blocks(
 
 
 def _kept(pick: Index, at: np.ndarray) -> tuple[Index, np.ndarray]:
-    kept = at != DROPPED
+    kept = at != _DROPPED
     if kept.all():
         return pick, at
     return (np.flatnonzero(kept) if isinstance(pick, slice) else pick[kept]), at[kept]
