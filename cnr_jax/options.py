@@ -15,7 +15,7 @@ from cnr_jax.format.manifest import Tracking
 from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
-from cnr_jax.rows.codecs import Codec, Raw, at_dim, codec_from, make_codec
+from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
 from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
@@ -368,7 +368,7 @@ class Options:
             return Raw()
         if width > WIDEST:
             return Raw()
-        if codec.row_bytes(width, dtype) >= width * dtype.itemsize:
+        if bytes_of(codec.parts(width, dtype)) >= width * dtype.itemsize:
             return Raw()
         return at_dim(codec, width)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from cnr_jax.errors import FormatError, TableError
 
@@ -29,10 +29,8 @@ class RowLayout(Protocol):
     must already lie within the layout's range; no method clamps or wraps.
     """
 
-    @property
-    def name(self) -> str:
-        """The layout's name in a manifest."""
-        ...
+    name: ClassVar[str]
+    """The layout's name in a manifest."""
 
     def configuration(self) -> dict[str, int]:
         """Returns the numbers that, with `name`, rebuild this layout."""
@@ -56,10 +54,7 @@ class Identity:
         3
     """
 
-    @property
-    def name(self) -> str:
-        """The layout's name in a manifest."""
-        return "identity"
+    name: ClassVar[str] = "identity"
 
     def configuration(self) -> dict[str, int]:
         """Returns an empty mapping: there is nothing to configure."""
@@ -91,6 +86,7 @@ class ModSharded:
         [0, 3, 1, 4, 2, 5]
     """
 
+    name: ClassVar[str] = "mod"
     shards: int
     rows_per_shard: int
 
@@ -104,11 +100,6 @@ class ModSharded:
                     f"layout 'mod' cannot have {field}={value!r}\n"
                     f"  got {value!r}, expected an integer of at least 1"
                 )
-
-    @property
-    def name(self) -> str:
-        """The layout's name in a manifest."""
-        return "mod"
 
     def configuration(self) -> dict[str, int]:
         """Returns `shards` and `rows_per_shard`."""
@@ -124,10 +115,7 @@ class ModSharded:
         return row * self.shards + shard
 
 
-_LAYOUTS: dict[str, type[Identity] | type[ModSharded]] = {
-    "identity": Identity,
-    "mod": ModSharded,
-}
+_LAYOUTS = {kind.name: kind for kind in (Identity, ModSharded)}
 
 
 def layout_from(name: str, configuration: Mapping[str, int]) -> RowLayout:

@@ -46,7 +46,7 @@ from staged_figures import (
 from stages import Staged, entropy_bits
 
 from cnr_jax.format.rowids import encode_rowids
-from cnr_jax.rows.codecs import Codec, make_codec
+from cnr_jax.rows.codecs import Codec, bytes_of, make_codec
 from cnr_jax.rows.codecs.bitpack import unpack
 
 SCHEMES = ("asymmetric", "adaptive")
@@ -88,7 +88,7 @@ def codes(tables: Tables) -> tuple[list[Figure], list[Figure]]:
             codec = make_codec(scheme, bits)
             packed = encoded(codec, rows)["codes"]
             case = {"table": name, "dim": dim, "bits": bits}
-            row_bytes = codec.row_bytes(dim, np.float32) + OTHER_ROW_BYTES
+            row_bytes = bytes_of(codec.parts(dim, np.float32)) + OTHER_ROW_BYTES
             part = packed.shape[1] / row_bytes
             each = np.asarray(unpack(jnp.asarray(packed), bits, dim))
             found = entropy_bits(each, bits)

@@ -13,7 +13,7 @@ import pytest
 
 from cnr_jax.format.rowids import encode_rowids
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot
-from cnr_jax.rows.codecs import make_codec
+from cnr_jax.rows.codecs import bytes_of, make_codec
 
 pytestmark = pytest.mark.tools
 
@@ -120,7 +120,9 @@ def test_ids_of_few_and_of_many_rows_are_exact(traces: Any) -> None:
 
 def test_bytes_are_rows_slots_ids_and_a_little(traces: Any) -> None:
     model = traces.ByteModel(dim=64, bits=4)
-    assert model.row_bytes == make_codec("adaptive", 4).row_bytes(64, np.float32) + 4
+    assert (
+        model.row_bytes == bytes_of(make_codec("adaptive", 4).parts(64, np.float32)) + 4
+    )
     assert model.row_bytes == 32 + 2 + 2 + 4
     assert 0 < model.save_bytes(1000, 77, 1) - (40 * 1000 + 77) < 5_000
 

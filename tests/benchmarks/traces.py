@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cnr_jax.format.rowids import encode_rowids
-from cnr_jax.rows.codecs import make_codec
+from cnr_jax.rows.codecs import bytes_of, make_codec
 
 NAMES = ("scarab", "orm-busy", "flights")
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -67,7 +67,7 @@ class ByteModel:
     def row_bytes(self) -> int:
         """Bytes of a row: codes, scale and offset, and its slot."""
         codec = make_codec("adaptive", self.bits)
-        return codec.row_bytes(self.dim, np.float32) + SLOT_BYTES
+        return bytes_of(codec.parts(self.dim, np.float32)) + SLOT_BYTES
 
     @property
     def float32_row_bytes(self) -> int:

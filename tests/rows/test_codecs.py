@@ -16,6 +16,7 @@ from cnr_jax.rows.codecs import (
     Codec,
     Raw,
     at_dim,
+    bytes_of,
     codec_from,
     make_codec,
 )
@@ -163,13 +164,13 @@ def test_any_dim_is_encoded_within_the_bound(dim):
             assert encoded.parts[name].dtype == part.dtype
             assert encoded.parts[name].shape == (7, part.width)
         stored = sum(part.nbytes for part in encoded.parts.values())
-        assert stored == 7 * codec.row_bytes(dim, rows.dtype)
+        assert stored == 7 * bytes_of(codec.parts(dim, rows.dtype))
 
 
 def test_row_bytes_at_64_elements_are_the_published_ratios():
-    sizes = [Asymmetric(bits=bits).row_bytes(64, np.float32) for bits in BITS]
+    sizes = [bytes_of(Asymmetric(bits=bits).parts(64, np.float32)) for bits in BITS]
     assert sizes == [20, 28, 36, 72]
-    assert Raw().row_bytes(64, jnp.bfloat16) == 128
+    assert bytes_of(Raw().parts(64, jnp.bfloat16)) == 128
 
 
 def test_a_row_is_encoded_the_same_beside_any_other_rows():

@@ -24,6 +24,7 @@ from cnr_jax.rows.codecs import (
     Raw,
     SharedCodebook,
     Symmetric,
+    bytes_of,
     codec_from,
     make_codec,
 )
@@ -276,8 +277,10 @@ def test_mantissas_of_logarithms_are_rounded_correctly():
 
 
 def test_slots_of_one_element_take_two_bytes_and_rows_of_them_less_than_raw():
-    assert Log().row_bytes(1, FLOAT32) == BFloat16().row_bytes(1, FLOAT32) == 2
-    assert Log(bits=8).row_bytes(64, FLOAT32) == 68
+    assert (
+        bytes_of(Log().parts(1, FLOAT32)) == bytes_of(BFloat16().parts(1, FLOAT32)) == 2
+    )
+    assert bytes_of(Log(bits=8).parts(64, FLOAT32)) == 68
 
 
 # --- searches ---

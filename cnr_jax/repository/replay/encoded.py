@@ -15,7 +15,7 @@ import numpy as np
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Box, Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
-from cnr_jax.rows.codecs import Codec, Part, Raw
+from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
 from cnr_jax.state.layouts import RowLayout, layout_from
 
 Index = np.ndarray | slice
@@ -165,7 +165,7 @@ class Encoding:
     @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of an encoded row, all parts together."""
-        return self.codec.row_bytes(self.width, self.dtype)
+        return bytes_of(self.parts)
 
     def room(
         self,

@@ -15,6 +15,7 @@ from cnr_jax.rows.codecs.asymmetric import Asymmetric
 from cnr_jax.rows.codecs.base import Codec, Raw
 from cnr_jax.rows.codecs.base import Encoded as Encoded
 from cnr_jax.rows.codecs.base import Part as Part
+from cnr_jax.rows.codecs.base import bytes_of as bytes_of
 from cnr_jax.rows.codecs.bfloat16 import BFloat16
 from cnr_jax.rows.codecs.codebook import SharedCodebook
 from cnr_jax.rows.codecs.greedy import Greedy
@@ -23,7 +24,7 @@ from cnr_jax.rows.codecs.log import Log
 from cnr_jax.rows.codecs.symmetric import Symmetric
 
 _KINDS = (Raw, Symmetric, Asymmetric, Greedy, KMeans, SharedCodebook, BFloat16, Log)
-_STORED: dict[str, Callable[..., Codec]] = {kind().name: kind for kind in _KINDS}
+_STORED: dict[str, Callable[..., Codec]] = {kind.name: kind for kind in _KINDS}
 
 # What options call a codec: given the width of a code, which some of them ignore.
 _NAMED: dict[str, Callable[[int], Codec]] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -95,6 +96,7 @@ class Asymmetric(grids.OnGrid):
     adaptive search is replaced by least squares, see the module.
     """
 
+    name: ClassVar[str] = "cnr.asymmetric"
     bits: int = 4
     refits: int | None = None
     metadata_bits: int | None = None
@@ -103,11 +105,6 @@ class Asymmetric(grids.OnGrid):
         grids.OnGrid.__post_init__(self)
         if self.refits is not None and self.refits < 0:
             raise ValueError(f"refits is {self.refits}, expected 0 or more")
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.asymmetric"
 
     def at_dim(self, dim: int) -> Asymmetric:
         """Returns the codec with the `refits` that it makes of rows of `dim` elements.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +54,8 @@ class Encoded(NamedTuple):
 class Codec(Protocol):
     """Encodes rows of a table or of an optimizer slot."""
 
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        ...
+    name: ClassVar[str]
+    """The codec's name on disk."""
 
     def configuration(self) -> Configuration:
         """Returns what, beside the name, is needed to make an equal codec again."""
@@ -65,10 +63,6 @@ class Codec(Protocol):
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
         """Returns the parts of encoded rows of `dim` elements of `dtype`."""
-        ...
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row, all parts together."""
         ...
 
     def encode(self, rows: jax.Array) -> Encoded:
@@ -87,7 +81,7 @@ class Codec(Protocol):
 
 
 def bytes_of(parts: Mapping[str, Part]) -> int:
-    """Returns the bytes of one row of all `parts` together."""
+    """Returns the bytes of one encoded row, all its parts together."""
     return sum(part.width * part.dtype.itemsize for part in parts.values())
 
 
@@ -129,10 +123,7 @@ class Raw:
         ([[1.0, -0.0]], [False])
     """
 
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.raw"
+    name: ClassVar[str] = "cnr.raw"
 
     def configuration(self) -> Configuration:
         """Returns the empty configuration: there is nothing to configure."""
@@ -141,10 +132,6 @@ class Raw:
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
         """Returns the one part `rows`: `dtype[rows, dim]`."""
         return {"rows": Part(np.dtype(dtype), dim)}
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one row."""
-        return bytes_of(self.parts(dim, dtype))
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Returns the rows themselves; none is escaped."""

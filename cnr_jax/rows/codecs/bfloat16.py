@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from cnr_jax.rows.codecs.base import (
     Configuration,
     Encoded,
     Part,
-    bytes_of,
     check_dtype,
     rounded_to,
 )
@@ -39,10 +39,7 @@ class BFloat16:
         [[1.0, 0.10009765625, -0.0]]
     """
 
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.bfloat16"
+    name: ClassVar[str] = "cnr.bfloat16"
 
     def configuration(self) -> Configuration:
         """Returns the empty configuration: there is nothing to configure."""
@@ -56,10 +53,6 @@ class BFloat16:
         """
         check_dtype(dtype)
         return {"rows": Part(np.dtype(jnp.bfloat16), dim)}
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row."""
-        return bytes_of(self.parts(dim, dtype))
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim].

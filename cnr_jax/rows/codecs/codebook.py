@@ -11,6 +11,7 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,7 @@ class SharedCodebook(grids.OnGrid):
     minimum distortion" (1960).
     """
 
+    name: ClassVar[str] = "cnr.codebook"
     bits: int = 4
     levels: tuple[float, ...] | None = None
     refits: int = 3
@@ -119,11 +121,6 @@ class SharedCodebook(grids.OnGrid):
                 f"the sample has {len(values)} different elements, expected {2**bits} or more"
             )
         return cls(bits=bits, levels=_lloyd(unit.ravel() * (2**bits - 1), bits))
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.codebook"
 
     def configuration(self) -> Configuration:
         """Returns all four; reading needs all but refits."""

@@ -10,6 +10,7 @@ share of the range that the search may remove, as in PyTorch's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ class Greedy(grids.OnGrid):
     the defaults are; the search is that of Guan et al., arXiv:1911.02079.
     """
 
+    name: ClassVar[str] = "cnr.greedy"
     bits: int = 4
     bins: int = 25
     ratio: float = 0.6
@@ -65,11 +67,6 @@ class Greedy(grids.OnGrid):
             raise ValueError(f"bins is {self.bins}, expected 1 or more")
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}, expected above 0 and up to 1")
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.greedy"
 
     def configuration(self) -> Configuration:
         """Returns all four; reading needs bits and metadata_bits."""

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import bitpack
-from cnr_jax.rows.codecs.base import Encoded, Part, bytes_of, check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import Encoded, Part, check_dtype, rounded_to
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
@@ -152,10 +152,6 @@ class OnGrid:
             "scale": Part(self._metadata.scale_dtype, 1),
             "offset": Part(self._metadata.offset_dtype, 1),
         }
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row, all parts together."""
-        return bytes_of(self.parts(dim, dtype))
 
     def decode(
         self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class KMeans(grids.OnGrid):
     quantization in PCM", IEEE Transactions on Information Theory 28 (1982).
     """
 
+    name: ClassVar[str] = "cnr.kmeans"
     bits: int = 2
     iterations: int = 15
     metadata_bits: int | None = None
@@ -70,11 +72,6 @@ class KMeans(grids.OnGrid):
         grids.OnGrid.__post_init__(self)
         if self.iterations < 0:
             raise ValueError(f"iterations is {self.iterations}, expected 0 or more")
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.kmeans"
 
     def configuration(self) -> Configuration:
         """Returns all three; reading needs bits and metadata_bits."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from cnr_jax.rows.codecs.base import (
     Configuration,
     Encoded,
     Part,
-    bytes_of,
     check_dtype,
     rounded_to,
 )
@@ -74,16 +74,12 @@ class Log:
         ['0.000', '0.249', '1.005', '4.000']
     """
 
+    name: ClassVar[str] = "cnr.log"
     bits: int = 16
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS:
             raise ValueError(f"bits is {self.bits}, expected one of {WIDTHS}")
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.log"
 
     def configuration(self) -> Configuration:
         """Returns bits."""
@@ -101,10 +97,6 @@ class Log:
             return codes
         one = Part(np.dtype(np.uint16), 1)
         return {**codes, "top": one, "stride": one}
-
-    def row_bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of one encoded row."""
-        return bytes_of(self.parts(dim, dtype))
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.

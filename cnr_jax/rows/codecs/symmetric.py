@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +59,9 @@ class Symmetric(grids.OnGrid):
     Source: Check-N-Run (NSDI'22), symmetric quantization per embedding vector.
     """
 
+    name: ClassVar[str] = "cnr.symmetric"
     bits: int = 4
     metadata_bits: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The codec's name on disk."""
-        return "cnr.symmetric"
 
     def configuration(self) -> Configuration:
         """Returns bits and metadata_bits."""
