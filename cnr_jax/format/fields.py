@@ -68,16 +68,13 @@ class Fields:
             text = text if len(text) <= 60 else text[:57] + "..."
             self.problems.append(f"{place}: expected {expected}, got {text}")
 
-    def _get(self, key: str) -> object:
-        return self._value.get(key, _MISSING)
-
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self._value.get(key) is not None
 
     def integer(self, key: str, *, minimum: int = 0) -> int:
         """An integer from `minimum` to `LARGEST`; `minimum` itself after a problem."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if is_integer(value, minimum):
             return value
         self._report(key, f"an integer of at least {minimum}", value)
@@ -85,7 +82,7 @@ class Fields:
 
     def number(self, key: str) -> float:
         """A number that is not negative; 0.0 after a problem."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if is_integer(value) or (type(value) is float and 0 <= value < float("inf")):
             return float(value)
         self._report(key, "a number of at least 0", value)
@@ -93,7 +90,7 @@ class Fields:
 
     def text(self, key: str, *, choices: tuple[str, ...] = ()) -> str:
         """A string, one of `choices` where given; empty after a problem."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if isinstance(value, str) and (not choices or value in choices):
             return value
         expected = f"one of {', '.join(choices)}" if choices else "a string"
@@ -102,7 +99,7 @@ class Fields:
 
     def hexadecimal(self, key: str, digits: int) -> str:
         """A lower-case hexadecimal string of exactly `digits` digits."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if isinstance(value, str) and names.is_hex(value, digits):
             return value
         self._report(key, f"{digits} hexadecimal digits", value)
@@ -110,7 +107,7 @@ class Fields:
 
     def name(self, key: str) -> str:
         """A file or directory name: not empty, no separators, no NUL, not `.` or `..`."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if isinstance(value, str) and names.is_component(value):
             return value
         self._report(key, "the name of a file or folder", value)
@@ -118,7 +115,7 @@ class Fields:
 
     def path(self, key: str) -> str:
         """A path below the folder of the document: names joined by `/`, none of them `..`."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if isinstance(value, str) and is_path(value):
             return value
         self._report(key, "a path below this folder", value)
@@ -130,7 +127,7 @@ class Fields:
 
     def child(self, key: str) -> Fields:
         """The object under `key`."""
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         where = f"{self.where}.{key}" if self.where else key
         if value is _MISSING:
             self._report(key, "an object", value)
@@ -152,7 +149,7 @@ class Fields:
     def _typed_list(
         self, key: str, good: Callable[[object], bool], expected: str
     ) -> tuple[Any, ...]:
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if isinstance(value, list):
             items = cast("list[object]", value)
             value = items
@@ -175,7 +172,7 @@ class Fields:
             quick: reads an object that has none, and gives None for any other; saves most of
                 the time where there are many.
         """
-        value = self._get(key)
+        value = self._value.get(key, _MISSING)
         if not isinstance(value, list):
             self._report(key, "a list of objects", value)
             return ()

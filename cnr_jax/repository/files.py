@@ -20,7 +20,8 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any, Protocol
+
+from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import FileDigest
@@ -31,48 +32,8 @@ _log = logging.getLogger(__name__)
 _TRIES = 10
 
 
-class AnyPath(Protocol):
-    """The part of `pathlib.Path` that is used of a path on any storage."""
-
-    @property
-    def name(self) -> str:
-        """Last component."""
-        ...
-
-    @property
-    def parent(self) -> AnyPath:
-        """The directory this is in."""
-        ...
-
-    def __truediv__(self, key: str, /) -> AnyPath: ...
-    def __fspath__(self) -> str: ...
-    def exists(self) -> bool:
-        """Whether it is there."""
-        ...
-
-    def is_dir(self) -> bool:
-        """Whether it is a directory."""
-        ...
-
-    def iterdir(self) -> Any:
-        """Its entries."""
-        ...
-
-    def read_bytes(self) -> bytes:
-        """Its contents."""
-        ...
-
-    def open(self, mode: str = "r") -> Any:
-        """Opens it as a file."""
-        ...
-
-    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Makes a directory."""
-        ...
-
-    def rename(self, target: Any) -> Any:
-        """Renames it."""
-        ...
+# What Orbax hands over behaves like a path of Python, on any storage.
+AnyPath = Path | epath.Path
 
 
 def is_local(path: AnyPath) -> bool:

@@ -179,11 +179,8 @@ class Ledger:
         self._entries[entry.directory] = entry
         self._changed()
         if derived is not None and entry.uuid not in self._spoilt:
-            above, sound = (
-                parent_of(entry, self._entries),
-                is_sound(entry, self._damaged),
-            )
-            if derived.grow(entry, above, sound=sound):
+            above = parent_of(entry, self._entries)
+            if derived.grow(entry, above, sound=is_sound(entry, self._damaged)):
                 derived.version = self._version
 
     def begin(self, entry: Entry) -> None:

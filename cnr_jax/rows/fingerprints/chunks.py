@@ -42,18 +42,25 @@ _MANY_ROWS = 8 * _AGAIN_ROWS
 Span = tuple[jax.Array, int, int]
 
 
-class HostHashes(NamedTuple):
-    """Hashes of rows in host memory, by chunk.
+# Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
+# uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
+Hashes = jax.Array | list[np.ndarray]
+
+
+class Hashed(NamedTuple):
+    """Rows of the tiles of one group, hashed.
 
     Attributes:
-        hashes: uint64 of all rows of a chunk or, where these are fewer, of those that differ.
-        tags: of all rows, if asked for.
-        differ: sorted positions in the tile; None if nothing was compared.
+        hashes: of each row; on the host, if something was compared, of some chunks only of
+            the rows that differ: `settled` makes hashes of all rows.
+        tags: of each row and tile, if asked for.
+        differ: what `changed_of` makes positions of, on the host positions by chunk; None
+            if nothing was compared.
     """
 
-    hashes: list[np.ndarray]
-    tags: list[np.ndarray] | None
-    differ: list[np.ndarray] | None
+    hashes: Hashes
+    tags: Hashes | None = None
+    differ: Hashes | None = None
 
 
 @outside_mesh()
@@ -62,7 +69,7 @@ def hash_chunks(
     seed: np.ndarray,
     before: list[np.ndarray] | None,
     tagged: bool,
-) -> HostHashes:
+) -> Hashed:
     """Hashes the rows that spans of the same rows make up.
 
     Args:
@@ -116,7 +123,7 @@ class _Work:
         if len(self._ahead) == _AHEAD:
             self._ahead.popleft()()
 
-    def finish(self) -> HostHashes:
+    def finish(self) -> Hashed:
         for end in self._ahead:
             end()
         hashes = [
@@ -126,7 +133,7 @@ class _Work:
                 for chunk in self._hashes
             )
         ]
-        return HostHashes(
+        return Hashed(
             hashes,
             self._tags if self._tagged else None,
             None if self._before is None else self._differ,

@@ -7,36 +7,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax.rows.fingerprints.chunks import Span, chunk_programs, hash_chunks
+from cnr_jax.rows.fingerprints.chunks import (
+    Hashed,
+    Hashes,
+    Span,
+    chunk_programs,
+    hash_chunks,
+)
 from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
 from cnr_jax.rows.gather.chunk import Program, Way, Where, aligned_empty
 from cnr_jax.rows.tiling import Arrays, LocalShards, OwnTile, bytes_in
-
-# Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
-# uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
-Hashes = jax.Array | list[np.ndarray]
-
-
-class Hashed(NamedTuple):
-    """Rows of the tiles of one group, hashed.
-
-    Attributes:
-        hashes: of each row; on the host, if something was compared, of some chunks only of
-            the rows that differ: `settled` makes hashes of all rows.
-        tags: of each row and tile, if asked for.
-        differ: what `changed_of` makes positions of, on the host positions by chunk; None
-            if nothing was compared.
-    """
-
-    hashes: Hashes
-    tags: Hashes | None = None
-    differ: Hashes | None = None
 
 
 def hash_tiles(
@@ -68,7 +53,7 @@ def hash_tiles(
         spans.append((data, start - first, stop - start))
     if where == "host":
         assert not isinstance(before, jax.Array)
-        return Hashed(*hash_chunks(spans, seed, before, tagged))
+        return hash_chunks(spans, seed, before, tagged)
     device = tiles[0].piece.device
     kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in spans)
     program = _device_program(kinds, device, tagged)
