@@ -23,7 +23,7 @@ def in_thread(work) -> threading.Thread:
     return thread
 
 
-class Watched(Stage[Item]):
+class Watched(Stage):
     """A stage that knows the most that it held."""
 
     peak_bytes = 0
@@ -66,7 +66,7 @@ def test_items_come_through_in_order_and_within_the_limit(
 
 
 def test_put_waits_for_room() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     assert stage.put(Item(6))
     writer = in_thread(lambda: stage.put(Item(6)))
     assert waits(writer)
@@ -78,7 +78,7 @@ def test_put_waits_for_room() -> None:
 
 
 def test_item_larger_than_the_limit_passes_alone() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     assert stage.put(Item(1000))
     writer = in_thread(lambda: stage.put(Item(1)))
     assert waits(writer)
@@ -89,7 +89,7 @@ def test_item_larger_than_the_limit_passes_alone() -> None:
 
 
 def test_put_gives_up_after_its_timeout() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=0.05)
+    stage = Stage(10, timeout_secs=0.05)
     stage.put(Item(10))
     started = time.perf_counter()
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
@@ -98,7 +98,7 @@ def test_put_gives_up_after_its_timeout() -> None:
 
 
 def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     stage.put(Item(10))
     results: list[bool] = []
     writer = in_thread(lambda: results.append(stage.put(Item(10))))
@@ -110,7 +110,7 @@ def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
 
 
 def test_aborted_writer_never_looks_like_a_finished_one() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     stage.put(Item(1))
     failures: list[BaseException] = []
 
@@ -126,7 +126,7 @@ def test_aborted_writer_never_looks_like_a_finished_one() -> None:
 
 
 def test_reader_that_waits_learns_of_an_abort() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     failures: list[BaseException] = []
 
     def read() -> None:
@@ -143,7 +143,7 @@ def test_reader_that_waits_learns_of_an_abort() -> None:
 
 
 def test_reader_waits_for_more_until_closed() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     stage.put(Item(1, 7))
@@ -154,14 +154,14 @@ def test_reader_waits_for_more_until_closed() -> None:
 
 
 def test_closed_stage_without_items_is_empty() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20)
+    stage = Stage(10, timeout_secs=20)
     stage.close()
     assert list(stage) == []
 
 
 def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None:
     for let in ("start", "close", "no room"):
-        stage: Stage[Item] = Stage(10, timeout_secs=20, patient=True)
+        stage = Stage(10, timeout_secs=20, patient=True)
         got: list[int] = []
         reader = in_thread(lambda: got.extend(item.number for item in stage))  # noqa: B023
         assert stage.put(Item(6, 1))
@@ -176,7 +176,7 @@ def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None
 
 
 def test_giving_up_frees_a_patient_reader() -> None:
-    stage: Stage[Item] = Stage(10, timeout_secs=20, patient=True)
+    stage = Stage(10, timeout_secs=20, patient=True)
     assert stage.put(Item(6))
     failed: list[Exception] = []
 

@@ -30,7 +30,7 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
-from cnr_jax.rows.gather.chunk import Chunk, Stage, host_device
+from cnr_jax.rows.gather.chunk import Stage, host_device
 from cnr_jax.rows.gather.encode import Comparison, RowErrors
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.telemetry import percent
@@ -114,7 +114,7 @@ class Launcher:
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
             # Gathering on the host takes all cores already; on devices it waits for these.
-            stage: Stage[Chunk] = Stage(
+            stage = Stage(
                 options.max_staging_bytes,
                 options.timeout_secs,
                 patient=captured.on_host,
@@ -160,7 +160,7 @@ def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,
     plans: tuple[RunPlan, ...],
-    stage: Stage[Chunk],
+    stage: Stage,
     options: Options,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
 import jax
 import numpy as np
@@ -169,34 +169,22 @@ def outside_mesh() -> Iterator[None]:
         yield
 
 
-class Sized(Protocol):
-    """Something that takes memory while it waits."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it holds."""
-        ...
-
-
-T = TypeVar("T", bound=Sized)
-
-
-class Stage(Generic[T]):
-    """A queue bounded in bytes, between two threads.
+class Stage:
+    """A queue of chunks bounded in bytes, between two threads.
 
     Args:
-        limit_bytes: bytes that may wait. One item larger than the limit still passes, alone.
+        limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
         timeout_secs: how long `put` waits for room before it gives up.
         patient: whether the reader gets nothing until all is in, or there is no room for
             more. Where both threads want the same cores, training so waits for one alone.
 
     Example:
-        >>> import numpy as np
+        >>> from cnr_jax.rows.codecs import Raw
         >>> stage = Stage(100)
-        >>> stage.put(np.zeros(3, np.uint8))
+        >>> stage.put(Chunk(codec=Raw(), count=1, rows=np.zeros((1, 3), np.uint8)))
         True
         >>> stage.close()
-        >>> [item.nbytes for item in stage]
+        >>> [chunk.nbytes for chunk in stage]
         [3]
     """
 
@@ -205,14 +193,14 @@ class Stage(Generic[T]):
     ) -> None:
         self._limit = limit_bytes
         self._timeout = timeout_secs
-        self._items: collections.deque[T] = collections.deque()
+        self._items: collections.deque[Chunk] = collections.deque()
         self._changed = threading.Condition()
         self._held = 0
         self._closed = False
         self._failed = False
         self._started = not patient
 
-    def put(self, item: T) -> bool:
+    def put(self, item: Chunk) -> bool:
         """Adds an item, waiting for room; returns False if the reader has given up.
 
         Raises:
@@ -233,7 +221,7 @@ class Stage(Generic[T]):
             self._changed.notify_all()
             return True
 
-    def _has_room(self, item: T) -> bool:
+    def _has_room(self, item: Chunk) -> bool:
         fits = self._held == 0 or self._held + item.nbytes <= self._limit
         return self._failed or fits
 
@@ -264,7 +252,7 @@ class Stage(Generic[T]):
         self.fail()
         self.close()
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Chunk]:
         """Takes items until closed; an item counts as held until the next one is asked for.
 
         Raises:
