@@ -267,7 +267,6 @@ def load(data: bytes, where: str) -> Manifest:
 
 def _read_manifest(fields: Fields) -> Manifest:
     kind = fields.text("kind", choices=("full", "delta"))
-    totals = fields.child("totals")
     return Manifest(
         uuid=fields.hexadecimal("uuid", 32),
         step=fields.integer("step"),
@@ -284,7 +283,7 @@ def _read_manifest(fields: Fields) -> Manifest:
             fields, "dense_leaves", _read_dense_leaf, lambda leaf: leaf.kind == "text"
         ),
         tables=read_alike(fields, "tables", _read_table),
-        totals=Totals(**{name: totals.integer(name) for name in _field_names(Totals)}),
+        totals=_read_totals(fields.child("totals")),
         policy=fields.text("policy"),
         reason=fields.text("reason"),
         history=fields.objects("history", _read_history, _quick_history),
@@ -424,3 +423,7 @@ def _history_entry(
     return HistoryEntry(
         step=step, kind=kind, bytes=size, rows=rows, secs=secs, saves=saves
     )
+
+
+def _read_totals(fields: Fields) -> Totals:
+    return Totals(**{name: fields.integer(name) for name in _field_names(Totals)})

@@ -267,15 +267,14 @@ def _quick_segment(item: Any) -> Segment | None:
     return Segment(codec=codec, row_ids=row_ids, parts=parts)
 
 
-def _read_part(fields: Fields) -> PartRef:
-    return PartRef(array=fields.text("array"), offset=fields.integer("offset"))
-
-
 def _read_segment(fields: Fields) -> Segment:
     return Segment(
         codec=fields.integer("codec"),
         row_ids=fields.integer("row_ids"),
-        parts=fields.mapping("parts", _read_part),
+        parts=fields.mapping(
+            "parts",
+            lambda f: PartRef(array=f.text("array"), offset=f.integer("offset")),
+        ),
     )
 
 

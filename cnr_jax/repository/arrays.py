@@ -169,7 +169,12 @@ class ArrayWriter:
 
     def _flush(self) -> None:
         if self._store is None:
-            self._store = self._create(self._length)
+            if self._length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
+                self._compression = None
+            spec = spec_of(
+                self._path, self._dtype, self._length, self._chunk, self._compression
+            )
+            self._store = ts.open(spec, create=True, context=context()).result()
         stop = self._written + self._filled
         write = self._store[self._written : stop].write(
             self._buffer[: self._filled], can_reference_source_data_indefinitely=True
@@ -181,12 +186,6 @@ class ArrayWriter:
         # A new buffer: TensorStore still refers to the old one.
         self._buffer = np.empty(self._chunk, self._item)
         self._filled = 0
-
-    def _create(self, length: int) -> ts.TensorStore:
-        if length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
-            self._compression = None
-        spec = spec_of(self._path, self._dtype, length, self._chunk, self._compression)
-        return ts.open(spec, create=True, context=context()).result()
 
     def finish(self) -> ArrayEntry | None:
         """Waits until everything is on storage.

@@ -93,15 +93,7 @@ def restore_leaves(
 
 def _is_small(leaf: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> bool:
     """Whether the regions of a leaf on this process are to be decoded on the host."""
-    elements = math.prod(abstract.shape)
-    if elements * leaf.dtype.itemsize < SMALL_BYTES:
-        return True
-    sharding = abstract.sharding
-    assert isinstance(sharding, Sharding)
-    if sharding.is_fully_addressable:
-        return False
-    local = local_boxes(sharding, abstract.shape)
-    elements = sum(math.prod(shape_of(box)) for box in local)
+    elements = sum(math.prod(shape_of(box)) for box in host_boxes(abstract))
     return elements * leaf.dtype.itemsize < SMALL_BYTES
 
 
