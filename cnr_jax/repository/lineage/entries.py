@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
 
 
@@ -226,8 +225,3 @@ def describe(entries: Collection[Entry]) -> str:
     """Step directories for an error text, oldest first."""
     ordered = sorted(entries, key=lambda entry: entry.order)
     return ", ".join(entry.directory for entry in ordered)
-
-
-def aside_name(entry: Entry) -> str:
-    """What a step directory is called once it is moved out of the way."""
-    return names.abandoned(entry.directory, entry.generation, entry.uuid)

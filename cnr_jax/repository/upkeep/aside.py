@@ -9,10 +9,10 @@ import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS
+from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, abandoned
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry, aside_name
+from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
 
@@ -34,7 +34,9 @@ def names_aside(
         OptionError: if a step is a link that leads elsewhere from another folder.
     """
     if not earlier:
-        return tuple((entry.directory, aside_name(entry)) for entry in entries)
+        return tuple(
+            (e.directory, abandoned(e.directory, e.generation, e.uuid)) for e in entries
+        )
     for entry in entries:
         path = root / entry.directory
         if not is_local(path) or not os.path.islink(path):
