@@ -42,6 +42,8 @@ BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
 # Where a row goes that is read only to be checked.
 _DROPPED = -1
+# Who holds a row that nothing holds.
+_NOBODY = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,9 +207,6 @@ def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:
             for name in encoding.parts
         }
         yield Patch(encoding, rows, parts)
-
-
-_NOBODY = -1
 
 
 class _Owners:
