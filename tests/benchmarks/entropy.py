@@ -47,7 +47,7 @@ from stages import Staged, entropy_bits
 
 from cnr_jax.format.rowids import encode_rowids
 from cnr_jax.rows.codecs import Codec, bytes_of, make_codec
-from cnr_jax.rows.codecs.bitpack import unpack
+from cnr_jax.rows.codecs.grid import unpack
 
 SCHEMES = ("asymmetric", "adaptive")
 # Beside codes: a float32 slot and, as at 26 % touched rows, a bitmap.

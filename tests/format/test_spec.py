@@ -25,7 +25,7 @@ from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
 from cnr_jax.repository.files import digest_of
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows import codecs
-from cnr_jax.rows.codecs import bitpack
+from cnr_jax.rows.codecs import grid
 from cnr_jax.state import layouts
 
 from ..conftest import each_of
@@ -260,7 +260,7 @@ def test_codecs_are_those_of_the_code() -> None:
         codec = codecs.at_dim(codecs._STORED[name](), 16)
         assert set(keys) == set(codec.configuration())
     widths = re.search(r"bits \(([\d, ]+)\)", rows["cnr.asymmetric"][1])[1]
-    assert tuple(int(width) for width in widths.split(", ")) == bitpack.WIDTHS
+    assert tuple(int(width) for width in widths.split(", ")) == grid.WIDTHS
 
 
 def every_codec() -> Iterator[codecs.Codec]:
@@ -309,7 +309,7 @@ def random_parts(
     }
 
 
-@each_of("bits", bitpack.WIDTHS)
+@each_of("bits", grid.WIDTHS)
 @each_of("dtype", ["float32", "bfloat16", "float16"])
 def test_formula_gives_the_bits_of_the_codec(bits: int, dtype: str) -> None:
     formula = re.search(r"^c = (.+?) {2,}.*\nx = (.+?) {2,}", section("7"), flags=re.M)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cnr_jax.rows.codecs import bitpack
+from cnr_jax.rows.codecs import grid
 
 from ..conftest import each_of
 
@@ -30,8 +30,8 @@ def there_and_back(
     codes: dict[int, jax.Array], bits: int
 ) -> dict[int, tuple[jax.Array, jax.Array]]:
     """Packed codes, and these unpacked, by the dim: one program for all of them."""
-    packed = {dim: bitpack.pack(each, bits) for dim, each in codes.items()}
-    return {dim: (x, bitpack.unpack(x, bits, dim)) for dim, x in packed.items()}
+    packed = {dim: grid.pack(each, bits) for dim, each in codes.items()}
+    return {dim: (x, grid.unpack(x, bits, dim)) for dim, x in packed.items()}
 
 
 @each_of("bits", WIDTHS)
@@ -45,7 +45,7 @@ def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits
         each[0], each[1] = 0, 2**bits - 1
     for dim, (packed, unpacked) in there_and_back(codes, bits).items():
         assert packed.dtype == unpacked.dtype == jnp.uint8
-        assert packed.shape == (5, bitpack.packed_width(dim, bits))
+        assert packed.shape == (5, grid.packed_width(dim, bits))
         np.testing.assert_array_equal(
             packed, reference_pack(codes[dim], bits), str(dim)
         )
@@ -62,30 +62,30 @@ def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits
     ],
 )
 def test_bit_order_is_what_checkpoints_hold(bits, codes, stored):
-    packed = bitpack.pack(jnp.array([codes], jnp.uint8), bits)
+    packed = grid.pack(jnp.array([codes], jnp.uint8), bits)
     assert packed.tolist() == [stored]
 
 
 def test_padding_bits_are_zero_and_ignored():
-    packed = bitpack.pack(jnp.full((1, 3), 7, jnp.uint8), 3)
+    packed = grid.pack(jnp.full((1, 3), 7, jnp.uint8), 3)
     assert packed.tolist() == [[0xFF, 0x01]]
     dirty = packed | jnp.array([[0, 0xFE]], jnp.uint8)
-    assert bitpack.unpack(dirty, 3, 3).tolist() == [[7, 7, 7]]
+    assert grid.unpack(dirty, 3, 3).tolist() == [[7, 7, 7]]
 
 
 @each_of("bits", WIDTHS)
 def test_no_rows_pack_to_no_rows(bits):
-    packed = bitpack.pack(jnp.zeros((0, 9), jnp.uint8), bits)
-    assert packed.shape == (0, bitpack.packed_width(9, bits))
-    assert bitpack.unpack(packed, bits, 9).shape == (0, 9)
+    packed = grid.pack(jnp.zeros((0, 9), jnp.uint8), bits)
+    assert packed.shape == (0, grid.packed_width(9, bits))
+    assert grid.unpack(packed, bits, 9).shape == (0, 9)
 
 
 @each_of("bits", [0, 1, 5, 16])
 def test_other_widths_are_refused_with_the_legal_ones(bits):
     with pytest.raises(ValueError, match=r"2, 3, 4, 8"):
-        bitpack.packed_width(8, bits)
+        grid.packed_width(8, bits)
 
 
 def test_unpack_names_both_widths_when_the_dim_does_not_fit():
     with pytest.raises(ValueError, match="5 bytes wide, expected 4 for 8 codes"):
-        bitpack.unpack(jnp.zeros((2, 5), jnp.uint8), 4, 8)
+        grid.unpack(jnp.zeros((2, 5), jnp.uint8), 4, 8)

@@ -20,7 +20,7 @@ from cnr_jax.rows.codecs import (
     codec_from,
     make_codec,
 )
-from cnr_jax.rows.codecs.bitpack import unpack
+from cnr_jax.rows.codecs.grid import unpack
 
 from ..conftest import each_of
 

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Configuration, Encoded
 from cnr_jax.rows.codecs.refit import refit
@@ -147,7 +146,7 @@ class SharedCodebook(grids.OnGrid):
         factor, shift = grids.placing(grid, self._book)
         place = given.x * factor[:, None] + shift[:, None]
         place = jnp.where(given.held[:, None], place, 0.0)
-        packed = bitpack.pack(self._book.index(place).astype(jnp.uint8), self.bits)
+        packed = grids.pack(self._book.index(place).astype(jnp.uint8), self.bits)
         # With scale 0, what is not below zero reads +0.0: no level is below -count / 2.
         metadata = grids.stored(grid, given.held, self._metadata, 0.5 * count)
         escaped = ~(given.held | given.zero)
@@ -162,7 +161,7 @@ class SharedCodebook(grids.OnGrid):
             TypeError: if `dtype` is not float32, bfloat16 or float16.
             ValueError: if the codes have not the width that `dim` and `bits` give.
         """
-        codes = bitpack.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
+        codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         return grids.read_stored(self._book.value(codes), parts, dtype)
 
     @property

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
 from cnr_jax.rows.codecs.lanes import in_lanes, sums
@@ -106,7 +105,7 @@ class KMeans(grids.OnGrid):
         for above in _above(steps, book):
             codes += above.astype(jnp.uint8)
         parts = {
-            "codes": bitpack.pack(codes, self.bits),
+            "codes": grids.pack(codes, self.bits),
             **grids.stored(given.grid, given.held, self._metadata),
             "codebook": book.astype(self._metadata.offset_dtype),
         }
@@ -121,7 +120,7 @@ class KMeans(grids.OnGrid):
             TypeError: if `dtype` is not float32, bfloat16 or float16.
             ValueError: if the codes have not the width that `dim` and `bits` give.
         """
-        codes = bitpack.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
+        codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         book = jnp.asarray(parts["codebook"]).astype(jnp.float32)
         centred = jnp.take_along_axis(book, codes.astype(jnp.int32), axis=1)
         return grids.read_stored(centred, parts, dtype)

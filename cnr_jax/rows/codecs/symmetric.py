@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs import bitpack
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import (
     Configuration,
@@ -106,7 +105,7 @@ class Symmetric(grids.OnGrid):
             ValueError: if the codes have not the width that `dim` and `bits` give.
         """
         dtype = check_dtype(dtype)
-        codes = bitpack.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
+        codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         scale = jnp.asarray(parts["scale"]).astype(jnp.float32)
         centred = codes.astype(jnp.float32) - 0.5 * (2**self.bits - 1)
         return rounded_to(scale * centred, dtype)
