@@ -159,13 +159,13 @@ def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
     temporary = tmp_path / f"3{names.TEMPORARY_SUFFIX}"
     temporary.mkdir()
     with pytest.raises(errors.WriterError, match=f"process {other.pid}") as caught:
-        writer.begin()
+        writer.claim()
     assert caught.value.kind == "writer_busy"
     assert temporary.exists(), "somebody is writing it"
     other.kill()
     other.wait()
     # The system frees a dead one's lock, at the latest when it has been waited for.
-    writer.begin()
+    writer.claim()
     writer.close()
     assert not temporary.exists()
 
@@ -200,7 +200,7 @@ def test_an_unfinished_rollback_is_undone_at_a_start_unless_somebody_writes(
 def test_the_writer_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None:
     writer = RootWriter(lambda: True)
     writer.open(tmp_path / "a" / "b", "state")
-    writer.begin()
+    writer.claim()
     assert (tmp_path / "a" / "b" / names.WRITER).exists()
     writer.close()
 

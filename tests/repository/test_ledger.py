@@ -211,7 +211,7 @@ def move_aside(root: Path, entry: Entry) -> None:
     )
     writer = RootWriter(lambda: True)
     writer.open(root, ITEM)
-    writer.begin()
+    writer.claim()
     writer.move_aside(plan)
     writer.committed()
     writer.close()

@@ -172,10 +172,10 @@ class Planning:
         committed = self._lifecycle.settle()
         if self._planner.runs.current is None:
             # First: who claims a root ends the saves of the run that is at work there.
-            self._planner.runs.check_origin(self._writer.look(), request.origin)
+            self._planner.runs.check_origin(self._writer.refreshed(), request.origin)
         # A plain manager of Orbax is making the folder of this save by now.
         own = None if self._lifecycle.managed else request.directory
-        ledger = self._writer.begin(own)
+        ledger = self._writer.claim(own)
         asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
         plan = self._planner.plan(ledger, asked, committed)
         plan = self._widening.widened(plan)

@@ -39,10 +39,10 @@ class RootWriter:
 
     Until then, or until a manager or a restore says which, there is none. Each process of a run
     has a writer, and all know the same steps, but that of the first process alone touches the
-    root: only there `look`, `begin` and `move_aside` are called, and what ends a save does
+    root: only there `refreshed`, `claim` and `move_aside` are called, and what ends a save does
     nothing on other processes.
 
-    A save goes `begin` (nothing is decided yet), maybe `move_aside`, `check_claim` (right before
+    A save goes `claim` (nothing is decided yet), maybe `move_aside`, `check_claim` (right before
     the commit), then `committed` or `undo`, and `end_writing`.
 
     Args:
@@ -61,7 +61,7 @@ class RootWriter:
         noted: whether steps of the root may be noted as suspect.
     """
 
-    # Made together with the place; nothing is claimed or locked before `begin`.
+    # Made together with the place; nothing is claimed or locked before `claim`.
     _claim: Claim
     _lock: WritingLock
     _unfinished: Unfinished
@@ -134,7 +134,7 @@ class RootWriter:
         root, item, ledger = self._known()
         ledger.match(root, item, directories)
 
-    def look(self) -> Ledger:
+    def refreshed(self) -> Ledger:
         """The ledger as the root now is, without claiming it.
 
         Raises:
@@ -145,7 +145,7 @@ class RootWriter:
             self.changed |= ledger.refresh(root, item)
         return ledger
 
-    def begin(self, own: str | None = None) -> Ledger:
+    def claim(self, own: str | None = None) -> Ledger:
         """Claims the root for a save, so that this manager alone writes there.
 
         Args:
