@@ -1,4 +1,4 @@
-"""A save behind training ends as its parts did: well only if all of them did."""
+"""A save in the background ends as its parts did: well only if all of them did."""
 
 from __future__ import annotations
 
