@@ -115,6 +115,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     But for that of the state machine, which is a test of the library. It fails saves, as marked
     tests do: that leaves coroutines of Orbax unawaited, on event loops that are closed.
     """
+    # At the end: tests after it would compile again what it makes jax forget.
+    items.sort(key=lambda item: "test_compilations.py" in item.nodeid)
     for item in items:
         if item.nodeid.startswith("cnr_jax/testing/machine.py"):
             item.add_marker(pytest.mark.filterwarnings(*_LEFT_BY_ORBAX))

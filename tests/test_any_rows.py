@@ -203,12 +203,16 @@ class Saved:
         assert_restored(got, self.truth[step], lossy)
 
 
+def slowly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("layout", "other", "codec", "staging", "mesh"),
     [
         ("rows", "columns", "raw", "auto", MESH),
-        ("columns", "rows", "raw", "auto", MESH),
-        ("rows", "both", "adaptive", "auto", MESH),
+        slowly("columns", "rows", "raw", "auto", MESH),
+        slowly("rows", "both", "adaptive", "auto", MESH),
         ("columns", "both", "adaptive", "auto", MESH),
         ("both", "rows", "adaptive", "auto", MESH),
         # Here each device has programs of its own.
@@ -278,7 +282,7 @@ def test_rows_of_any_shape_that_are_not_recorded_are_found(layout, tmp_path):
     saved.check(1, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [slowly("rows"), "columns", "both"])
 def test_changed_rows_of_any_shape_are_found_by_fingerprints(layout, tmp_path):
     state = state_of(layout)
     tables = cnr.find_tables(state, NAMES)

@@ -386,7 +386,12 @@ class Trainer:
         names = both if case.lookahead else case.names
         self.tables = cnr.find_tables(self.initial, names)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.initial)
-        self._apply = jax.jit(self._update, out_shardings=shardings)
+        # Compiling them takes longer than all the rest, and how fast they run is of no matter.
+        self._apply = jax.jit(
+            self._update,
+            out_shardings=shardings,
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
 
     def _initial(self) -> dict[str, Any]:
         def normal(*shape: int) -> jax.Array:

@@ -39,7 +39,7 @@ def test_every_dim_packs_like_a_little_endian_integer_and_unpacks_to_itself(bits
     rng = np.random.default_rng(bits)
     codes = {
         dim: rng.integers(0, 2**bits, (5, dim), dtype=np.uint8)
-        for dim in (*range(1, 26), *range(31, 35), *range(62, 71))
+        for dim in (*range(1, 18), *range(31, 34), *range(63, 66))
     }
     for each in codes.values():
         each[0], each[1] = 0, 2**bits - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -70,9 +71,18 @@ def step_of(codec: Asymmetric, rows: np.ndarray) -> np.ndarray:
     return (wide.max(1) - wide.min(1)) / (2**codec.bits - 1)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("refits", [2, 5])
+# More fits go on from there in one way: with one width of each dtype they are tried here.
+@pytest.mark.parametrize(
+    ("refits", "dtype", "bits"),
+    [
+        pytest.param(
+            *case,
+            marks=[pytest.mark.slow] * (case[0] == 5 and case[2] != 3),
+            id="-".join(map(str, case)),
+        )
+        for case in itertools.product([2, 5], DTYPES, BITS)
+    ],
+)
 def test_bound_holds_and_only_rows_that_must_are_escaped(bits, dtype, refits, rows_of):
     plain, refined = (
         Asymmetric(bits=bits, refits=0),
@@ -152,7 +162,9 @@ def test_codes_are_nearest_for_the_metadata_that_is_stored(bits):
     assert np.abs(codes - wanted).max() < 0.5001
 
 
-@each_of("dim", [1, 2, 8, 33, 100])
+@pytest.mark.parametrize(
+    "dim", [1, 8, 33, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (2, 100))]
+)
 def test_any_dim_is_encoded_within_the_bound(dim):
     rows = np.random.default_rng(dim).normal(size=(7, dim)).astype(np.float32)
     for codec in (Asymmetric(bits=3), Asymmetric(bits=8, refits=1)):
@@ -218,7 +230,15 @@ def test_rows_are_encoded_with_the_refits_of_their_columns():
     assert (codes[2] != codes[3]).any() and (codes[4] != codes[3]).any()
 
 
-@each_of(("bits", "share"), [(2, 0.72), (3, 0.865), (4, 0.92), (8, 0.94)])
+@pytest.mark.parametrize(
+    ("bits", "share"),
+    [
+        (2, 0.72),
+        pytest.param(3, 0.865, marks=pytest.mark.slow),
+        (4, 0.92),
+        pytest.param(8, 0.94, marks=pytest.mark.slow),
+    ],
+)
 def test_refits_reduce_the_error_to_what_is_promised(bits, share):
     rows = np.random.default_rng(2).normal(size=(2000, 64)).astype(np.float32)
     norms = []
