@@ -5,6 +5,7 @@
 * `model`: what every saved step must restore to, and which steps must be kept, in plain numpy.
 * `strategies`: hypothesis strategies for tables, placements, options and operations.
 * `machine`: a hypothesis state machine that plays a run against the model.
+* `interrupts`: interrupts a call at any moment, as Ctrl-C would.
 
 Nothing of the package itself knows of these: they wrap it from outside. `strategies` and
 `machine` need hypothesis, which `pip install cnr-jax[test]` brings.
