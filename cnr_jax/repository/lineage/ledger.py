@@ -69,7 +69,9 @@ class Ledger:
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
         self.run: str | None = None
-        # Of the entries and the known damage; counts their changes.
+        # Of the entries and the known damage: counts their changes. After each, or what another
+        # thread derives meanwhile would pass for what follows from it; and at once, without a
+        # call in which an interrupt may come.
         self._version = 0
         self._derived: Derived | None = None
 
@@ -177,7 +179,7 @@ class Ledger:
         self.forget(entry.directory)
         derived = self._current()
         self._entries[entry.directory] = entry
-        self._changed()
+        self._version += 1
         if derived is not None and entry.uuid not in self._spoilt:
             above = parent_of(entry, self._entries)
             if derived.grow(entry, above, sound=is_sound(entry, self._damaged)):
@@ -207,7 +209,6 @@ class Ledger:
         Returns:
             Its entry with its manifest, or None if it failed; a failed save is forgotten.
         """
-        doomed, self.doomed = self.doomed, set()
         self._drop(place.directory)
         try:
             manifest = manifest or read_committed(
@@ -217,22 +218,21 @@ class Ledger:
             # Not there, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
             gone = kind in ("manifest_missing", "not_committed")
-            if committed or (committed is None and not gone):
-                self._let_go(doomed)
+            self._let_go(committed or (committed is None and not gone))
             return None
         # An older step may stand where a failed save was to be.
         self.add(entry_of(place.directory, manifest))
-        if manifest.uuid != uuid:
-            return None
-        self._let_go(doomed)
+        is_saved = manifest.uuid == uuid
+        self._let_go(is_saved)
         # None if retention drops the very step that was saved.
-        return self.entries.get(place.directory)
+        return self.entries.get(place.directory) if is_saved else None
 
-    def _let_go(self, doomed: Iterable[str]) -> None:
-        """Drops steps that are being deleted, or may be."""
-        for directory in doomed:
-            self.forget(directory)
+    def _let_go(self, superfluous: bool) -> None:
+        """Drops steps that are being deleted, or may be, if they are superfluous; or keeps them."""
+        for directory in self.doomed if superfluous else ():
             self.leaving.add(directory)
+            self.forget(directory)
+        self.doomed = set()
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
@@ -249,7 +249,7 @@ class Ledger:
             return
         derived, above = self._current(), parent_of(entry, self._entries)
         del self._entries[directory]
-        self._changed()
+        self._version += 1
         if derived is not None and derived.shrink(entry, above):
             derived.version = self._version
 
@@ -259,7 +259,7 @@ class Ledger:
         self.foreign, self.strange = fresh.foreign, fresh.strange
         self.withheld = fresh.withheld
         self._damaged, self._spoilt = {}, {}
-        self._changed()
+        self._version += 1
 
     def note_damage(self, path: str, reason: str) -> None:
         """Notes what was found damaged.
@@ -273,7 +273,7 @@ class Ledger:
         if entry is not None:
             only_dense = rest[1:2] == [names.DENSE]
             (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
-            self._changed()
+            self._version += 1
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
@@ -391,13 +391,6 @@ class Ledger:
                 above.add(entry.directory)
                 entry = parent_of(entry, self._entries)
         return kept | above
-
-    def _changed(self) -> None:
-        """To be called after each change of the entries or of the known damage.
-
-        After it: what another thread derives meanwhile must not pass for what follows from it.
-        """
-        self._version += 1
 
     def _current(self) -> Derived | None:
         """What follows from the entries as they are now, if that is known."""

@@ -206,11 +206,16 @@ class _Purger:
         self._thread: threading.Thread | None = None
         self._left: list[Path] = []
         self._pending = 0
-        self._changed = threading.Condition()
+        # Locked itself, not through the condition: that would be left locked by an interrupt which
+        # comes where Python has just locked it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def put(self, *paths: Path) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="cnr_purge", daemon=True)
+            thread = threading.Thread(
+                target=self._run, args=(self._queue,), name="cnr_purge", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError as error:  # the system has no more threads
@@ -218,16 +223,19 @@ class _Purger:
                 self._left += paths
                 return
             self._thread = thread
-        with self._changed:
+        with self._lock:
             self._pending += 1
         self._queue.put([*paths])
 
-    def _run(self) -> None:
-        while (paths := self._queue.get()) is not None:
+    def _run(self, todo: queue.SimpleQueue[list[Path] | None]) -> None:
+        while (paths := todo.get()) is not None:
             self._try([*self._left, *paths])
-            with self._changed:
+            with self._lock:
                 self._pending -= 1
                 self._changed.notify_all()
+        todo.put(
+            None
+        )  # for another thread, of whose start an interrupt kept us from knowing
         self._try(self._left)
 
     def _try(self, paths: list[Path]) -> None:
@@ -250,14 +258,14 @@ class _Purger:
         return done
 
     def _wait(self, timeout_secs: float) -> bool:
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._pending == 0, timeout_secs)
 
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
-            self._thread = None
+            self._thread, self._queue = None, queue.SimpleQueue()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,10 +386,11 @@ class Unfinished:
 
         Nobody may be writing a save. What is not part of the state may still be written.
         """
-        looked_at, self._gone = self._gone, {}
-        for name, was_gone in looked_at.items():
+        for name, was_gone in list(self._gone.items()):
             is_gone = self._remove(name)
-            if not (is_gone and was_gone):
+            if is_gone and was_gone:
+                del self._gone[name]
+            else:
                 self._gone[name] = is_gone
 
     def wait_for_room(self) -> None:

@@ -81,8 +81,8 @@ class RootWriter:
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Saves go to this root, if there are any; to which item is said later."""
-        self.root, self.is_step = root, is_step
         self.remover = Remover(root) if is_local(root) else None
+        self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -110,8 +110,9 @@ class RootWriter:
             self.bind(root)
         self._claim, self._lock = Claim(root), WritingLock(root)
         self._unfinished = Unfinished(root, self.remover)
-        self.place, self.ledger = Place(root=root, directory="", item=item), ledger
         self.writes = self._is_first()
+        # Last: it says that all is there.
+        self.place, self.ledger = Place(root=root, directory="", item=item), ledger
 
     def is_at(self, root: AnyPath, item: str) -> bool:
         """Whether saves go to this item of this root."""
@@ -306,6 +307,13 @@ class RootWriter:
         except (errors.WriterError, OSError):
             return False
         return True
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a save was let begin, and has neither ended nor been undone."""
+        if self.ledger is None:
+            return False
+        return self._lock.is_held or self._claim.aside is not None
 
     def end_writing(self) -> None:
         """Lets other managers write: nothing is being written any more."""

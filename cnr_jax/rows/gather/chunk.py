@@ -194,7 +194,10 @@ class Stage:
         self._limit = limit_bytes
         self._timeout = timeout_secs
         self._items: collections.deque[Chunk] = collections.deque()
-        self._changed = threading.Condition()
+        # Locked itself, not through the condition: that would be left locked by an interrupt which
+        # comes where Python has just locked it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._held = 0
         self._closed = False
         self._failed = False
@@ -206,7 +209,7 @@ class Stage:
         Raises:
             TimeoutError: if nothing was taken out for `timeout_secs`.
         """
-        with self._changed:
+        with self._lock:
             if not self._has_room(item):
                 self._start()
             room = self._changed.wait_for(lambda: self._has_room(item), self._timeout)
@@ -231,18 +234,18 @@ class Stage:
 
     def start(self) -> None:
         """Lets a patient reader begin."""
-        with self._changed:
+        with self._lock:
             self._start()
 
     def close(self) -> None:
         """Says that nothing more will be put."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._start()
 
     def fail(self) -> None:
         """Says that nothing more will be taken: drops what waits and frees `put`."""
-        with self._changed:
+        with self._lock:
             self._failed = True
             self._items.clear()
             self._changed.notify_all()
@@ -259,7 +262,7 @@ class Stage:
             RuntimeError: if the other thread gave up before it had put everything.
         """
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(
                     lambda: (self._started and self._items) or self._closed
                 )
@@ -271,7 +274,7 @@ class Stage:
             size = item.nbytes
             yield item
             del item
-            with self._changed:
+            with self._lock:
                 self._held -= size
                 self._changed.notify_all()
 
