@@ -334,7 +334,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
         flight = self.lifecycle.flight
-        assert flight is not None and flight.facts and flight.written is not None
+        if flight is None or not flight.facts or flight.written is None:
+            # Whoever began it was interrupted, and could not know that it goes on.
+            raise errors.SaveError(
+                "a save that an interrupt has cut short is not committed\n"
+                "  what was committed before is untouched, and the next save contains its rows"
+            )
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)

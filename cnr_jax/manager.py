@@ -53,7 +53,9 @@ class CheckpointManager(ocp.CheckpointManager):
     Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
     are kept; `latest_step()` is the newest whole checkpoint of the newest branch; after
     restoring an older step saving goes on from there. Threads may share one: a call waits for
-    those of others.
+    those of others. An interrupt (Ctrl-C) may come in the middle of any call: a save has then
+    happened or not, its rows are in the next one, and all calls work as before, `close` too,
+    which may have to be called again. What is being written is waited for by the next call.
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
@@ -118,7 +120,7 @@ class CheckpointManager(ocp.CheckpointManager):
             barriers,
         )
         super().__init__(self._root, options=orbax_options, handler_registry=registry)
-        shorten_logs(self._checkpointer)
+        shorten_logs()
         self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
@@ -256,7 +258,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 planned = self._handler.plan(place, state, urgent=last)
         with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
             flight = planned.flight if planned else SaveInFlight(place=place)
-            self._ending.begin(step, flight)
+            self._ending.begin(step, flight, state.touched if state else None)
             if planned:
                 # Not foreseen where touched rows were made anew.
                 self._warmth.warm_up(planned.flight.plan.auto_bits)
@@ -272,8 +274,6 @@ class CheckpointManager(ocp.CheckpointManager):
                     args=planned_args(args, state, planned),
                     custom_metadata=custom_metadata,
                 )
-        if saved:
-            self._course.saved(step, state.touched if state else None)
         if last:
             self.wait_until_finished()
         return saved
@@ -402,7 +402,8 @@ class CheckpointManager(ocp.CheckpointManager):
     def close(self) -> None:
         """Waits for the save that is being written, and for `on_save`; frees what is held.
 
-        A program that ends without it, or `with`, may lose its last save. Again it does nothing.
+        A program that ends without it, or `with`, may lose its last save. Again it does nothing,
+        but end what an interrupt has kept the first call from.
 
         Raises:
             SaveError: if the save failed.
@@ -422,9 +423,6 @@ class CheckpointManager(ocp.CheckpointManager):
         super().close()
 
     # What Orbax calls of itself, in its threads too.
-
-    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
-        self._ending.finalize(step, steps_to_remove)
 
     def _finalize_checkpoint(self, step: int) -> None:
         self._ending.finalize_checkpoint(step)

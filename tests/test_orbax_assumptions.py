@@ -32,6 +32,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
     Directories,
@@ -40,7 +41,7 @@ from cnr_jax.checkpointer.orbax_compat.places import (
     place_of,
     step_names,
 )
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.format import names
 
 
@@ -473,6 +474,7 @@ def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> No
     orbax = OrbaxSeams(manager, root)
     assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
     handler.may_write.clear()
+    orbax.begin(orbax.finalize)
     manager.save(7, args=ProbeSave())
     assert (orbax.is_busy(), orbax.step_being_written()) == (True, 7)
     assert manager.is_saving_in_progress() and not orbax.is_writing_here()
@@ -518,6 +520,56 @@ def test_processes_read_the_steps_together_if_asked_to(
             with monkeypatch.context() as patch:
                 patch.setattr(jax, "process_count", lambda: 2)
                 assert orbax.broadcasts_steps is asked
+
+
+def test_the_threads_of_a_save_do_what_was_asked_for_when_it_began(
+    probe: Any, tmp_path: Path
+) -> None:
+    """They are given it where they are started, and do not look it up themselves."""
+    handler, manager = probe
+    orbax, ended = OrbaxSeams(manager, epath.Path(tmp_path)), list[Any]()
+
+    def begin(save: str) -> None:
+        def finalize(step: int, to_remove: list[int]) -> None:
+            orbax.finalize(step, to_remove)
+            ended.append((save, step, to_remove, threading.current_thread().name))
+
+        orbax.begin(finalize)
+
+    begin("first")
+    handler.may_write.clear()
+    manager.save(7, args=ProbeSave())
+    first = orbax._commit
+    assert orbax.is_busy() and first.has_begun and not first.is_here
+    begin("second")
+    handler.may_write.set()
+    manager.wait_until_finished()
+    assert ended == [("first", 7, [], "save_finalize")]
+    assert first.is_over and not orbax._commit.is_over
+    manager.save(8, args=ProbeSave())
+    orbax.wait_until_finished()
+    assert ended[1:] == [("second", 8, [7], "save_finalize")]
+    assert not orbax.is_busy() and orbax._commit.is_over
+
+
+def test_a_save_whose_threads_never_started_can_be_ended(
+    probe: Any, tmp_path: Path
+) -> None:
+    """Until then whoever waits for it fails."""
+    _, manager = probe
+    orbax = OrbaxSeams(manager, epath.Path(tmp_path))
+    orbax.begin(orbax.finalize)
+    committing = manager._checkpointer._async_manager
+    late = committing._thread_func
+    committing._thread = threading.Thread(target=late)
+    with pytest.raises(RuntimeError, match="before it is started"):
+        manager._checkpointer.wait_until_finished()
+    assert not orbax.end_launch(7, orbax.finalize) and not orbax.is_busy()
+    late(None, [], lambda: pytest.fail("nothing may be committed"))
+    orbax.begin(orbax.finalize)
+    manager.save(7, args=ProbeSave())
+    orbax.wait_until_finished()
+    assert list(manager.all_steps()) == [7]
 
 
 class NotingDeleter:

@@ -44,7 +44,7 @@ def begin(write: Write, directories: Any = None) -> SaveInFlight:
 def launched(flight: SaveInFlight, *parts: Any) -> None:
     """Says that the blocking part of the save is over."""
     flight.parts = parts
-    flight.launched.set()
+    flight.launched.open()
 
 
 def done(error: BaseException | None = None) -> concurrent.futures.Future[None]:

@@ -131,7 +131,7 @@ class Root:
             self.ledger._unreadable[name] = "not ours"
             self.ledger.foreign.add(name)
             self.ledger.strange.add(name)
-            self.ledger._changed()
+            self.ledger._version += 1
 
     def save(self) -> None:
         program, before = self.program, self.uuids()

@@ -1,15 +1,15 @@
-"""What is relied on of Orbax's manager, its processes, its log and its event loop.
+"""What is relied on of Orbax's manager, its processes and its log.
 
 Each stands behind a name; tests/test_orbax_assumptions.py asserts what is said of it here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.interrupts import Job
 from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.files import is_local
@@ -56,9 +57,57 @@ class OrbaxSeams:
     def __init__(self, manager: ocp.CheckpointManager, root: epath.Path) -> None:
         self._manager: Any = manager
         self.root = root
+        # What Orbax's threads do for the save that began last.
+        self._commit, self._end = Job(), Job()
+        self._commit.give_up()
+        self._end.give_up()
+
+    def begin(self, finalize: Callable[[int, list[int]], None]) -> None:
+        """Lets the threads of the next save do their work once, or not at all.
+
+        Args:
+            finalize: what runs in the place of `_finalize`.
+        """
+        commit, end = self._commit, self._end = Job(), Job()
+        committing = self._committing
+        if committing is not None:
+            theirs = functools.partial(type(committing)._thread_func, committing)
+            committing._thread_func = functools.partial(_told_elsewhere, commit, theirs)
+        self._manager._finalize = functools.partial(end.run, finalize)
+
+    def end_launch(self, step: int, finalize: Callable[[int, list[int]], None]) -> bool:
+        """Ends a save that was perhaps not handed over to its threads, or not to both.
+
+        Args:
+            step: of the save.
+            finalize: as in `begin`.
+
+        Returns:
+            Whether it was handed over to the one that commits it: then both have done their work.
+        """
+        if self._commit.give_up():
+            self._end.give_up()
+            if self._committing is not None:
+                # Nobody can wait for a thread that never started.
+                self._committing._thread = None
+            return False
+        self._commit.wait()
+        # Unless the other thread does. What that is to delete, is not known here: nothing.
+        with contextlib.suppress(Exception):
+            self._end.run(finalize, step, [])
+        self._end.wait()
+        return True
+
+    @property
+    def _committing(self) -> Any:
+        """What starts the thread that commits a save; None where that is not done in one."""
+        return getattr(self._manager._checkpointer, "_async_manager", None)
 
     def wait_until_finished(self) -> None:
         """Waits for the save that is being written; raises its error."""
+        if not self.is_writing_here():
+            # An interrupt while a thread is waited for makes Python take it for ended.
+            self._end.wait()
         _Manager.wait_until_finished(self._manager)
 
     def wait_for_checkpointers(self) -> None:
@@ -124,19 +173,11 @@ class OrbaxSeams:
 
     def is_busy(self) -> bool:
         """Whether a save is being written, or old steps are being deleted after it."""
-        thread = self._manager._finalize_thread.get()
-        if thread is threading.current_thread():
-            return True
-        return thread is not None and thread.is_alive()
+        return not self._end.is_over
 
     def is_writing_here(self) -> bool:
         """Whether this is a thread of Orbax's that writes a save of this manager."""
-        committing = getattr(self._manager._checkpointer, "_async_manager", None)
-        writers = (
-            self._manager._finalize_thread.get(),
-            getattr(committing, "_thread", None),
-        )
-        return threading.current_thread() in writers
+        return self._commit.is_here or self._end.is_here
 
     def step_being_written(self) -> int | None:
         """The step of the save that was begun last, until it is forgotten."""
@@ -220,6 +261,11 @@ class OrbaxSeams:
         theirs, options = manager._checkpoint_deleter, manager._options
         manager._checkpoint_deleter = ChainDeleter(self, writer, theirs, options)
         return manager._checkpoint_deleter
+
+
+def _told_elsewhere(commit: Job, theirs: Callable[..., None], *args: Any) -> None:
+    with told_elsewhere():
+        commit.run(theirs, *args)
 
 
 class ChainDeleter:
@@ -372,58 +418,6 @@ def told_elsewhere() -> Iterator[None]:
         _here.is_told = before
 
 
-def shorten_logs(checkpointer: Any) -> None:
-    """Keeps the tracebacks of failed saves of a manager out of the log.
-
-    Args:
-        checkpointer: of the manager.
-    """
+def shorten_logs() -> None:
+    """Keeps the tracebacks of failed saves out of the log."""
     logging.getLogger("absl").addFilter(_TRACEBACKS)
-    committing = getattr(checkpointer, "_async_manager", None)
-    commit = getattr(committing, "_thread_func", None)
-    if committing is None or commit is None:
-        return
-
-    def quietly(*args: Any) -> None:
-        with told_elsewhere():
-            commit(*args)
-
-    committing._thread_func = quietly
-
-
-def end_interrupted_tasks() -> None:
-    """Ends tasks that an interrupt has left on this thread, with all that their frames hold.
-
-    Orbax notes the task of a call on the thread until the task has ended. An interrupt in a
-    handler ends the loop instead, and the task stays, for as long as the thread does: with the
-    interrupt, hence with the frames it went through, hence with the state that was being saved.
-    """
-    ended: set[Any] = set()
-    while (task := _interrupted_task()) is not None and task not in ended:
-        with contextlib.suppress(RuntimeError):  # other threads make tasks meanwhile
-            for each in asyncio.all_tasks(task.get_loop()):
-                _end(each)
-        # Its own clean-up has put back what was noted before it: from an earlier interrupt?
-        ended.add(task)
-
-
-def _interrupted_task() -> Any:
-    """The task that is noted on this thread, if its loop has ended.
-
-    One of somebody else's loop, which Orbax takes care not to touch, has a loop that goes on.
-    """
-    task = getattr(threading.current_thread(), "main_task", None)
-    if isinstance(task, asyncio.Task) and task.get_loop().is_closed():
-        return task
-    return None
-
-
-def _end(task: asyncio.Task[Any]) -> None:
-    # The interrupt has told already what asyncio would report.
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    waited = getattr(task, "_fut_waiter", None)
-    for handler in getattr(waited, "_children", ()):
-        if handler.done() and not handler.cancelled():
-            handler.exception()
-    with contextlib.suppress(Exception):  # others must end all the same
-        task.get_coro().close()  # type: ignore[union-attr]

@@ -21,8 +21,9 @@ from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
 from cnr_jax.checkpointer.listing import Listing, StepChooser
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
+from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, place_of
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring import match
 from cnr_jax.checkpointer.saving.check import table_entries
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle

@@ -23,9 +23,9 @@ class Calls:
 
     Attributes:
         lock: held during calls; reentrant, for those that calls make of their own.
-        is_in_one: whether whoever holds the lock is in a call that must not be nested.
+        current: stands for the call that whoever holds the lock is in, if it must not be nested;
+            for each call another object.
         is_closed: whether nothing can be done with the manager any more, but closing it again.
-        names_all: whether Orbax, which asks for the steps too, is told of all directories.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class Calls:
     ) -> None:
         self._is_in_on_save, self._is_writing_here = is_in_on_save, is_writing_here
         self.lock = threading.RLock()
-        self.is_in_one = self.is_closed = self.names_all = False
+        self.current: object | None = None
+        self.is_closed = False
+        self._naming_all: object | None = None
 
     def asking(self) -> contextlib.AbstractContextManager[Any]:
         """What a question about steps is asked in: the lock.
@@ -49,11 +51,17 @@ class Calls:
 
         Orbax must know of each that a save would overwrite, or that may be deleted.
         """
-        self.names_all = True
+        self._naming_all = self.current
         try:
             yield
         finally:
-            self.names_all = False
+            self._naming_all = None
+
+    @property
+    def names_all(self) -> bool:
+        """Whether Orbax, which asks for the steps too, is told of all directories."""
+        # Not from another call, which was interrupted before it could say that it is over.
+        return self._naming_all is not None and self._naming_all is self.current
 
     def refuse_in_on_save(self, name: str) -> None:
         """Checks that a call does not wait for the listener that makes it.
@@ -83,7 +91,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
         # Nothing of Python runs between these lines and the blocks that undo them: an interrupt
         # leaves neither the lock held nor the mark set.
         with calls.lock:
-            if calls.is_in_one:
+            if calls.current is not None:
                 raise errors.CallError(
                     f"{name}() was called in the middle of another call of the"
                     " same manager, by the same thread\n"
@@ -98,10 +106,10 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
                     " manager of this root",
                     kind="closed",
                 )
-            calls.is_in_one = True
+            calls.current = object()
             try:
                 return method(self, *args, **kwargs)
             finally:
-                calls.is_in_one = False
+                calls.current = None
 
     return called

@@ -90,17 +90,13 @@ class Course:
         ahead = tip is None or step > tip.step
         return ahead and not self._orbax.is_read_only and self.reached_preemption(step)
 
-    def begin(self) -> None:
-        """A save begins."""
-        self._before = self.tip
+    def begin(self, step: int, touched: Touched | None) -> None:
+        """A save begins: it is the tip, unless it fails."""
+        self._before, self.tip = self.tip, self._tip_at(step, touched)
 
     def failed(self) -> None:
         """The save that began last is not committed."""
         self.tip = self._before
-
-    def saved(self, step: int, touched: Touched | None) -> None:
-        """A save is written, or will be."""
-        self.tip = self._tip_at(step, touched)
 
     def restored(self, step: int, touched: Touched | None) -> None:
         """A step was restored."""

@@ -10,19 +10,21 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Barriers
+from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.orbax_compat.seams import (
     ChainDeleter,
     OrbaxSeams,
-    end_interrupted_tasks,
     told_elsewhere,
 )
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.rows.touched import Touched
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +62,9 @@ class Ending:
         self._barriers, self._course, self._calls = barriers, course, calls
         # Whether Orbax's list of steps must be read again.
         self._is_stale = False
-        # Whether `save` is between the plan and the thread that finalizes what it has begun.
-        self._is_launching = False
+        # The call of `save` that is between the plan and the thread that finalizes what it has
+        # begun. Once that call is over, it was interrupted, and there is something to clear up.
+        self._launching: object | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -72,14 +75,15 @@ class Ending:
         """From now on steps are deleted as chains allow, children first."""
         self.deleter = self._orbax.replace_deleter(self._writer)
 
-    def begin(self, step: int, flight: SaveInFlight) -> None:
-        """Notes that the save of a step begins."""
+    def begin(self, step: int, flight: SaveInFlight, touched: Touched | None) -> None:
+        """Notes that the save of a step begins, with these touched rows."""
+        self._orbax.begin(self.finalize)
         plan = flight.facts.plan if flight.facts else None
         # What was renamed aside must not be in the way of the new steps.
         self._orbax.forget_steps(plan.abandoned if plan else ())
         save = plan.uuid if plan else ""
         self._barriers.begin(self._orbax.barrier_keys(step), save)
-        self._course.begin()
+        self._course.begin(step, touched)
         self._lifecycle.prepare(flight)
 
     def wait(self) -> None:
@@ -94,7 +98,7 @@ class Ending:
         try:
             with self._calls.lock:
                 # Other calls are not to wait for `on_save`; nor is who is interrupted.
-                is_inner = self._calls.is_in_one
+                is_inner = self._calls.current is not None
                 self._wait_for_save()
         except Exception:
             if not is_inner:
@@ -114,6 +118,9 @@ class Ending:
                 self._wait_for_save()
 
     def _wait_for_save(self) -> None:
+        if self._is_launched_here():
+            return  # Orbax asks, of the save before, which has ended
+        self._end_launch()
         failure: Exception | None = None
         step = self._orbax.step_being_written()
         try:
@@ -152,12 +159,19 @@ class Ending:
 
     def settle(self) -> None:
         """Notes a committed save, unless one is still being written."""
-        if self._is_launching or self._orbax.is_busy():
+        if self._is_launched_here() or self._orbax.is_writing_here():
             return
+        self._end_launch()
+        if self._orbax.is_busy():
+            return
+        if self._lifecycle.flight is None and self._writer.is_prepared:
+            # An interrupt came between the plan of a save and its begin.
+            self._lifecycle.withdraw()
+        self._settle()
+
+    def _settle(self) -> None:
         saving = self._lifecycle.flight is not None
         if saving:
-            # After an interrupt there may be no thread that finalizes a save, or one that
-            # Python takes for ended, but one that writes.
             # Its error is the handler's to tell.
             with contextlib.suppress(Exception):
                 self.wait_for_checkpointers()
@@ -187,26 +201,49 @@ class Ending:
 
     @contextlib.contextmanager
     def clearing_up(self) -> Iterator[None]:
-        """Ends a save of which the blocking part is left by an error or an interrupt."""
-        self._is_launching = True
+        """Ends a save of which the blocking part is left by an error or an interrupt.
+
+        What another interrupt keeps it from is done by the next call.
+        """
+        self._launching = self._calls.current
         try:
             yield
         except BaseException:
-            self._is_launching = False
-            try:
-                # First: writing in the background goes on until the task ends that began it.
-                end_interrupted_tasks()
-                self.settle()
-                self._lifecycle.take_failure()  # it is on its way
-                if jax.process_count() == 1:
-                    self._orbax.end_progress()
-            finally:
-                self._lifecycle.withdraw()
-                # Steps that were moved aside are back only now.
-                self.reread()
+            self._end_launch()
+            self._lifecycle.take_failure()  # it is on its way
             raise
+        self._launching = None
+
+    def _is_launched_here(self) -> bool:
+        """Whether this is asked, by Orbax, while it begins a save."""
+        return self._launching is not None and self._launching is self._calls.current
+
+    def _end_launch(self) -> None:
+        """Ends a save that was left in the middle of being begun, if there is one."""
+        if self._launching is None:
+            return
+        # First: writing in the background goes on until the task ends that began it.
+        end_interrupted_tasks()
+        flight, last = self._lifecycle.flight, self._lifecycle.last
+        if not self._orbax.end_launch(last.step if last else 0, self.finalize):
+            # Orbax may still be making directories, of which the next save may use the names.
+            with contextlib.suppress(Exception):
+                Directories.being_made().wait(STOP_SECS, lambda: None)
+            if flight is not None:
+                flight.stop()
+            else:
+                self._course.failed()
+                if last is not None:
+                    self._writer.discard(last.place.directory)
+        try:
+            self._settle()
+            if jax.process_count() == 1:
+                self._orbax.end_progress()
         finally:
-            self._is_launching = False
+            self._is_stale, self._launching = True, None
+            self._lifecycle.withdraw()
+            # Steps that were moved aside are back only now.
+            self.reread()
 
     def _as_save_error(
         self, error: BaseException, step: int | None, *, committed: bool

@@ -6,11 +6,11 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import save_error, without_frames
 from cnr_jax.checkpointer.saving.check import full_fp32_bytes
 from cnr_jax.format.manifest import Manifest, dump
@@ -19,6 +19,7 @@ from cnr_jax.options import Options
 from cnr_jax.repository.commit import Facts
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
@@ -49,13 +50,13 @@ class SaveInFlight:
         is_open: whether its state is being written, or was and nobody has found out what became
             of it.
         blocking_secs: for which training waited.
-        thread: what writes it; None until that has started, and once the save has ended.
+        writing: of its state, by a thread of its own.
         timeout_secs: how long that thread may wait for other processes.
         release: ends the writing of rows, and frees whoever waits for it to go on.
-        launched: set when the blocking part of the save is over.
+        launched: opened when the blocking part of the save is over.
         parts: futures of what else is being written.
         stopped: why its writing must end, if it must.
-        write_error: why not all processes have written their part; known once the thread ends.
+        write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
         row_errors: of rounded rows among it; None where all are exact.
         manifest_bytes: of `manifest.json`, if this process has written it.
@@ -75,10 +76,10 @@ class SaveInFlight:
     facts: Facts | None = None
     is_open: bool = False
     blocking_secs: float = 0.0
-    thread: threading.Thread | None = None
+    writing: Job = dataclasses.field(default_factory=Job)
     timeout_secs: float = 0.0
     release: Callable[[], None] = _do_nothing
-    launched: threading.Event = dataclasses.field(default_factory=threading.Event)
+    launched: Gate = dataclasses.field(default_factory=Gate)
     parts: Sequence[Any] = ()
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
@@ -114,10 +115,8 @@ class SaveInFlight:
             SaveError: if one has not.
             TimeoutError: if it takes longer than `timeout` seconds.
         """
-        if self.thread is not None:
-            self.thread.join(timeout)
-            if self.thread.is_alive():
-                raise TimeoutError(f"step {self.step} was not written in {timeout:g} s")
+        if not self.writing.wait(timeout):
+            raise TimeoutError(f"step {self.step} was not written in {timeout:g} s")
         if self.write_error is not None:
             raise self.write_error
 
@@ -138,20 +137,20 @@ class SaveInFlight:
         Orbax raises the first error while other parts may still be writing, into a directory
         of which the same step, saved again, uses the name.
         """
-        if self.thread is not None:
-            self.cancel()
-            self.launched.set()
-            self.thread.join(STOP_SECS)
+        self.cancel()
+        self.launched.open()
+        if not self.writing.give_up():
+            self.writing.wait(STOP_SECS)
 
     def has_failed(self) -> bool:
         """Whether all processes have heard that the save has failed; waits for their word.
 
         A thread that hangs, as storage may, has nothing good to say.
         """
-        if self.thread is None:
+        if not self.writing.has_begun:
             return True
-        self.thread.join(self.timeout_secs)
-        return self.thread.is_alive() or self.write_error is not None
+        is_over = self.writing.wait(self.timeout_secs)
+        return not is_over or self.write_error is not None
 
     def error(self) -> errors.SaveError:
         """Why the save was not committed, as far as this process knows."""
@@ -170,9 +169,9 @@ class SaveInFlight:
     def end(self, outcome: Literal["committed", "dropped", "failed"]) -> None:
         """Notes what became of it, and frees what only its writing needed."""
         self.outcome = outcome
-        self.thread = self.written = self.manifest = None
-        self.stopped = self.write_error = None
+        self.written = self.manifest = self.stopped = self.write_error = None
         self.release = _do_nothing
+        self.is_open = False
 
     def report(self, manifest: Manifest, tables: Tables) -> SaveReport:
         """What a committed save did."""
@@ -256,6 +255,8 @@ class Lifecycle:
         """The state of a save is about to be written."""
         assert self._writer.ledger is not None
         plan = flight.plan
+        # First: what is noted in the ledger is found out about with it.
+        self.last, flight.is_open = flight, True
         self._writer.ledger.begin(
             Entry(
                 directory=plan.directory,
@@ -266,7 +267,6 @@ class Lifecycle:
                 run=plan.run,
             )
         )
-        self.last, flight.is_open = flight, True
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
@@ -336,8 +336,16 @@ class Lifecycle:
         flight, ledger = self.flight, self._writer.ledger
         if flight is None or ledger is None:
             return None
-        # Once: should an interrupt cut this short, the step is found when the root is read again.
-        flight.is_open = False
+        try:
+            return self._settle(flight, ledger, committed)
+        except Exception:
+            # Once: it must not come out of every call. What an interrupt cuts short is done again.
+            flight.is_open = False
+            raise
+
+    def _settle(
+        self, flight: SaveInFlight, ledger: Ledger, committed: str | None
+    ) -> str | None:
         place, plan = flight.place, flight.plan
         dropped, seen = place.directory in ledger.doomed, None
         if self._writer.writes and self.managed:
@@ -345,9 +353,9 @@ class Lifecycle:
             dropped = dropped and seen
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
-            flight.end("dropped")
             self._writer.committed()
             _log.info("retention did not keep step %d, the newest", plan.step)
+            flight.end("dropped")
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
             self._undo(flight)
@@ -382,10 +390,10 @@ class Lifecycle:
         failure = flight.error()
         if not flight.is_failure_told:
             self.fail(failure)
-        flight.end("failed")
         flight.failure = failure
         self._writer.discard(flight.place.directory)
         self._writer.undo()
+        flight.end("failed")
 
     def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
         if flight.is_reported:

@@ -136,17 +136,16 @@ class Launcher:
             )
             stage.close()
             flight.parts = parts
-            flight.launched.set()
+            flight.launched.open()
         except BaseException as error:
-            if flight.thread is None:
-                # There is nothing to write, but the other processes are to hear of it.
-                write_in_background(
-                    flight, directories, lambda: None, lambda: None, self._channel
-                )
             # An interrupt of the loop, while nothing runs in it, closes what waits in it.
             interrupted = isinstance(error, GeneratorExit)
             flight.give_up(KeyboardInterrupt() if interrupted else error)
-            flight.launched.set()
+            flight.launched.open()
+            # There may be nothing to write, but the other processes are to hear of it.
+            write_in_background(
+                flight, directories, lambda: None, flight.release, self._channel
+            )
             if jax.process_count() == 1 or not isinstance(error, Exception):
                 flight.stop()
                 raise
@@ -218,7 +217,7 @@ def write_in_background(
     release: Callable[[], None],
     channel: Channel,
 ) -> None:
-    """Starts the one thread of a save; how the save ends, it says in `flight`.
+    """Starts the one thread of a save, if it is not; how the save ends, it says in `flight`.
 
     Args:
         flight: the save.
@@ -228,13 +227,9 @@ def write_in_background(
         channel: to the other processes.
     """
     flight.release, flight.timeout_secs = release, channel.timeout_secs
-    thread = threading.Thread(
-        target=_in_background,
-        args=(flight, directories, write, channel),
-        name="cnr_write_rows",
+    flight.writing.start(
+        "cnr_write_rows", _in_background, flight, directories, write, channel
     )
-    thread.start()
-    flight.thread = thread
 
 
 def _in_background(

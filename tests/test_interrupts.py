@@ -1,0 +1,134 @@
+"""Interrupts (Ctrl-C) at any moment of a call: the manager goes on, and no row is lost.
+
+By default at some moments of each call, evenly spread; at all of them under the marker `slow`.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.errors import CnrError
+from cnr_jax.testing.interrupts import Interrupt, interrupting
+
+from .conftest import case_of
+
+pytestmark = [
+    pytest.mark.usefixtures("interruptible"),
+    # What Orbax leaves behind when it is interrupted.
+    pytest.mark.filterwarnings(
+        "ignore:coroutine .* was never awaited:RuntimeWarning",
+        "ignore::pytest.PytestUnraisableExceptionWarning",
+    ),
+]
+SAMPLES = 8
+OWN_THREADS = "cnr_write_rows", "async_save", "save_finalize", "cnr_report"
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    gc.collect()
+
+
+def save(run: Any, manager: Any) -> None:
+    run.save(manager, 2)
+
+
+def wait(run: Any, manager: Any) -> None:
+    run.save(manager, 2)
+    manager.wait_until_finished()
+
+
+def restore(run: Any, manager: Any) -> None:
+    run.restore(manager, 1)
+
+
+def close(run: Any, manager: Any) -> None:
+    run.save(manager, 2)
+    manager.close()
+
+
+CALLS = [save, wait, restore, close]
+
+
+def play(run: Any, root: Path, call: Callable[..., None], nth: int) -> Interrupt:
+    """Interrupts one call of a run, goes on, and looks at all that it has saved."""
+    manager = run.open(root, {"max_to_keep": 2} if nth % 2 else None)
+    run.run(manager, [1])
+    run.train(2)
+    if call is not restore:
+        run.truth[2] = run.values()
+    try:
+        with interrupting(nth) as interrupt:
+            call(run, manager)
+    except KeyboardInterrupt:
+        pass
+    if call is close:
+        manager.close()
+        manager = run.open(root, {"max_to_keep": 2} if nth % 2 else None)
+        run.restore(manager, None)
+    for step in (3, 4, 5):
+        run.train(step)
+        try:
+            saved = run.save(manager, step)
+        except CnrError:  # of the interrupted save, or what it has left: once
+            saved = run.save(manager, step)
+        assert saved, f"step {step} is due"
+    manager.wait_until_finished()
+    assert manager.failure is None and manager.last_report.step == 5
+    listed = manager.all_steps()
+    manager.close()
+    with cnr.CheckpointManager(root, tables=run.tables) as reader:
+        assert reader.all_steps() == listed and {4, 5} <= set(listed)
+        assert nth % 2 or {1, 3} <= set(listed)
+        for step in listed:
+            restored = reader.restore(step, args=cnr.args.Restore(run.state))
+            run.same(restored.state, run.truth[step])
+    assert cnr.verify(root) == ()
+    wait_for_threads()
+    return interrupt
+
+
+def wait_for_threads() -> None:
+    """None is left of a manager that is closed: a program would never end."""
+    end = time.monotonic() + 20
+    while left := [t for t in threading.enumerate() if t.name.startswith(OWN_THREADS)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_after_an_interrupt_the_manager_goes_on(
+    tiny_run: Any, tmp_path: Path, call: Callable[..., None]
+) -> None:
+    moments = play(tiny_run(), tmp_path / "none", call, 1 << 30).moments
+    assert moments > SAMPLES
+    for nth in range(1, moments, moments // SAMPLES):
+        with case_of(nth):
+            play(tiny_run(), tmp_path / str(nth), call, nth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_after_an_interrupt_at_any_moment_the_manager_goes_on(
+    tiny_run: Any, tmp_path: Path, call: Callable[..., None]
+) -> None:
+    nth = 1
+    while True:
+        with case_of(nth):
+            interrupt = play(tiny_run(), tmp_path / str(nth), call, nth)
+        if not interrupt.where:
+            return
+        nth += 1
