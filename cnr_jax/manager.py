@@ -245,7 +245,7 @@ class CheckpointManager(ocp.CheckpointManager):
         if state is not None:
             check_concrete(state.state, state.touched)
             self._handler.check_origin(self._root, item, state)
-        if not (force or self._course.is_due(step, state)):
+        if not (force or self._course.is_due(step, state, self.should_save)):
             return False
         last = self.reached_preemption(step)
         if not (force or last) and self._course.is_left_out(step):

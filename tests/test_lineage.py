@@ -579,3 +579,21 @@ def test_values_of_all_leaves_differ_between_branches(tiny_run: Any) -> None:
     for path, value in one.values().items():
         if "step" not in path:
             assert not np.array_equal(value, two.values()[path]), path
+
+
+def test_a_subclass_decides_which_saves_are_due(tmp_path: Path) -> None:
+    class Odd(cnr.CheckpointManager):
+        def should_save(self, step: int) -> bool:
+            return step % 2 == 1 and super().should_save(step)
+
+    state = {"item": jnp.ones((8, 4))}
+    touched = cnr.init_touched(state, cnr.find_tables(state, ["item"]))
+    with Odd(tmp_path / "root", tables=cnr.find_tables(state, ["item"])) as manager:
+        args = cnr.args.Save(state, touched)
+        assert [manager.save(step, args=args) for step in range(4)] == [
+            False,
+            True,
+            False,
+            True,
+        ]
+    assert list(manager.all_steps()) == [1, 3]

@@ -122,16 +122,19 @@ class Course:
         self.tip = None
         return True
 
-    def is_due(self, step: int, state: Save | None) -> bool:
+    def is_due(
+        self, step: int, state: Save | None, should_save: Callable[[int], bool]
+    ) -> bool:
         """Whether a save that is not forced is due; it may have to start anew for that.
 
         Args:
             step: of the save.
             state: that is saved; None if other items are.
+            should_save: the manager's; a subclass may have its own, as with Orbax.
         """
-        if self.should_save(step):
+        if should_save(step):
             return True
-        if state and self._leaves(step, state.touched) and self.should_save(step):
+        if state and self._leaves(step, state.touched) and should_save(step):
             return True
         if self.tip is not None and step < self.tip.step:
             _log.warning(
