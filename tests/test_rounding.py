@@ -18,8 +18,6 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric
 
-from .conftest import each_of
-
 SAMPLE_ROWS = 16_384
 
 
@@ -56,19 +54,30 @@ def row_errors(state: Any, restored: Any, names: tuple[str, ...]) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("staging", ["host", "device"])
+# Where each is staged by default; the other way is slow.
+STAGED: list[tuple[dict[str, Any], str]] = [
+    ({}, "host"),
+    ({"bits": 2}, "device"),
+    ({"codec": "symmetric", "bits": 8}, "host"),
+    ({"codec": "codebook"}, "host"),
+    ({"codec": "kmeans", "bits": 2}, "device"),
+    ({"bits": "auto"}, "host"),
+    ({"slot_codec": "bfloat16"}, "device"),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "staging"),
     [
-        {},
-        {"bits": 2},
-        {"codec": "symmetric", "bits": 8},
-        {"codec": "codebook"},
-        {"codec": "kmeans", "bits": 2},
-        {"bits": "auto"},
-        {"slot_codec": "bfloat16"},
+        pytest.param(
+            options,
+            way,
+            marks=[pytest.mark.slow] * (way != staged),
+            id=f"{options}-{way}",
+        )
+        for options, staged in STAGED
+        for way in ("host", "device")
     ],
-    ids=str,
 )
 def test_reported_errors_are_those_of_the_restored_rows(
     options: Any, staging: str, tmp_path: Path
@@ -239,19 +248,22 @@ def test_default_options_warn_once_in_a_process_and_name_the_way_out() -> None:
     assert "of 1,024 sampled rows" in text and "codec='raw'" in text
 
 
-@each_of(
+# Each is a program; what else counts as asked for is below.
+@pytest.mark.parametrize(
     ("options", "level"),
     [
-        ("bits=4", "INFO"),
+        pytest.param("bits=4", "INFO", marks=pytest.mark.slow),
         ("codec='adaptive'", "INFO"),
         ("tables={'user': TableOptions(bits=8)}", "WARNING"),
-        (
+        pytest.param(
             "tables={'user': TableOptions(bits=8), 'item': TableOptions(codec='adaptive')}",
             "INFO",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "tables={'user': TableOptions(codec='raw'), 'item': TableOptions(bits=2)}",
             "INFO",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -269,6 +281,8 @@ def test_options_replaced_still_know_what_was_given() -> None:
     options = dataclasses.replace(cnr.Options(), verify_reads=False)
     assert not options.says_rounding("user")
     assert dataclasses.replace(options, bits=4).says_rounding("user")
+    one = cnr.Options(tables={"user": cnr.TableOptions(bits=8)})
+    assert one.says_rounding("user") and not one.says_rounding("item")
     defaults = cnr.Options().codec_for("user", "table", 64, np.float32)
     explicit = cnr.Options(codec="adaptive", bits=4)
     assert defaults == explicit.codec_for("user", "table", 64, np.float32)
