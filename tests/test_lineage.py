@@ -597,3 +597,31 @@ def test_a_subclass_decides_which_saves_are_due(tmp_path: Path) -> None:
             True,
         ]
     assert list(manager.all_steps()) == [1, 3]
+
+
+def test_a_reader_lists_no_step_that_it_could_not_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may commit a step while a reader looks at the root."""
+    state = {"item": jnp.ones((8, 4))}
+    tables = cnr.find_tables(state, ["item"])
+    trainer = cnr.CheckpointManager(tmp_path, tables=tables)
+    trainer.save(0, args=cnr.args.Save(state))
+    trainer.wait_until_finished()
+    reader = cnr.CheckpointManager(tmp_path)
+    look, steps = ocp.CheckpointManager.reload, iter([1, 2])
+
+    def look_and_commit(manager: ocp.CheckpointManager) -> None:
+        look(manager)
+        if manager is reader:
+            trainer.save(next(steps), args=cnr.args.Save(state))
+            trainer.wait_until_finished()
+
+    monkeypatch.setattr(ocp.CheckpointManager, "reload", look_and_commit)
+    for expected in (0, 1):
+        reader.reload()
+        assert reader.latest_step() == expected
+        restored = reader.restore(expected, args=cnr.args.Restore())
+        assert np.array_equal(restored.state["item"], state["item"])
+    reader.close()
+    trainer.close()

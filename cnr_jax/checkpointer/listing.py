@@ -133,13 +133,18 @@ class Listing:
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
-        self._orbax.reload()
         self._ending.settle()
         self._writer.take_over()
         self._read(self.item)
-        if self.item is not None:
-            ledger = self._ending.ledger
-            ledger.become(Ledger.load(self._root, self.item, ledger.is_step))
+        if self.item is None:
+            self._orbax.reload()
+            return
+        ledger = self._ending.ledger
+        found = Ledger.load(self._root, self.item, ledger.is_step)
+        # After ours: a step that another process commits in between is then not listed yet.
+        # The other way round it would be listed, and Orbax would not know it.
+        self._orbax.reload()
+        ledger.become(found)
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored.
@@ -234,7 +239,8 @@ class Listing:
             raise errors.NoStepError(
                 f"step {step} does not exist in {os.fspath(self._root)}\n"
                 f"  steps: {', '.join(map(str, known)) or 'none'}\n"
-                f"  that can be restored: {', '.join(map(str, self.steps())) or 'none'}"
+                f"  that can be restored: {', '.join(map(str, self.steps())) or 'none'}\n"
+                "  hint: reload() lists what another process has saved or deleted since"
             )
 
     def check_holds(self, root: epath.Path, step: int | None) -> None:
