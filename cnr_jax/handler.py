@@ -53,7 +53,7 @@ from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin, run_restored
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.gather.chunk import outside_mesh
+from cnr_jax.rows.tiling import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
@@ -150,7 +150,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         Before the first restore of a run that has been saved: as it will be after that.
         """
-        if self.widening.bits(0) is None:
+        if not self.widening.follows:
             return None
         restores = self._planner.restores
         if not restores and self.ledger is not None and not self._planner.branches:
@@ -354,14 +354,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args = args or Restore()
-        place, attempt = place_of(directory), args._attempt
-        self.channel.name = f"saves in {place.root.name}"
-        if attempt is not None:
+        if (attempt := args._attempt) is not None:
             attempt.is_told = True
+        place = place_of(directory, opened=attempt is not None)
+        self.channel.name = f"saves in {place.root.name}"
 
         def read() -> tuple[ReadBack, Ledger | None]:
             found = read_back(
-                directory,
+                place,
                 args.state,
                 args.tables or self.tables,
                 self._dense,

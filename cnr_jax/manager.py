@@ -337,7 +337,7 @@ class CheckpointManager(ocp.CheckpointManager):
         if directory is None and ours:
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
-        if not self._orbax.is_read_only:
+        if self._handler.widening.follows and not self._orbax.is_read_only:
             self._warmth.warm_up(self._handler.auto_bits())
         plain = isinstance(args, ocp.args.StandardRestore)
         return state.state if plain and ours else restored

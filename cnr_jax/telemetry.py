@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import logging
-import threading
-from collections.abc import Callable
-
-import jax.monitoring
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,76 +100,3 @@ def percent(share: float) -> str:
         '7.1 %'
     """
     return f"{100 * share:.2g} %"
-
-
-def record(report: SaveReport) -> None:
-    """Hands a report to `jax.monitoring`, under `/cnr_jax/save/`."""
-    jax.monitoring.record_event_duration_secs(
-        "/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=report.kind
-    )
-    jax.monitoring.record_event_duration_secs(
-        "/cnr_jax/save/duration_secs", report.total_secs, kind=report.kind
-    )
-    for name, value in (
-        ("bytes_written", report.total_bytes),
-        ("rows_touched", report.rows),
-    ):
-        jax.monitoring.record_scalar(f"/cnr_jax/save/{name}", value, kind=report.kind)
-
-
-class Listener:
-    """Tells `jax.monitoring` and `on_save` of saves, in their order, in one thread of its own.
-
-    The thread starts with the first report; it holds reports and nothing else of a save.
-
-    Args:
-        on_save: called with each report; what it raises is logged.
-    """
-
-    def __init__(self, on_save: Callable[[SaveReport], None] | None) -> None:
-        self._on_save = on_save
-        # Its thread is waited for when the interpreter exits, and ends when nobody holds this.
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_report")
-        self._newest: concurrent.futures.Future[None] | None = None
-        self._thread: int | None = None
-
-    def tell(self, report: SaveReport) -> None:
-        """Hands a report over; does not wait."""
-        # A pool that cannot start its thread may have taken the report all the same.
-        once = threading.Lock()
-        try:
-            self._newest = self._pool.submit(self._deliver, report, once)
-        except RuntimeError:
-            # The system has no more threads, or the interpreter exits.
-            self.wait()
-            self._deliver(report, once)
-
-    def tell_here(self, report: SaveReport) -> None:
-        """Tells of a save at once, in this thread."""
-        self._deliver(report, threading.Lock())
-
-    def is_here(self) -> bool:
-        """Whether this is called inside `on_save`."""
-        return self._thread == threading.get_ident()
-
-    def wait(self) -> None:
-        """Waits until all that was handed over is told."""
-        if self._newest is not None:
-            self._newest.exception()
-
-    def close(self) -> None:
-        """Waits, and ends the thread."""
-        self._pool.shutdown()
-
-    def _deliver(self, report: SaveReport, once: threading.Lock) -> None:
-        if not once.acquire(blocking=False):
-            return
-        self._thread = threading.get_ident()
-        for listener in (record, self._on_save):
-            try:
-                if listener is not None:
-                    listener(report)
-            except BaseException:
-                # The step is saved, whatever a listener raises, and the next reports come.
-                _log.exception("the report of step %d was not delivered", report.step)
-        self._thread = None

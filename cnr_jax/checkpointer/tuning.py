@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.options import Options, TableOptions, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
-from cnr_jax.rows.gather.chunk import chunk_rows, outside_mesh, padded
+from cnr_jax.rows.tiling import chunk_rows, outside_mesh, padded
 from cnr_jax.state.table import Table, Tables, check_tables, split
 
 _log = logging.getLogger(__name__)

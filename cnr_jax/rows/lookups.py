@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cnr_jax.errors import CnrError, TouchedError
 from cnr_jax.state.layouts import RowLayout
+from cnr_jax.state.table import index_dtype
 
 
 class Lookup(NamedTuple):
@@ -75,7 +76,9 @@ def lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
 def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
     """Returns integer[n]: the stored rows of a lookup, `padded_rows` where masked."""
     ids = _integers(lookup.ids, label)
-    wrapped = in_range(ids, table.lookup_rows, index_dtype(table))
+    wrapped = in_range(
+        ids, table.lookup_rows, index_dtype(table.name, table.padded_rows)
+    )
     rows = table.layout.to_physical(wrapped)
     keep = _counted(lookup, ids.shape, label)
     if keep is not None:
@@ -93,25 +96,6 @@ def in_range(ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
         ids = jnp.where(ids < 0, ids + rows, ids)
     # The clip comes before the cast, lest a wide id turns into another row's.
     return jnp.clip(ids, 0, rows - 1).astype(dtype)
-
-
-def index_dtype(table: StampedTable) -> Any:
-    """Returns the dtype of indices into the table's stamps.
-
-    Raises:
-        TouchedError: if the table has more rows than available indices can tell apart.
-    """
-    # int32 holds every row and `padded_rows` itself, the mark for "drop". XLA reads
-    # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
-    if table.padded_rows <= np.iinfo(np.int32).max:
-        return jnp.int32
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # x64 is enabled
-        return jnp.int64
-    raise TouchedError(
-        f"table {table.name!r} has {table.padded_rows:,} rows, "
-        "more than 32-bit indices can tell apart\n"
-        "  hint: enable jax_enable_x64, or split the table"
-    )
 
 
 def _counted(lookup: Lookup, shape: tuple[int, ...], label: str) -> jax.Array | None:

@@ -30,12 +30,11 @@ from cnr_jax.rows.lookups import (
     Ids,
     StampedTable,
     explicit_sharding,
-    index_dtype,
     lookups,
     stored_rows,
 )
 from cnr_jax.state.layouts import Identity
-from cnr_jax.state.table import Table, Tables, check_tables, split
+from cnr_jax.state.table import Table, Tables, check_tables, index_dtype, split
 
 # The clock stops here and never wraps. Far below int32's end, so that `clock + 1` and
 # comparisons of stamps cannot overflow; a step every millisecond gets here in 12 days.
@@ -369,7 +368,8 @@ def _stamped_tables(tables: Mapping[str, Table]) -> tuple[StampedTable, ...]:
         for name, table in sorted(tables.items())
     )
     for table in stamped:
-        index_dtype(table)  # Raises here rather than in the middle of a train step.
+        # Raises here rather than in the middle of a train step.
+        index_dtype(table.name, table.padded_rows)
     return stamped
 
 

@@ -177,6 +177,24 @@ class Tables(Mapping[str, Table]):
         return "\n".join(lines + [f"dense    {hidden} more"] * (hidden > 0))
 
 
+def index_dtype(name: str, rows: int) -> Any:
+    """The dtype of indices into the stored rows of a table.
+
+    Raises:
+        TouchedError: if the table has more rows than available indices can tell apart.
+    """
+    # int32 holds every row and `padded_rows` itself, the mark for "drop". XLA reads
+    # uint32 indices past 2^31 as negative and drops them, so the next step is int64.
+    if rows <= np.iinfo(np.int32).max:
+        return np.int32
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # x64 is enabled
+        return np.int64
+    raise errors.TouchedError(
+        f"table {name!r} has {rows:,} rows, more than 32-bit indices can tell apart\n"
+        "  hint: enable jax_enable_x64, or split the table"
+    )
+
+
 def check_tables(tables: object) -> None:
     """Checks that tables are what `find_tables` returns.
 

@@ -21,7 +21,7 @@ from cnr_jax.rows.codecs import (
     Symmetric,
     make_codec,
 )
-from cnr_jax.rows.gather.chunk import chunk_rows
+from cnr_jax.rows.tiling import chunk_rows
 
 # What the adaptive codec is held against.
 SEARCH = {"bins": 45, "ratio": 1.0}

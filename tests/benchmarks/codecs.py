@@ -36,7 +36,7 @@ from published_greedy import Published
 from results import print_mark, print_table, spread
 
 from cnr_jax.rows.codecs import BFloat16, Codec, Greedy, Log, make_codec
-from cnr_jax.rows.gather.chunk import chunk_rows
+from cnr_jax.rows.tiling import chunk_rows
 
 # Of 2 MiB each.
 TIMED_CHUNKS = 16

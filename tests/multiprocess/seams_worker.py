@@ -139,13 +139,13 @@ class Seams:
         """Process 1 alone, such as in rows that no other reads."""
         newest, read = self.manager.latest_step(), cnr_jax.handler.read_back
 
-        def damaged(directory: Any, *args: Any, **kwargs: Any) -> Any:
-            if jax.process_index() == 1 and directory.parent.name == str(newest):
-                path = f"{directory}/rows.p00001"
+        def damaged(place: Any, *args: Any, **kwargs: Any) -> Any:
+            if jax.process_index() == 1 and place.directory == str(newest):
+                path = f"{place.path}/rows.p00001"
                 raise cnr.errors.IntegrityError(
                     f"{path} is damaged", kind="data_damaged", path=path
                 )
-            return read(directory, *args, **kwargs)
+            return read(place, *args, **kwargs)
 
         cnr_jax.handler.read_back = damaged
         restore = cnr.args.Restore(self.run.state)

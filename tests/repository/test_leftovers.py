@@ -9,7 +9,8 @@ import pytest
 from etils import epath
 
 from cnr_jax.format.names import TEMPORARY_SUFFIX
-from cnr_jax.repository.upkeep.removal import Remover, Unfinished
+from cnr_jax.repository.upkeep.removal import Remover
+from cnr_jax.repository.upkeep.writer import Unfinished
 
 NAME = f"2{TEMPORARY_SUFFIX}"
 

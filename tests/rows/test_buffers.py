@@ -15,9 +15,10 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric, BFloat16, Codec, Raw
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Run, host_device
+from cnr_jax.rows.gather.chunk import Run
 from cnr_jax.rows.gather.encode import encode_chunks
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.tiling import host_device
 
 from ..conftest import each_of
 

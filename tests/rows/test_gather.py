@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Run, Where, host_device
+from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
 from cnr_jax.rows.gather.host import Buffers, touched_positions
-from cnr_jax.rows.tiling import LocalShards
+from cnr_jax.rows.tiling import LocalShards, Where, host_device
 
 from ..conftest import each_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from cnr_jax.rows.gather import chunk
+from cnr_jax.rows import tiling
 
 from ..conftest import each_of
 
@@ -20,10 +20,10 @@ class Accelerator:
 @each_of(
     ("staging", "device", "size", "where"),
     [
-        ("auto", "cpu", chunk.SMALL_SHARD_BYTES + 1, "host"),
+        ("auto", "cpu", tiling.SMALL_SHARD_BYTES + 1, "host"),
         ("auto", "cpu", 8, "host"),
-        ("auto", "gpu", chunk.SMALL_SHARD_BYTES + 1, "device"),
-        ("auto", "gpu", chunk.SMALL_SHARD_BYTES, "host"),
+        ("auto", "gpu", tiling.SMALL_SHARD_BYTES + 1, "device"),
+        ("auto", "gpu", tiling.SMALL_SHARD_BYTES, "host"),
         ("device", "gpu", 8, "device"),
         ("device", "cpu", 8, "device"),
         ("host", "gpu", 1 << 40, "host"),
@@ -32,6 +32,6 @@ class Accelerator:
 def test_rows_are_staged_by_platform_and_size(
     staging: Any, device: str, size: int, where: str
 ) -> None:
-    way = chunk.placing(staging)
+    way = tiling.placing(staging)
     found: Any = jax.devices()[0] if device == "cpu" else Accelerator()
     assert way(found, size) == where

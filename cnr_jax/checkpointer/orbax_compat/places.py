@@ -66,8 +66,12 @@ class ExactPath(PosixGPath):
         return iter(found)
 
 
-def place_of(directory: AnyPath) -> Place:
+def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
     """The final place of an item from the path that Orbax hands to its handler.
+
+    Args:
+        directory: of the item.
+        opened: whether a manager of ours has opened the root, and so looked where it is.
 
     Raises:
         OptionError: if it is in a store that roots cannot be in, though Orbax opens it.
@@ -80,7 +84,8 @@ def place_of(directory: AnyPath) -> Place:
         ('12', 'state')
     """
     step = directory.parent
-    open_root(step.parent)
+    if not opened:
+        open_root(step.parent)
     return Place(
         root=step.parent,
         directory=names.final_name(step.name),

@@ -243,7 +243,8 @@ def _match_table(
                 f"{'/'.join(leaf.path)}: {stored.dtype} in the checkpoint, {dtype.name} in"
                 " the state"
             )
-        exact &= dtype.name == stored.dtype
+        # A chain is of one set of tables: elsewhere in the state is another one.
+        exact &= dtype.name == stored.dtype and leaf.path == stored.path
         wanted.append((entry.name, leaf.name, _abstract(value)))
     for name in saved:
         exact = False

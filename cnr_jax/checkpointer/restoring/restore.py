@@ -22,10 +22,9 @@ from cnr_jax.checkpointer.listing import Listing, StepChooser
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
-from cnr_jax.checkpointer.orbax_compat.places import ExactPath, place_of
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring import match
-from cnr_jax.checkpointer.saving.check import table_entries
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
@@ -199,7 +198,7 @@ class ReadBack:
 
 
 def read_back(
-    directory: AnyPath,
+    place: Place,
     state: Any,
     tables: Tables | None,
     dense: DenseStore,
@@ -211,7 +210,7 @@ def read_back(
     """Reads a step and all it rests on; nothing is communicated between processes.
 
     Args:
-        directory: of the item.
+        place: of the item.
         state: what is asked for; None for everything, by path, on one device.
         tables: where the tables are in `state`.
         dense: reads what is not a table.
@@ -223,7 +222,6 @@ def read_back(
         ChainError, IntegrityError, FormatError: if the step is damaged.
         StateMismatchError: if the state asked for does not match.
     """
-    place = place_of(directory)
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
     seal = chain[-1].check_dense()
     manifest = chain[-1].manifest
@@ -246,7 +244,7 @@ def read_back(
         tables=tables,
         wanted=wanted,
         arrays=match.rebuild(chain, wanted),
-        dense=_restore_dense(dense, directory, wanted, everything, seal),
+        dense=_restore_dense(dense, chain[-1].directory, wanted, everything, seal),
         stamps=match.read_stamps(chain, wanted, tables),
     )
 
@@ -344,8 +342,8 @@ def resume(
     tracker.forget(touched, manifest.tracking)
     if not writer.is_at(place.root, place.item):
         return  # restored from elsewhere: no parent here
-    restored = {entry.name: entry for entry in table_entries(found.tables)}
-    exact = found.wanted.exact and restored == {entry.name: entry for entry in tables}
+    saved = {entry.name: entry for entry in manifest.tables}
+    exact = found.wanted.exact and saved == {entry.name: entry for entry in tables}
     # What was found by other means may be more, or less, than will be.
     ways = {manifest.tracking, tracker.mode(touched)}
     exact = exact and (len(ways) == 1 or "fingerprint" not in ways)

@@ -27,7 +27,7 @@ from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Program, Run, Way, placing
+from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import (
     comparing_program,
@@ -39,9 +39,12 @@ from cnr_jax.rows.tiling import (
     Arrays,
     LocalShards,
     OwnTile,
+    Program,
     ShardsOf,
+    Way,
     group_tiles,
     own_tiles,
+    placing,
 )
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.table import Tables

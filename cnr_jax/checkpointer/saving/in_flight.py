@@ -12,6 +12,7 @@ from typing import Any, Literal
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import save_error, without_frames
+from cnr_jax.checkpointer.saving.calls import Listener
 from cnr_jax.checkpointer.saving.check import full_fp32_bytes
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.names import step_number
@@ -26,7 +27,7 @@ from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.state.table import Tables
-from cnr_jax.telemetry import Listener, SaveReport
+from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
 # How long a failed save is waited for to stop writing; it does within a chunk or two.

@@ -30,9 +30,10 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
-from cnr_jax.rows.gather.chunk import Stage, host_device
+from cnr_jax.rows.gather.chunk import Stage
 from cnr_jax.rows.gather.encode import Comparison, RowErrors
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.tiling import host_device
 from cnr_jax.telemetry import percent
 
 _log = logging.getLogger(__name__)

@@ -231,10 +231,14 @@ class Widening:
     Args:
         options: of the run.
         tables: of the run; None: nothing is saved.
+
+    Attributes:
+        follows: whether widths depend on the restores, unless a policy names the codec.
     """
 
     def __init__(self, options: Options, tables: Tables | None) -> None:
         self._options, self._tables = options, tables or Tables({})
+        self.follows = options.follows_restores()
         # By the codec that a policy names: it may be what makes widths follow the restores.
         self._follows: dict[str | None, bool] = {}
         self._small: dict[str | None, frozenset[str]] = {}

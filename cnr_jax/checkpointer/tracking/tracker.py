@@ -22,7 +22,6 @@ from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
 from cnr_jax.rows.fingerprints.watch import Look, Rows, RowWatch
-from cnr_jax.rows.gather.chunk import placing
 from cnr_jax.rows.gather.host import touched_positions
 from cnr_jax.rows.tiling import (
     Arrays,
@@ -31,6 +30,7 @@ from cnr_jax.rows.tiling import (
     OwnTile,
     ShardsOf,
     own_tiles,
+    placing,
     shards_of,
 )
 from cnr_jax.rows.touched import (

@@ -43,7 +43,7 @@ from cnr_jax.repository.replay.regions import (
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.gather.chunk import aligned_empty
+from cnr_jax.rows.tiling import aligned_empty
 
 # Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.repository.replay.encoded import Encoding, Merged, Patch
-from cnr_jax.rows.gather.chunk import padded
+from cnr_jax.rows.tiling import padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_jax.repository.replay.encoded import Encoding, Merged
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather.chunk import (
+from cnr_jax.rows.tiling import (
     aligned_empty,
     chunk_rows,
     host_device,

@@ -32,8 +32,7 @@ from cnr_jax.repository.replay.encoded import (
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.gather.chunk import aligned_empty
-from cnr_jax.rows.tiling import boxes_of
+from cnr_jax.rows.tiling import aligned_empty, boxes_of
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in
 # cache on their way, many enough to hide the cost of a read.

@@ -17,7 +17,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, exists, sync_directory
@@ -350,73 +349,3 @@ def clear(remover: Remover, leftovers: Leftovers, temporary: Iterable[str]) -> N
             pass  # nothing was written, or it is committed after all
         except OSError as error:
             _log.error("%s of a failed save cannot be removed: %s", name, error)
-
-
-class Unfinished:
-    """Folders of failed saves in one root, whose names the next saves use again.
-
-    Args:
-        root: holds the step directories.
-        remover: renames them, and deletes them in the background. None, as in storage
-            services: they are deleted where they are, by whoever calls `clear`.
-    """
-
-    def __init__(self, root: AnyPath, remover: Remover | None) -> None:
-        self._root, self._remover = root, remover
-        # By name, whether it was out of the way when `clear` looked last.
-        self._gone: dict[str, bool] = {}
-        self._waits = False
-
-    def add(self, directory: str) -> None:
-        """Notes a save that was to be in a step directory and is not committed."""
-        self._gone[directory + names.TEMPORARY_SUFFIX] = False
-
-    def forget(self, directory: str | None = None) -> None:
-        """A folder of the same name may be another save's: of this step, or of any."""
-        if directory is None:
-            self._gone.clear()
-        else:
-            self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
-
-    def clear(self) -> None:
-        """Takes out of the way what is there; what cannot be is tried again next time.
-
-        What has gone is looked for once more, before the next save: Orbax ends a save at its
-        first error, while others of its threads may still be writing, and make folders anew.
-
-        Nobody may be writing a save. What is not part of the state may still be written.
-        """
-        for name, was_gone in list(self._gone.items()):
-            is_gone = self._remove(name)
-            if is_gone and was_gone:
-                del self._gone[name]
-            else:
-                self._gone[name] = is_gone
-
-    def wait_for_room(self) -> None:
-        """Waits until what was taken out of the way is deleted: a save may need the room."""
-        if self._waits and self._remover is not None:
-            if not self._remover.wait(ROOM_SECS):
-                _log.warning("files of a failed save are still being deleted")
-        self._waits = False
-
-    def _remove(self, name: str) -> bool:
-        """Whether a folder is out of the way."""
-        path: Any = self._root / name
-        try:
-            if not exists(path):
-                return True  # nothing was written, or it is committed after all
-            if self._remover is None:
-                path.rmtree()
-            else:
-                self._remover.discard(name)
-                self._waits = True
-        except OSError as error:
-            where = os.fspath(path)
-            _log.warning(
-                "%s of a failed save cannot be removed; the next save tries again: %s",
-                where,
-                error,
-            )
-            return False
-        return True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.names import final_name
 from cnr_jax.repository.files import (
     AnyPath,
@@ -27,7 +29,7 @@ from cnr_jax.repository.upkeep.claim import (
     WritingLock,
     other_writer,
 )
-from cnr_jax.repository.upkeep.removal import Remover, Unfinished, clear, find_leftovers
+from cnr_jax.repository.upkeep.removal import ROOM_SECS, Remover, clear, find_leftovers
 
 _log = logging.getLogger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.
@@ -75,6 +77,8 @@ class RootWriter:
         self.ledger: Ledger | None = None
         self.writes, self.changed, self.noted = False, False, True
         self._tidy = False
+        # Whether a save may be prepared: nothing is locked or moved aside before.
+        self._has_claimed = False
         # Whether steps may be there, or gone, that the ledger does not know to be.
         self._doubtful = False
         self._before: Writer | None = None
@@ -164,6 +168,7 @@ class RootWriter:
         if made or not is_local(root):
             root.mkdir(parents=True, exist_ok=True)
         sync_made(made)
+        self._has_claimed = True
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
             self._unfinished.forget()
@@ -311,7 +316,7 @@ class RootWriter:
     @property
     def is_prepared(self) -> bool:
         """Whether a save was let begin, and has neither ended nor been undone."""
-        if self.ledger is None:
+        if not self._has_claimed:
             return False
         return self._lock.is_held or self._claim.aside is not None
 
@@ -330,3 +335,73 @@ class RootWriter:
         self.end_writing()
         if self.remover is not None:
             self.remover.close()
+
+
+class Unfinished:
+    """Folders of failed saves in one root, whose names the next saves use again.
+
+    Args:
+        root: holds the step directories.
+        remover: renames them, and deletes them in the background. None, as in storage
+            services: they are deleted where they are, by whoever calls `clear`.
+    """
+
+    def __init__(self, root: AnyPath, remover: Remover | None) -> None:
+        self._root, self._remover = root, remover
+        # By name, whether it was out of the way when `clear` looked last.
+        self._gone: dict[str, bool] = {}
+        self._waits = False
+
+    def add(self, directory: str) -> None:
+        """Notes a save that was to be in a step directory and is not committed."""
+        self._gone[directory + names.TEMPORARY_SUFFIX] = False
+
+    def forget(self, directory: str | None = None) -> None:
+        """A folder of the same name may be another save's: of this step, or of any."""
+        if directory is None:
+            self._gone.clear()
+        else:
+            self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
+
+    def clear(self) -> None:
+        """Takes out of the way what is there; what cannot be is tried again next time.
+
+        What has gone is looked for once more, before the next save: Orbax ends a save at its
+        first error, while others of its threads may still be writing, and make folders anew.
+
+        Nobody may be writing a save. What is not part of the state may still be written.
+        """
+        for name, was_gone in list(self._gone.items()):
+            is_gone = self._remove(name)
+            if is_gone and was_gone:
+                del self._gone[name]
+            else:
+                self._gone[name] = is_gone
+
+    def wait_for_room(self) -> None:
+        """Waits until what was taken out of the way is deleted: a save may need the room."""
+        if self._waits and self._remover is not None:
+            if not self._remover.wait(ROOM_SECS):
+                _log.warning("files of a failed save are still being deleted")
+        self._waits = False
+
+    def _remove(self, name: str) -> bool:
+        """Whether a folder is out of the way."""
+        path: Any = self._root / name
+        try:
+            if not exists(path):
+                return True  # nothing was written, or it is committed after all
+            if self._remover is None:
+                path.rmtree()
+            else:
+                self._remover.discard(name)
+                self._waits = True
+        except OSError as error:
+            where = os.fspath(path)
+            _log.warning(
+                "%s of a failed save cannot be removed; the next save tries again: %s",
+                where,
+                error,
+            )
+            return False
+        return True

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host, row_words
-from cnr_jax.rows.gather.chunk import (
+from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
     aligned_empty,

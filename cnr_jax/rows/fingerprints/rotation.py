@@ -35,21 +35,19 @@ from cnr_jax.rows.fingerprints.windows import (
     windows_of,
     words_of,
 )
-from cnr_jax.rows.gather.chunk import (
-    Program,
-    Way,
-    aligned_empty,
-    host_device,
-    outside_mesh,
-)
 from cnr_jax.rows.gather.device import gather_program
 from cnr_jax.rows.tiling import (
     Group,
     LocalShards,
     OwnTile,
+    Program,
     ShardsOf,
+    Way,
+    aligned_empty,
     boxes_in,
     group_tiles,
+    host_device,
+    outside_mesh,
 )
 
 # Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.

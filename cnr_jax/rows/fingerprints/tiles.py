@@ -20,8 +20,16 @@ from cnr_jax.rows.fingerprints.chunks import (
     hash_chunks,
 )
 from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
-from cnr_jax.rows.gather.chunk import Program, Way, Where, aligned_empty
-from cnr_jax.rows.tiling import Arrays, LocalShards, OwnTile, bytes_in
+from cnr_jax.rows.tiling import (
+    Arrays,
+    LocalShards,
+    OwnTile,
+    Program,
+    Way,
+    Where,
+    aligned_empty,
+    bytes_in,
+)
 
 
 def hash_tiles(

@@ -24,8 +24,16 @@ from cnr_jax.rows.fingerprints.tiles import (
     settled,
     tags_of,
 )
-from cnr_jax.rows.gather.chunk import Way, Where
-from cnr_jax.rows.tiling import Arrays, Group, OwnTile, boxes_in, bytes_in, group_tiles
+from cnr_jax.rows.tiling import (
+    Arrays,
+    Group,
+    OwnTile,
+    Way,
+    Where,
+    boxes_in,
+    bytes_in,
+    group_tiles,
+)
 
 
 class Rows(NamedTuple):

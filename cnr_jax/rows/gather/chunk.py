@@ -9,32 +9,16 @@ not fit into memory streams through it instead.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from typing import Literal
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded
-
-Where = Literal["host", "device"]
-# Where rows that lie on a device are handled, given the bytes of all there are.
-Way = Callable[[jax.Device, int], Where]
-# A call that compiles something and keeps it: equal ones compile the same.
-Program = tuple[Callable[..., object], tuple[Hashable, ...]]
-# Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
-# to stay in cache while it is encoded. Measured on 2 CPU cores, 4 bits, dim 64: 0.67 GB/s in
-# chunks of 2 MiB, 0.45 GB/s in chunks of 16 MiB.
-CHUNK_BYTES = 2 << 20
-# Rows of the small chunk that holds the rest of a group, so that few touched rows cost little.
-SMALL_ROWS = 512
-# Shards up to this size are copied to the host whole: each shape and device would need programs
-# of its own, a tenth of a second each, which makes minutes of a thousand tables.
-SMALL_SHARD_BYTES = 1 << 20
+from cnr_jax.rows.tiling import Where
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,68 +89,6 @@ class Chunk:
         if self.encoded is not None:
             size += sum(part.nbytes for part in self.encoded.parts.values())
         return size
-
-
-def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int:
-    """Rows of a large chunk: a power of two, one where rows are very wide.
-
-    Args:
-        width: elements of a row.
-        itemsize: bytes of an element.
-        limit_bytes: of decoded rows; None: `CHUNK_BYTES`.
-
-    Example:
-        >>> chunk_rows(64, 4)
-        8192
-    """
-    limit_bytes = CHUNK_BYTES if limit_bytes is None else limit_bytes
-    rows = max(1, limit_bytes // max(1, width * itemsize))
-    return 1 << (rows.bit_length() - 1)
-
-
-def program_rows(count: int, large: int) -> int:
-    """Rows of the chunk, large or small, that holds `count` rows, at most `large`.
-
-    Example:
-        >>> program_rows(300, 8192), program_rows(600, 8192), program_rows(2, 4)
-        (512, 8192, 4)
-    """
-    small = min(SMALL_ROWS, large)
-    return small if count <= small else large
-
-
-def host_device() -> jax.Device:
-    """The device that encodes rows which are staged on the host."""
-    return jax.local_devices(backend="cpu")[0]
-
-
-def padded(values: np.ndarray, rows: int) -> np.ndarray:
-    """`values` with rows of zeros after them, `rows` in all; itself if it has as many."""
-    if len(values) == rows:
-        return values
-    longer = np.zeros((rows, *values.shape[1:]), values.dtype)
-    longer[: len(values)] = values
-    return longer
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Like `np.empty`, at an address from which JAX on CPU need not copy it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh` for a while; also a decorator.
-
-    Programs of a save or a restore run on one device each, which jax refuses within a mesh of
-    several. Arrays keep their own shardings. What is set also decides under what jax keeps a
-    program: one that was compiled outside is found again only there, from any thread.
-    """
-    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-        yield
 
 
 class Stage:
@@ -277,20 +199,3 @@ class Stage:
             with self._lock:
                 self._held -= size
                 self._changed.notify_all()
-
-
-def placing(asked: str) -> Way:
-    """Where rows of a shard are hashed, gathered and encoded.
-
-    Args:
-        asked: `Options.staging`. With `"auto"` in the background on CPU, and at once on the
-            device elsewhere unless the shard is small.
-    """
-
-    def way(device: jax.Device, size: int) -> Where:
-        if asked == "host" or asked == "device":
-            return asked
-        small = size <= SMALL_SHARD_BYTES
-        return "host" if small or device.platform == "cpu" else "device"
-
-    return way

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from cnr_jax.rows import tiling
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
-from cnr_jax.rows.gather import chunk as chunks
-from cnr_jax.rows.gather.chunk import Chunk, Program, Run, chunk_rows
+from cnr_jax.rows.gather.chunk import Chunk, Run
+from cnr_jax.rows.tiling import Program, chunk_rows
 
 # Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
 # thousand chunks of 2 MiB would make seconds of. Smaller chunks hold the rest of a run, so that
@@ -46,7 +47,7 @@ def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
     return tuple(
         sorted(
             {
-                min(chunks.SMALL_ROWS, middle),
+                min(tiling.SMALL_ROWS, middle),
                 middle,
                 chunk_rows(width, itemsize, LARGE_BYTES),
             }

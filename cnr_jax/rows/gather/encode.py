@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
-from cnr_jax.rows.gather.chunk import (
+from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.tiling import (
     SMALL_ROWS,
-    Chunk,
     Program,
     chunk_rows,
     host_device,

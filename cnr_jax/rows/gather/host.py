@@ -30,19 +30,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cnr_jax.rows import tiling
 from cnr_jax.rows.codecs import Codec
-from cnr_jax.rows.gather import chunk
-from cnr_jax.rows.gather.chunk import (
-    Chunk,
+from cnr_jax.rows.gather.chunk import Chunk, Run
+from cnr_jax.rows.gather.device import gather_on_device
+from cnr_jax.rows.tiling import (
+    LocalShards,
     Program,
-    Run,
     Way,
     aligned_empty,
     chunk_rows,
     program_rows,
 )
-from cnr_jax.rows.gather.device import gather_on_device
-from cnr_jax.rows.tiling import LocalShards
 
 # That gather on the host.
 _THREADS = min(4, os.cpu_count() or 1)
@@ -205,7 +204,7 @@ class Buffers:
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         # One size for all: that of large chunks of any width.
-        self._size = chunk.CHUNK_BYTES
+        self._size = tiling.CHUNK_BYTES
         # Taken from and added to by several threads, and added to wherever a last reference
         # goes, which may be within a call of the same thread: so there is no lock.
         self._idle: collections.deque[np.ndarray] = collections.deque()
