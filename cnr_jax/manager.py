@@ -370,7 +370,10 @@ class CheckpointManager(ocp.CheckpointManager):
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager.
 
+        Waits for a save that is being written.
+
         Raises:
+            SaveError: if that save failed; the root was read all the same.
             CallError: inside `on_save`.
         """
         self._calls.refuse_in_on_save("reload")

@@ -625,3 +625,25 @@ def test_a_reader_lists_no_step_that_it_could_not_restore(
         assert np.array_equal(restored.state["item"], state["item"])
     reader.close()
     trainer.close()
+
+
+def test_reload_while_a_step_is_written_forgets_none(tmp_path: Path) -> None:
+    """Orbax takes what it finds for all there is, and a step being written is not found."""
+    state = {"item": jnp.ones((8, 4))}
+    with cnr.CheckpointManager(
+        tmp_path,
+        tables=cnr.find_tables(state, ["item"]),
+        options=cnr.Options(codec="raw", policy=cnr.Full()),
+        orbax_options=ocp.CheckpointManagerOptions(max_to_keep=2),
+    ) as manager:
+        for step in range(6):
+            manager.save(step, args=cnr.args.Save(state))
+            manager.reload()
+            assert manager.latest_step() == step
+            manager.restore(step, args=cnr.args.Restore(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "4",
+        "5",
+    ]

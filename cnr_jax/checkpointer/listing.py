@@ -133,6 +133,15 @@ class Listing:
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
+        try:
+            # Orbax would strike off a step that is still being written, and no rule would
+            # count or delete it any more.
+            if self._orbax.is_busy():
+                self._ending.wait()
+        finally:
+            self._read_again()
+
+    def _read_again(self) -> None:
         self._ending.settle()
         self._writer.take_over()
         self._read(self.item)
