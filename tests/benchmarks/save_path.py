@@ -12,8 +12,10 @@ comprehension. Everything was compiled before.
 written both from what it was before the call and from what it is once the save has ended:
 attributes of objects that stay, and objects that are new. Not among them are values that
 never change once they are made (plans, entries), what a save carries on (clocks, the newest
-step), which stays, attributes that Orbax's own manager has, which are Orbax's to keep, and what
-a ledger works out from its entries and remembers: the ledger itself is counted.
+step), which stays, attributes that Orbax's own manager has, which are Orbax's to keep, what a
+ledger works out from its entries and remembers (the ledger itself is counted), and the gate of a
+stage: it is an event that an interrupt cannot break, and the events of `threading` are not
+counted either.
 
 Takes a few seconds; figures do not depend on the machine.
 """
@@ -42,6 +44,7 @@ import orbax.checkpoint as ocp
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.orbax_compat.interrupts import Gate
 from cnr_jax.repository.lineage.entries import Derived
 from cnr_jax.testing import damage
 
@@ -341,7 +344,7 @@ def of_the_flight(
     found: dict[str, list[str]] = {}
     for number, (each, values) in during.items():
         name = type(each).__qualname__
-        if isinstance(each, Derived):
+        if isinstance(each, Derived | Gate):
             continue
         then = after[number][1] if number in after else {}
         if number not in before:
