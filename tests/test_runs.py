@@ -129,6 +129,8 @@ def test_steps_of_plain_orbax_are_there_and_no_restore_is_offered(
     with pytest.raises(cnr.errors.UsedRootError, match="saved by plain Orbax") as found:
         run.save(manager, 6)
     assert "restore(" not in str(found.value)
+    assert "or a restore" not in str(found.value)
+    assert "restore them with ocp.CheckpointManager" in str(found.value)
     assert "another root" in str(found.value)
 
 
