@@ -64,7 +64,7 @@ class Table:
         name: as given to `find_tables`.
         leaf: the parameter.
         slots: the optimizer's arrays with one entry per row, in the order of paths.
-        rows: logical rows; the others are padding.
+        rows: logical rows; what the array has beyond them is padding.
         layout: where logical rows lie in the array.
     """
 

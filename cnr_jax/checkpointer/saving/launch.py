@@ -246,13 +246,13 @@ def _in_background(
         check(channel, topic)
 
     failure = _raised_by(directories.wait, channel.timeout_secs, check_others)
-    homeless = failure is not None
-    if not homeless and flight.stopped is None:
+    unplaced = failure is not None
+    if not unplaced and flight.stopped is None:
         failure = _raised_by(write)
     if failure is not None:
         flight.release()
     flight.launched.wait()
-    if homeless:
+    if unplaced:
         # What waits for directories must not begin, in whatever the next save makes.
         directories.give_up()
     else:
@@ -261,7 +261,7 @@ def _in_background(
             failure = failure or found
     flight.parts = ()
     is_heard = _agree(flight, flight.stopped or failure, channel, topic)
-    if homeless and is_heard:
+    if unplaced and is_heard:
         # All processes have given up.
         _raised_by(directories.release)
 

@@ -290,7 +290,7 @@ class Ledger:
     def checkpoints(self) -> list[str]:
         """Step directories that hold a checkpoint of this library or of Orbax.
 
-        Those of which nothing is known come first, the others newest first.
+        Those of which nothing is known come first, then the known ones, newest first.
         """
         unknown = sorted(self.unreadable.keys() - self.strange, reverse=True)
         return [*unknown, *(entry.directory for entry in reversed(self.committed()))]

@@ -1,4 +1,4 @@
-"""Keeping the parents of what is kept, and deleting the others children first.
+"""Keeping the parents of what is kept, and deleting all else children first.
 
 Orbax's preservation policies look at one checkpoint at a time. The policy here wraps one of them
 and keeps, beside what it keeps, all that these rest on.

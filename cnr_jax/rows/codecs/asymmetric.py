@@ -74,7 +74,7 @@ class Asymmetric(grids.OnGrid):
     Attributes:
         bits: width of a code.
         refits: fits by least squares, each one pass over the rows: the first up to three
-            from a range of their own, the others from where the best of these leads. 0 is
+            from a range of their own, further ones from where the best of these leads. 0 is
             the plain asymmetric quantizer. None, which is not stored, see `at_dim`: as few,
             by bits and columns (2 to 5), as bring the mean error of trained rows of 16 to
             128 elements below that of the paper's search with 45 bins, and at 8 bits 3 %
