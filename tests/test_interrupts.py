@@ -29,7 +29,7 @@ pytestmark = [
         "ignore::pytest.PytestUnraisableExceptionWarning",
     ),
 ]
-SAMPLES = 8
+SAMPLES = 4
 OWN_THREADS = "cnr_write_rows", "async_save", "save_finalize", "cnr_report"
 
 
