@@ -49,6 +49,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 import pytest  # noqa: E402
+import tensorstore as ts  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -304,6 +305,24 @@ def flip(path: Path, at: int | None = None) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 4
     path.write_bytes(data)
+
+
+def unpack_zstd(frame: bytes, size: int) -> bytes:
+    """The standard library has no zstd yet: an array of TensorStore's, of one chunk."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": "memory://",
+        "metadata": {
+            "shape": [size],
+            "data_type": "uint8",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
+            "codecs": [{"name": "bytes"}, {"name": "zstd"}],
+        },
+    }
+    array = ts.open(spec, create=True, context=ts.Context()).result()
+    assert array.kvstore is not None
+    array.kvstore.write(b"c/0", frame).result()
+    return array.read().result().tobytes()
 
 
 # ---- faults, of storage and not of functions ----------------------------------------------

@@ -16,6 +16,8 @@ from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository import arrays
 from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
 
+from ..conftest import unpack_zstd
+
 MAGIC = bytes.fromhex("28b52ffd")
 
 
@@ -33,21 +35,8 @@ def write(path: Path, values: np.ndarray, compression: str | None = "zstd") -> A
 
 def unpacked(frame: bytes, size: int) -> bytes | None:
     """What zstd alone makes of bytes that should be a frame; None: it refuses them."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": "memory://",
-        "metadata": {
-            "shape": [size],
-            "data_type": "uint8",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
-            "codecs": [{"name": "bytes"}, {"name": "zstd"}],
-        },
-    }
-    array = ts.open(spec, create=True, context=ts.Context()).result()
-    assert array.kvstore is not None
-    array.kvstore.write(b"c/0", frame).result()
     try:
-        return array.read().result().tobytes()
+        return unpack_zstd(frame, size)
     except ValueError:
         return None
 

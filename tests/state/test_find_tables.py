@@ -21,6 +21,7 @@ from cnr_jax.state.layouts import Identity, ModSharded
 from cnr_jax.state.table import Leaf, TableSpec, flatten_paths, merge, split
 
 from ..conftest import each_of
+from .conftest import Twins
 
 USERS, ITEMS, DIM = 16, 24, 4
 
@@ -757,16 +758,6 @@ def test_merge_takes_values_of_any_kind():
 
 
 def test_flatten_paths_refuses_leaves_it_cannot_tell_apart():
-    @jax.tree_util.register_pytree_with_keys_class
-    class Twins:
-        def tree_flatten_with_keys(self):
-            key = jax.tree_util.GetAttrKey("x")
-            return ((key, 1), (key, 2)), None
-
-        @classmethod
-        def tree_unflatten(cls, aux, children):
-            return cls()
-
     with pytest.raises(TableError, match="'twins/x'"):
         flatten_paths({"twins": Twins()})
 

@@ -17,6 +17,7 @@ from cnr_jax.state.find import TableSpec, find_tables
 from cnr_jax.state.optimizer_states import moving_parts
 
 from ..conftest import each_of
+from .conftest import Twins
 
 ROWS, DIM = 6, 3
 SPARSE = {
@@ -318,19 +319,6 @@ def test_only_what_concerns_the_table_is_named():
         f"{inner}/mu of ScaleByAdamState",
         f"{inner}/nu of ScaleByAdamState",
     )
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Twins:
-    """A node whose children cannot be told apart by path."""
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey("x")
-        return ((key, 1), (key, 2)), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        return cls()
 
 
 def adam_of(leaf: Any) -> Any:
