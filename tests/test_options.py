@@ -110,7 +110,6 @@ def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> N
 @each_of(
     "options",
     [
-        {**AUTO, "codec": "raw", "expected_restores": 3},
         {**AUTO, "tables": {"user": cnr.TableOptions(codec=Asymmetric(bits=2))}},
         {
             **AUTO,
@@ -129,7 +128,21 @@ def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> N
     ],
 )
 def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
-    cnr.Options(**options)
+    made = cnr.Options(**options)
+    assert made.follows_restores()
+    widths = {
+        getattr(made.codec_for(table, leaf, 64, np.float32, auto_bits=bits), "bits", 0)
+        for table in ("user", "item")
+        for leaf in ("table", "slot")
+        for bits in (3, 8)
+    }
+    assert widths >= {3, 8}
+
+
+def test_auto_bits_are_taken_with_a_named_codec_that_has_none() -> None:
+    options = cnr.Options(**AUTO, codec="raw", expected_restores=3)
+    assert not options.follows_restores()
+    assert options.codec_for("user", "table", 64, np.float32, auto_bits=8) == Raw()
 
 
 def test_a_compression_that_is_not_known_is_refused() -> None:

@@ -210,8 +210,11 @@ def test_bytes_that_every_save_writes_change_nothing(
 
 @given(sizes=sizes_bytes.filter(len), full=st.integers(1, 10**15))
 def test_forecast_is_never_later_than_the_paper(sizes: list[int], full: int) -> None:
-    if should_take_full(sizes, full_size=full):
-        assert full_is_due(sizes, full_size=full)
+    assert full_is_due(sizes, full_size=full) >= should_take_full(sizes, full_size=full)
+    # And at the first delta that is large enough for the paper.
+    sizes = [*sizes, -(-(full + sum(sizes)) // (len(sizes) + 1))]
+    assert should_take_full(sizes, full_size=full)
+    assert full_is_due(sizes, full_size=full)
 
 
 def cycle_against_best(rule: Rule, scale: float, exponent: float) -> float:
