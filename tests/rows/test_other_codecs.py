@@ -1,4 +1,7 @@
-"""Every codec but `Raw` and `Asymmetric` (`test_codecs.py`): bounds, reading, search."""
+"""Every codec but `Raw` and `Asymmetric` (`test_codecs.py`): bounds, reading, search.
+
+Arguments and shapes, which cost no compilation, are those of every codec.
+"""
 
 from __future__ import annotations
 
@@ -356,13 +359,17 @@ def test_fitted_levels_are_a_fixed_point_and_no_other_levels_are_better():
     nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, values)
     means = [values[nearest == i].mean() for i in range(4)]
     np.testing.assert_allclose(means, levels, atol=2e-3)
+
+    def error_with(levels: np.ndarray) -> float:
+        """In float64, of rows that are not fitted again."""
+        off = np.abs(values[:, None] - levels).min(axis=1).reshape(rows.shape)
+        return float((np.linalg.norm(off, axis=1) * np.ptp(rows, axis=1) / 3).mean())
+
     plain = dataclasses.replace(codec, refits=0)
-    for k in range(4):
-        for move in (-0.05, 0.05):
-            other = tuple(np.array(plain.levels) + move * (np.arange(4) == k))
-            assert mean_l2(plain, rows) < mean_l2(
-                SharedCodebook(bits=2, levels=other, refits=0), rows
-            )
+    best = error_with(levels)
+    assert mean_l2(plain, rows) == pytest.approx(best, rel=0.01)
+    for k, move in itertools.product(range(4), (-0.05, 0.05)):
+        assert best < error_with(levels + move * (np.arange(4) == k))
 
 
 # Each width and each dim once; the search is slow to compile.
@@ -420,6 +427,14 @@ def test_names_of_options_are_those_of_the_codecs():
 @each_of(
     ("make", "message"),
     [
+        (lambda: make_codec("zip", 4), "'raw', 'symmetric', 'asymmetric', 'adaptive'"),
+        (
+            lambda: make_codec("adaptive", 5),
+            r"bits is 5, expected one of \(2, 3, 4, 8\)",
+        ),
+        (lambda: Asymmetric(refits=-1), "refits is -1"),
+        (lambda: Asymmetric(bits=8, metadata_bits=16), r"expected one of \(32,\)"),
+        (lambda: Asymmetric(metadata_bits=8), r"expected one of \(16, 32\)"),
         (lambda: Greedy(bins=0), "bins is 0"),
         (lambda: Greedy(ratio=0.0), "ratio is 0.0, expected above 0 and up to 1"),
         (lambda: Greedy(bits=8, metadata_bits=16), r"expected one of \(32,\)"),
@@ -445,13 +460,20 @@ def test_a_stored_ratio_must_be_a_number():
         codec_from("cnr.greedy", {**configuration, "ratio": "0.6"})
 
 
-@each_of("codec", [Symmetric(), Greedy(), BFloat16(), Log()])
+@each_of("codec", [Asymmetric(), Symmetric(), Greedy(), BFloat16(), Log()])
 def test_integer_rows_are_refused_with_a_hint(codec):
     with pytest.raises(TypeError, match=r"rows of int32.*\n.*use the codec 'raw'"):
         codec.encode(jnp.ones((2, 4), jnp.int32))
 
 
-@each_of(("codec", "dtype"), [*GRIDS, *SLOTS[::3]])
+@each_of(
+    ("codec", "dtype"),
+    [
+        *((Asymmetric(bits=3), dtype) for dtype in (FLOAT32, BFLOAT16, FLOAT16)),
+        *GRIDS,
+        *SLOTS[::3],
+    ],
+)
 def test_parts_are_as_described_without_rows_and_under_strict_promotion(codec, dtype):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         shape = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((0, 11), dtype))
