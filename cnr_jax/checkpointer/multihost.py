@@ -278,7 +278,7 @@ def agree(
         answer = json.loads(channel.hear(topic, timeout_secs))
     else:
         if error is not None:
-            # For those who wait for something that will now never come; see `check`.
+            # For those who wait for something that will now never come; see `raise_if_told`.
             channel.tell(topic, json.dumps(mine))
         said = [mine]
         try:
@@ -301,7 +301,7 @@ def agree(
     return answer["found"]
 
 
-def check(channel: Channel, topic: str) -> None:
+def raise_if_told(channel: Channel, topic: str) -> None:
     """Looks whether process 0 has already failed in what is to be agreed on; does not wait.
 
     Raises:

@@ -22,8 +22,8 @@ from cnr_jax.checkpointer.multihost import (
     Channel,
     agree,
     all_succeed,
-    check,
     on_primary,
+    raise_if_told,
 )
 
 from ..conftest import each_of
@@ -316,10 +316,12 @@ def test_failure_of_process_0_can_be_seen_before_all_agree(processes: Any) -> No
     mine = errors.SaveError("no space", step=3, process=0, errno=28)
     first = run.start(0, lambda: agree(channels[0], mine, topic="a/saved"))
     deadline = time.monotonic() + 60
-    while (found := run.start(1, lambda: check(channels[1], "a/saved"))()) is None:
+    while (
+        found := run.start(1, lambda: raise_if_told(channels[1], "a/saved"))()
+    ) is None:
         assert time.monotonic() < deadline
     assert (type(found), str(found)) == (errors.SaveError, "no space")
-    assert run.start(1, lambda: check(channels[1], "b/saved"))() is None
+    assert run.start(1, lambda: raise_if_told(channels[1], "b/saved"))() is None
     others = [
         run.start(p, lambda p=p: agree(channels[p], None, topic="a/saved"))
         for p in (1, 2)

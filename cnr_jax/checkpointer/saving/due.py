@@ -159,7 +159,8 @@ class Course:
 
 
 _listeners: list[Sigterm] = []
-_before: list[Any] = []
+# What SIGTERM did before; empty until somebody listens.
+_theirs: list[Any] = []
 
 
 class Sigterm:
@@ -184,7 +185,7 @@ class Sigterm:
     def listen(self) -> None:
         """From now on SIGTERM is noted."""
         if not _listeners:
-            _before[:] = [signal.signal(signal.SIGTERM, _note)]
+            _theirs[:] = [signal.signal(signal.SIGTERM, _note)]
         _listeners.append(self)
 
     def note(self) -> None:
@@ -232,4 +233,4 @@ os.register_at_fork(after_in_child=_leave_child_alone)
 def _give_back() -> None:
     if signal.getsignal(signal.SIGTERM) is _note:
         # None: a handler that was not installed from Python cannot be put back.
-        signal.signal(signal.SIGTERM, _before[0] or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _theirs[0] or signal.SIG_DFL)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, check
+from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, raise_if_told
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
@@ -243,7 +243,7 @@ def _in_background(
     topic = f"{flight.plan.uuid}/saved"
 
     def check_others() -> None:
-        check(channel, topic)
+        raise_if_told(channel, topic)
 
     failure = _raised_by(directories.wait, channel.timeout_secs, check_others)
     unplaced = failure is not None
@@ -260,13 +260,13 @@ def _in_background(
             found = _raised_by(_wait_for, part, check_others)
             failure = failure or found
     flight.parts = ()
-    is_heard = _agree(flight, flight.stopped or failure, channel, topic)
+    is_heard = _end_alike(flight, flight.stopped or failure, channel, topic)
     if unplaced and is_heard:
         # All processes have given up.
         _raised_by(directories.release)
 
 
-def _agree(
+def _end_alike(
     flight: SaveInFlight, failure: BaseException | None, channel: Channel, topic: str
 ) -> bool:
     """Ends as all processes do; returns whether none is known to be out of reach."""
