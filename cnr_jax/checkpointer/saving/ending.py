@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -29,6 +30,7 @@ from cnr_jax.rows.touched import Touched
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Ending:
     """The saves of a manager, which end once: committed and durable, or with one error.
 
@@ -46,25 +48,18 @@ class Ending:
         deleter: of old steps.
     """
 
-    deleter: ChainDeleter
-
-    def __init__(
-        self,
-        orbax: OrbaxSeams,
-        lifecycle: Lifecycle,
-        writer: RootWriter,
-        barriers: Barriers,
-        course: Course,
-        calls: Calls,
-    ) -> None:
-        self._orbax, self._root = orbax, orbax.root
-        self._lifecycle, self._writer = lifecycle, writer
-        self._barriers, self._course, self._calls = barriers, course, calls
-        # Whether Orbax's list of steps must be read again.
-        self._is_stale = False
-        # The call of `save` that is between the plan and the thread that finalizes what it has
-        # begun. Once that call is over, it was interrupted, and there is something to clear up.
-        self._launching: object | None = None
+    _orbax: OrbaxSeams
+    _lifecycle: Lifecycle
+    _writer: RootWriter
+    _barriers: Barriers
+    _course: Course
+    _calls: Calls
+    deleter: ChainDeleter = dataclasses.field(init=False)
+    # Whether Orbax's list of steps must be read again.
+    _is_stale: bool = dataclasses.field(default=False, init=False)
+    # The call of `save` that is between the plan and the thread that finalizes what it has
+    # begun. Once that call is over, it was interrupted, and there is something to clear up.
+    _launching: object | None = dataclasses.field(default=None, init=False)
 
     @property
     def ledger(self) -> Ledger:
@@ -194,7 +189,7 @@ class Ending:
         try:
             self._orbax.reload()
         except OSError as error:
-            _log.warning("%s cannot be read now: %s", self._root, error)
+            _log.warning("%s cannot be read now: %s", self._orbax.root, error)
             self._is_stale = True
         else:
             self._is_stale = False
@@ -256,7 +251,7 @@ class Ending:
             return error.__context__
         if committed:
             return after_commit(error, step)
-        return save_error(error, step, str(self._root))
+        return save_error(error, step, str(self._orbax.root))
 
     def wait_for_checkpointers(self) -> None:
         """As Orbax's; one that has failed frees processes that wait in barriers."""
@@ -270,7 +265,8 @@ class Ending:
                 self._barriers.forget()
             else:
                 step = flight.step if flight is not None else None
-                self._barriers.leave(save_error(error, step, str(self._root)))
+                root = str(self._orbax.root)
+                self._barriers.leave(save_error(error, step, root))
             raise
         if flight is not None and flight.has_failed():
             # Orbax takes a cancelled save for a finished one, and would delete old steps.

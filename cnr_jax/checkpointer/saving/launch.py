@@ -63,6 +63,7 @@ class PlannedSave:
     changed: ChangedRows
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Launcher:
     """Starts the saves of a handler.
 
@@ -74,18 +75,15 @@ class Launcher:
         options: of the run.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        dense: DenseStore,
-        widening: Widening,
-        channel: Channel,
-        options: Options,
-    ) -> None:
-        self._tracker, self._dense, self._widening = tracker, dense, widening
-        self._channel, self._options = channel, options
+    _tracker: Tracker
+    _dense: DenseStore
+    _widening: Widening
+    _channel: Channel
+    _options: Options
+
+    def __post_init__(self) -> None:
         # For the rows that wait to be written.
-        self._buffers = Buffers(options.kept_staging_bytes)
+        self._buffers = Buffers(self._options.kept_staging_bytes)
 
     async def launch(
         self, planned: PlannedSave, directory: AnyPath, directories: Directories

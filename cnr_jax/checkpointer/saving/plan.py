@@ -36,6 +36,7 @@ _DOUBT = "/doubt"
 _NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Planning:
     """Makes one plan for all processes, after which all know the same steps.
 
@@ -50,16 +51,11 @@ class Planning:
         widening: puts the width of codes into the plan.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        writer: RootWriter,
-        lifecycle: Lifecycle,
-        planner: Planner,
-        widening: Widening,
-    ) -> None:
-        self._channel, self._writer, self._lifecycle = channel, writer, lifecycle
-        self._planner, self._widening = planner, widening
+    _channel: Channel
+    _writer: RootWriter
+    _lifecycle: Lifecycle
+    _planner: Planner
+    _widening: Widening
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""
