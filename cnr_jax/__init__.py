@@ -14,60 +14,35 @@ from typing import TYPE_CHECKING, Any
 # when it is first asked for: what a root holds can be read without jax, Orbax and TensorStore,
 # which nearly everything else needs, and which take seconds to import.
 if TYPE_CHECKING:
-    from cnr_jax import args, errors, optim
-    from cnr_jax.checkpointer.restoring.restore import Restored
-    from cnr_jax.checkpointer.tuning import tune
-    from cnr_jax.handler import handler_registry
-    from cnr_jax.manager import CheckpointManager
-    from cnr_jax.options import Options, TableOptions
-    from cnr_jax.policy import (
-        Consecutive,
-        Decision,
-        Full,
-        Intermittent,
-        OneShot,
-        SaveRecord,
-        expected_restores,
-    )
-    from cnr_jax.repository.upkeep.verify import Problem, verify
-    from cnr_jax.rows.lookups import Lookup
-    from cnr_jax.rows.touched import Touched, init_touched, record, reset_touched
-    from cnr_jax.state.find import find_tables
-    from cnr_jax.state.layouts import Identity, ModSharded
-    from cnr_jax.state.table import Tables, TableSpec
-    from cnr_jax.telemetry import SaveReport
-
-__all__ = [
-    "CheckpointManager",
-    "Consecutive",
-    "Decision",
-    "Full",
-    "Identity",
-    "Intermittent",
-    "Lookup",
-    "ModSharded",
-    "OneShot",
-    "Options",
-    "Problem",
-    "Restored",
-    "SaveRecord",
-    "SaveReport",
-    "TableOptions",
-    "TableSpec",
-    "Tables",
-    "Touched",
-    "args",
-    "errors",
-    "expected_restores",
-    "find_tables",
-    "handler_registry",
-    "init_touched",
-    "optim",
-    "record",
-    "reset_touched",
-    "tune",
-    "verify",
-]
+    from cnr_jax import args as args
+    from cnr_jax import errors as errors
+    from cnr_jax import optim as optim
+    from cnr_jax.checkpointer.restoring.restore import Restored as Restored
+    from cnr_jax.checkpointer.tuning import tune as tune
+    from cnr_jax.handler import handler_registry as handler_registry
+    from cnr_jax.manager import CheckpointManager as CheckpointManager
+    from cnr_jax.options import Options as Options
+    from cnr_jax.options import TableOptions as TableOptions
+    from cnr_jax.policy import Consecutive as Consecutive
+    from cnr_jax.policy import Decision as Decision
+    from cnr_jax.policy import Full as Full
+    from cnr_jax.policy import Intermittent as Intermittent
+    from cnr_jax.policy import OneShot as OneShot
+    from cnr_jax.policy import SaveRecord as SaveRecord
+    from cnr_jax.policy import expected_restores as expected_restores
+    from cnr_jax.repository.upkeep.verify import Problem as Problem
+    from cnr_jax.repository.upkeep.verify import verify as verify
+    from cnr_jax.rows.lookups import Lookup as Lookup
+    from cnr_jax.rows.touched import Touched as Touched
+    from cnr_jax.rows.touched import init_touched as init_touched
+    from cnr_jax.rows.touched import record as record
+    from cnr_jax.rows.touched import reset_touched as reset_touched
+    from cnr_jax.state.find import find_tables as find_tables
+    from cnr_jax.state.layouts import Identity as Identity
+    from cnr_jax.state.layouts import ModSharded as ModSharded
+    from cnr_jax.state.table import Tables as Tables
+    from cnr_jax.state.table import TableSpec as TableSpec
+    from cnr_jax.telemetry import SaveReport as SaveReport
 
 # Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
 _HOMES = {
@@ -88,6 +63,7 @@ _HOMES = {
 
 # Not for type checkers: to them every name would be there.
 if not TYPE_CHECKING:
+    __all__ = sorted(f"args errors optim {' '.join(_HOMES.values())}".split())
 
     def __getattr__(name: str) -> Any:
         home = next((home for home in _HOMES if name in _HOMES[home].split()), None)
