@@ -22,7 +22,8 @@ from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
-    manager_options,
+    with_retention,
+    with_safety,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.seams import (
@@ -98,6 +99,7 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> None:
         options = checked(options)
         check_orbax_options(orbax_options)
+        orbax_options = orbax_options or ocp.CheckpointManagerOptions()
         registry = handler_registry(tables, options)
         self._handler = handler = registry.handler
         self._channel, barriers = handler.channel, handler.barriers
@@ -109,17 +111,12 @@ class CheckpointManager(ocp.CheckpointManager):
         self._course = Course(orbax, handler.uses, self._channel, options)
         self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
         self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
-        writes = tables is not None and not (orbax_options and orbax_options.read_only)
+        writes = tables is not None and not orbax_options.read_only
         made = self._listing.open(item, writes=writes)
-        orbax_options = manager_options(
-            self._root,
-            orbax_options,
-            options,
-            registry.preservation_policy,
-            self._ending.sync_uncommitted,
-            barriers,
-        )
-        super().__init__(self._root, options=orbax_options, handler_registry=registry)
+        kept = with_retention(orbax_options, options, registry.preservation_policy)
+        before = self._ending.sync_uncommitted
+        safe = with_safety(self._root, kept, before, barriers)
+        super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()
         try:

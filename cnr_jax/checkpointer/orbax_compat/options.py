@@ -37,19 +37,6 @@ def check_orbax_options(orbax_options: object) -> None:
         )
 
 
-def manager_options(
-    root: AnyPath,
-    theirs: ocp.CheckpointManagerOptions | None,
-    options: Options,
-    wrap: Callable[[Any], Any],
-    before_commit: Callable[[], None],
-    barriers: Callable[..., None],
-) -> ocp.CheckpointManagerOptions:
-    """The options of a manager: `with_retention`, then `with_safety`, of the user's own."""
-    theirs = with_retention(theirs or ocp.CheckpointManagerOptions(), options, wrap)
-    return with_safety(root, theirs, before_commit, barriers)
-
-
 def with_retention(
     orbax_options: ocp.CheckpointManagerOptions,
     options: Options,
