@@ -9,7 +9,7 @@ Every leaf of a state is either of a table or dense, so that a checkpoint holds 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -308,17 +308,25 @@ def split(state: Any, tables: Tables) -> tuple[dict[str, dict[str, Any]], dict]:
         name: {leaf.name: _take(leaves, name, leaf) for leaf in table.leaves}
         for name, table in tables.items()
     }
-    dense: dict[str, Any] = {}
-    for path, value in leaves.items():
-        if not path:
-            raise errors.StateMismatchError(
-                "the state is a single leaf, expected a tree"
-            )
-        node = dense
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return rows, dense
+    if () in leaves:
+        raise errors.StateMismatchError("the state is a single leaf, expected a tree")
+    return rows, nest(leaves.items())
+
+
+def nest(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Nested dicts by part of the path from leaves and their paths.
+
+    Example:
+        >>> nest([(("a", "b"), 1), (("a", "c"), 2)])
+        {'a': {'b': 1, 'c': 2}}
+    """
+    root: dict[str, Any] = {}
+    for path, value in leaves:
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return root
 
 
 def _take(leaves: dict[tuple[str, ...], Any], table: str, leaf: Leaf) -> Any:

@@ -24,7 +24,7 @@ from cnr_jax.repository.replay.leaves import restore_leaves, restore_stamps
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.layouts import layout_from
-from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths, merge
+from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths, merge, nest
 
 _log = logging.getLogger(__name__)
 _CAST_HINT = (
@@ -68,7 +68,7 @@ def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
     }
     for leaf in manifest.dense_leaves:
         leaves[leaf.path] = _stand_in(leaf)
-    return nest(leaves)
+    return nest(leaves.items())
 
 
 def _stand_in(leaf: DenseLeaf) -> Any:
@@ -393,15 +393,4 @@ def assemble(
         dense: the restored dense leaves as nested dicts.
     """
     rest = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
-    return merge(state, tables, arrays, nest(rest))
-
-
-def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """A nested dict from values by path."""
-    root: dict[str, Any] = {}
-    for path, value in leaves.items():
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-    return root
+    return merge(state, tables, arrays, nest(rest.items()))

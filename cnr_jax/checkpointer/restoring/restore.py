@@ -40,7 +40,7 @@ from cnr_jax.repository.replay.leaves import restored_stamps
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded
-from cnr_jax.state.table import Tables, check_tables
+from cnr_jax.state.table import Tables, check_tables, nest
 
 _log = logging.getLogger(__name__)
 
@@ -266,8 +266,9 @@ def _restore_dense(
         if everything:
             found = dense.restore(directory, None)
         else:
-            abstract = {p: abstract_dense(leaf) for p, leaf in wanted.dense.items()}
-            found = dense.restore(directory, match.nest(abstract))
+            leaves = wanted.dense.items()
+            abstract = nest((path, abstract_dense(leaf)) for path, leaf in leaves)
+            found = dense.restore(directory, abstract)
     except Exception as error:
         seal.check()  # if it raises, it says why
         if not means_damage(error) or (

@@ -23,7 +23,7 @@ from cnr_jax.format.manifest import (
     Tracking,
 )
 from cnr_jax.rows.touched import Touched
-from cnr_jax.state.table import Tables, flatten_paths, split
+from cnr_jax.state.table import Tables, flatten_paths, nest, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,11 @@ class CheckedState:
     arrays: dict[str, dict[str, jax.Array]]
     dense: dict[str, Any]
     dense_leaves: tuple[DenseLeaf, ...]
+
+    def without_texts(self) -> dict[str, Any]:
+        """The dense leaves that Orbax stores: all but strings, which the manifest holds."""
+        leaves = zip(self.dense_leaves, jax.tree.leaves(self.dense), strict=True)
+        return nest((leaf.path, x) for leaf, x in leaves if leaf.kind != "text")
 
 
 def check(
@@ -209,19 +214,6 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         f"leaf {'/'.join(path)} of the state cannot be saved\n"
         f"  got {type(leaf).__name__}, expected an array, a number, a PRNG key or a string"
     )
-
-
-def without_texts(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """The dense leaves that Orbax stores: all but strings, which the manifest holds."""
-    found: dict[str, Any] = {}
-    for key, value in dense.items():
-        if isinstance(value, Mapping):
-            inner = without_texts(value)
-            if inner:
-                found[key] = inner
-        elif not isinstance(value, str):
-            found[key] = value
-    return found
 
 
 def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:

@@ -23,7 +23,7 @@ from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.check import CheckedState, without_texts
+from cnr_jax.checkpointer.saving.check import CheckedState
 from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.plan import Widening, with_codec
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
@@ -130,9 +130,8 @@ class Launcher:
                 if not stage.put(chunk):
                     break  # the writing has failed; the thread says why
             stage.start()
-            parts = await self._dense.save(
-                directory, without_texts(planned.checked.dense)
-            )
+            dense = planned.checked.without_texts()
+            parts = await self._dense.save(directory, dense)
             stage.close()
             flight.parts = parts
             flight.launched.open()
