@@ -126,11 +126,7 @@ class Asymmetric(grids.OnGrid):
         """
         if self.refits is None:
             raise ValueError(f"{self} leaves refits to the columns, see at_dim")
-        return {
-            "bits": self.bits,
-            "refits": self.refits,
-            "metadata_bits": self._metadata_bits,
-        }
+        return grids.OnGrid.configuration(self)
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.

@@ -122,13 +122,9 @@ class SharedCodebook(grids.OnGrid):
         return cls(bits=bits, levels=_lloyd(unit.ravel() * (2**bits - 1), bits))
 
     def configuration(self) -> Configuration:
-        """Returns all four; reading needs all but refits."""
-        return {
-            "bits": self.bits,
-            "levels": list(self._book.levels),
-            "refits": self.refits,
-            "metadata_bits": self._metadata_bits,
-        }
+        """Returns all four, the levels as JSON has them; reading needs all but refits."""
+        levels = list(self._book.levels)
+        return {**grids.OnGrid.configuration(self), "levels": levels}
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded
+from cnr_jax.rows.codecs.base import Encoded
 from cnr_jax.rows.codecs.lanes import in_lanes
 
 
@@ -67,15 +67,6 @@ class Greedy(grids.OnGrid):
             raise ValueError(f"bins is {self.bins}, expected 1 or more")
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}, expected above 0 and up to 1")
-
-    def configuration(self) -> Configuration:
-        """Returns all four; reading needs bits and metadata_bits."""
-        return {
-            "bits": self.bits,
-            "bins": self.bins,
-            "ratio": self.ratio,
-            "metadata_bits": self._metadata_bits,
-        }
 
     def encode(self, rows: jax.Array) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.

@@ -18,8 +18,9 @@ their bits. This order is stored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,13 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from cnr_jax.rows.codecs.base import Encoded, Part, check_dtype, rounded_to
+from cnr_jax.rows.codecs.base import (
+    Configuration,
+    Encoded,
+    Part,
+    check_dtype,
+    rounded_to,
+)
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
@@ -141,13 +148,19 @@ class OnGrid:
         object.__setattr__(self, "metadata_bits", bits)
 
     @property
-    def _metadata_bits(self) -> int:
-        assert self.metadata_bits is not None  # __post_init__ resolves the default
-        return self.metadata_bits
-
-    @property
     def _metadata(self) -> Metadata:
-        return METADATA[self._metadata_bits]
+        assert self.metadata_bits is not None  # __post_init__ resolves the default
+        return METADATA[self.metadata_bits]
+
+    def configuration(self) -> Configuration:
+        """Returns all fields of the codec, a dataclass.
+
+        Reading needs bits, metadata_bits and the levels of a codebook; what else there is
+        tells how codes were chosen.
+        """
+        kind: Any = type(self)
+        names = [field.name for field in dataclasses.fields(kind)]
+        return {name: getattr(self, name) for name in names}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
         """Returns `codes` (uint8, packed), `scale` and `offset` (one each per row).

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import grid as grids
-from cnr_jax.rows.codecs.base import Configuration, Encoded, Part
+from cnr_jax.rows.codecs.base import Encoded, Part
 from cnr_jax.rows.codecs.lanes import in_lanes, sums
 
 # 256 values for a row take more bytes than most rows.
@@ -71,14 +71,6 @@ class KMeans(grids.OnGrid):
         grids.OnGrid.__post_init__(self)
         if self.iterations < 0:
             raise ValueError(f"iterations is {self.iterations}, expected 0 or more")
-
-    def configuration(self) -> Configuration:
-        """Returns all three; reading needs bits and metadata_bits."""
-        return {
-            "bits": self.bits,
-            "iterations": self.iterations,
-            "metadata_bits": self._metadata_bits,
-        }
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
         """Returns `codes` (uint8, packed), `scale`, `offset` and `codebook` (2**bits).

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import (
-    Configuration,
     Encoded,
     Part,
     check_dtype,
@@ -61,10 +60,6 @@ class Symmetric(grids.OnGrid):
     name: ClassVar[str] = "cnr.symmetric"
     bits: int = 4
     metadata_bits: int | None = None
-
-    def configuration(self) -> Configuration:
-        """Returns bits and metadata_bits."""
-        return {"bits": self.bits, "metadata_bits": self._metadata_bits}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
         """Returns `codes` (uint8, packed) and `scale` (one per row).
