@@ -13,11 +13,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from cnr_jax import errors
 from cnr_jax.state.table import Leaf, Table, Tables
@@ -290,6 +291,54 @@ def program_rows(count: int, large: int) -> int:
     """
     small = min(SMALL_ROWS, large)
     return small if count <= small else large
+
+
+class Counted(Protocol):
+    """Something of a number of rows."""
+
+    @property
+    def count(self) -> int:
+        """Of its rows."""
+        ...
+
+
+_C = TypeVar("_C", bound=Counted)
+
+
+def in_blocks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, int]]]:
+    """Cuts the rows of items into blocks of `size`, the last of fewer.
+
+    Yields:
+        The items that a block has rows of, each with start and stop of these.
+    """
+    block: list[tuple[_C, int, int]] = []
+    room = size
+    for item in items:
+        start = 0
+        while start < item.count:
+            stop = min(item.count, start + room)
+            block.append((item, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield block
+                block, room = [], size
+    if block:
+        yield block
+
+
+def compiled(
+    work: Callable[..., Any],
+    device: jax.Device,
+    *arrays: tuple[tuple[int, ...], DTypeLike],
+) -> Callable[..., Any]:
+    """A program for arrays on one device, of these shapes and dtypes, compiled ahead of time.
+
+    Calling a jitted function to warm it up would need arrays as large as a shard.
+    """
+    where = jax.sharding.SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(*each, sharding=where) for each in arrays]
+    return jax.jit(work).lower(*shapes).compile()
 
 
 def host_device() -> jax.Device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from cnr_jax.rows.tiling import (
     aligned_empty,
     chunk_rows,
     host_device,
+    in_blocks,
     outside_mesh,
     padded,
     program_rows,
@@ -101,7 +102,7 @@ def decode_all(items: Sequence[Decoding]) -> None:
             groups.setdefault(key, []).append(item)
     for (codec, width, dtype), group in groups.items():
         size = chunk_rows(width, dtype.itemsize)
-        for block in _blocks(group, size):
+        for block in in_blocks(group, size):
             rows = _decoded(codec, width, dtype, _parts(block), size)
             done = 0
             for item, start, stop in block:
@@ -109,28 +110,7 @@ def decode_all(items: Sequence[Decoding]) -> None:
                 done += stop - start
 
 
-Cut = tuple[Decoding, int, int]
-
-
-def _blocks(items: Sequence[Decoding], size: int) -> Iterator[list[Cut]]:
-    """Cuts rows into blocks of `size`, the last of fewer: start and stop within each item."""
-    block: list[Cut] = []
-    room = size
-    for item in items:
-        start = 0
-        while start < item.count:
-            stop = min(item.count, start + room)
-            block.append((item, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield block
-                block, room = [], size
-    if block:
-        yield block
-
-
-def _parts(block: Sequence[Cut]) -> dict[str, np.ndarray]:
+def _parts(block: Sequence[tuple[Decoding, int, int]]) -> dict[str, np.ndarray]:
     item, start, stop = block[0]
     if len(block) == 1:
         return {name: part[start:stop] for name, part in item.parts.items()}

@@ -29,6 +29,7 @@ from cnr_jax.rows.tiling import (
     Where,
     aligned_empty,
     bytes_in,
+    compiled,
 )
 
 
@@ -65,15 +66,13 @@ def hash_tiles(
     device = tiles[0].piece.device
     kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in spans)
     program = _device_program(kinds, device, tagged)
-    data = tuple(span[0] for span in spans)
-    hashes, tags = program(data, jax.device_put(seed, device))
+    hashes, tags = program(jax.device_put(seed, device), *(x for x, _, _ in spans))
     differ = None
     if before is not None:
         differ = _bits_program(hashes.shape[0], device)(hashes, before)
     return Hashed(hashes, tags, differ)
 
 
-# Compiled ahead of time and kept, as programs that gather are: see rows/gather/device.py.
 @functools.cache
 def _device_program(
     spans: tuple[tuple[tuple[int, ...], np.dtype, int, int], ...],
@@ -81,7 +80,7 @@ def _device_program(
     tagged: bool,
 ) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
     def hash_spans(
-        data: tuple[jax.Array, ...], seed: jax.Array
+        seed: jax.Array, *data: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         leaves = [
             x[first : first + rows] if (first, rows) != (0, x.shape[0]) else x
@@ -91,13 +90,8 @@ def _device_program(
             return hash_with_tags(leaves, seed)
         return hash_rows(leaves, seed), None
 
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    data = tuple(
-        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype, _, _ in spans
-    )
-    seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=sharding)
-    return jax.jit(hash_spans).lower(data, seed).compile()
+    arrays = [(shape, dtype) for shape, dtype, _, _ in spans]
+    return compiled(hash_spans, device, ((2,), np.uint32), *arrays)
 
 
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
@@ -149,9 +143,8 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
     def bits(now: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.packbits(changed_rows(now, before), bitorder="little")
 
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    hashes = jax.ShapeDtypeStruct((rows, 2), np.uint32, sharding=sharding)
-    return jax.jit(bits).lower(hashes, hashes).compile()
+    hashes = (rows, 2), np.uint32
+    return compiled(bits, device, hashes, hashes)
 
 
 def programs(

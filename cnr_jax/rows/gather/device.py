@@ -16,7 +16,7 @@ import numpy as np
 from cnr_jax.rows import tiling
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk, Run
-from cnr_jax.rows.tiling import Program, chunk_rows
+from cnr_jax.rows.tiling import Program, chunk_rows, compiled
 
 # Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
 # thousand chunks of 2 MiB would make seconds of. Smaller chunks hold the rest of a run, so that
@@ -43,16 +43,8 @@ def gather_on_device(run: Run) -> Iterator[Chunk]:
 
 def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
     """Rows of the chunks that there are programs for, ascending."""
-    middle = chunk_rows(width, itemsize)
-    return tuple(
-        sorted(
-            {
-                min(tiling.SMALL_ROWS, middle),
-                middle,
-                chunk_rows(width, itemsize, LARGE_BYTES),
-            }
-        )
-    )
+    middle, large = (chunk_rows(width, itemsize, n) for n in (None, LARGE_BYTES))
+    return tuple(sorted({min(tiling.SMALL_ROWS, middle), middle, large}))
 
 
 def _size(left: int, sizes: tuple[int, ...]) -> int:
@@ -121,8 +113,6 @@ def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
     return chunk
 
 
-# Compiled ahead of time and kept here: calling a jitted function to warm it up would need an
-# array as large as the shard.
 @functools.cache
 def gather_program(
     shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
@@ -132,19 +122,14 @@ def gather_program(
     def gather(data: jax.Array, index: jax.Array) -> jax.Array:
         return data.reshape(data.shape[0], -1).at[index].get(mode="clip")
 
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    data = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    index = jax.ShapeDtypeStruct((rows,), np.int32, sharding=sharding)
-    return jax.jit(gather).lower(data, index).compile()
+    return compiled(gather, device, (shape, dtype), ((rows,), np.int32))
 
 
 @functools.cache
 def _encode_program(
     codec: Codec, width: int, dtype: np.dtype, device: jax.Device, rows: int
 ) -> Callable[[jax.Array], Encoded]:
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    values = jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
-    return jax.jit(codec.encode).lower(values).compile()
+    return compiled(codec.encode, device, ((rows, width), dtype))
 
 
 def device_programs(

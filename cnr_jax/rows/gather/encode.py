@@ -24,6 +24,7 @@ from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
     chunk_rows,
+    compiled,
     host_device,
     outside_mesh,
     padded,
@@ -226,8 +227,7 @@ class Comparison:
             some = slice(start, start + size)
             values = [padded(each[some], size) for each in (rows, *parts)]
             with outside_mesh():
-                device = host_device()
-                made = _program(*group)(jax.device_put(values, device))
+                made = _program(*group)(*jax.device_put(values, host_device()))
             found = np.asarray(made)[: len(rows[some])]
             # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
             found = np.where(exact[some], np.float32(0), found)
@@ -245,30 +245,22 @@ def _program(codec: Codec, dtype: np.dtype, width: int) -> Callable[..., jax.Arr
     parts = codec.parts(width, dtype)
     names = sorted(parts)
 
-    def relative_errors(values: Sequence[jax.Array]) -> jax.Array:
-        coded = dict(zip(names, values[1:], strict=True))
+    def relative_errors(rows: jax.Array, *stored: jax.Array) -> jax.Array:
+        coded = dict(zip(names, stored, strict=True))
         read = codec.decode(coded, dim=width, dtype=dtype).astype(jnp.float32)
         # XLA may drop the cast to a narrower dtype and back.
         info = jnp.finfo(dtype)
         read = lax.reduce_precision(read, info.nexp, info.nmant)
-        rows = values[0].astype(jnp.float32)
+        rows = rows.astype(jnp.float32)
         # In units of the greatest element no square overflows; of zeros the quotient is NaN.
         unit = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
         off = jnp.linalg.norm((rows - read) / unit, axis=1)
         return off / jnp.linalg.norm(rows / unit, axis=1)
 
-    rows = _batch_rows((codec, dtype, width))
-    sharding = jax.sharding.SingleDeviceSharding(host_device())
-    shapes = [
-        jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding),
-        *(
-            jax.ShapeDtypeStruct(
-                (rows, parts[name].width), parts[name].dtype, sharding=sharding
-            )
-            for name in names
-        ),
-    ]
-    return jax.jit(relative_errors).lower(shapes).compile()
+    size = _batch_rows((codec, dtype, width))
+    kinds = [(dtype, width), *(parts[name] for name in names)]
+    arrays = [((size, columns), kind) for kind, columns in kinds]
+    return compiled(relative_errors, host_device(), *arrays)
 
 
 def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:

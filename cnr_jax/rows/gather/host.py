@@ -24,7 +24,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,8 @@ from cnr_jax.rows.tiling import (
     Way,
     aligned_empty,
     chunk_rows,
+    compiled,
+    in_blocks,
     program_rows,
 )
 
@@ -94,8 +95,8 @@ def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
     # time of one. The pool is left only when no thread looks into a table any more.
     with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
-        for slices in _slices(runs, large):
-            count = sum(each.count for each in slices)
+        for slices in in_blocks(runs, large):
+            count = sum(stop - start for _, start, stop in slices)
             shape = (program_rows(min(left, large), large), width)
             left -= count
             rows = buffers.empty(shape, dtype)
@@ -114,40 +115,18 @@ def _bit_view(array: np.ndarray) -> np.ndarray:
     return flat.view(f"u{array.dtype.itemsize}")
 
 
-class _Slice(NamedTuple):
-    """Consecutive rows of a run, from `done` on, and where in a chunk they go."""
-
-    run: Run
-    done: int
-    count: int
-    at: int
-
-
-def _slices(runs: Sequence[Run], large: int) -> Iterator[list[_Slice]]:
-    """What each chunk of `large` rows consists of."""
-    slices: list[_Slice] = []
-    filled = 0
-    for run in runs:
-        done = 0
-        while done < run.count:
-            count = min(run.count - done, large - filled)
-            slices.append(_Slice(run, done, count, filled))
-            done, filled = done + count, filled + count
-            if filled == large:
-                yield slices
-                slices, filled = [], 0
-    if slices:
-        yield slices
-
-
 def _fill(
-    codec: Codec, rows: np.ndarray, count: int, slices: Sequence[_Slice]
+    codec: Codec,
+    rows: np.ndarray,
+    count: int,
+    slices: Sequence[tuple[Run, int, int]],
 ) -> Chunk:
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
     rows[count:] = 0
-    bits = _bit_view(rows)
-    for run, done, number, at in slices:
-        _copy_rows(run, done, bits[at : at + number])
+    bits, at = _bit_view(rows), 0
+    for run, start, stop in slices:
+        _copy_rows(run, start, bits[at : at + stop - start])
+        at += stop - start
     return Chunk(codec=codec, count=count, rows=rows)
 
 
@@ -173,10 +152,7 @@ def _bits_program(
         # One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes.
         return jnp.packbits(stamps > clock, bitorder="little")
 
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    stamps = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    clock = jax.ShapeDtypeStruct((), np.int32, sharding=sharding)
-    return jax.jit(touched_bits).lower(stamps, clock).compile()
+    return compiled(touched_bits, device, (shape, np.int32), ((), np.int32))
 
 
 def stamps_program(rows: int, device: jax.Device) -> Program:
