@@ -106,8 +106,7 @@ def init_touched(state: Any, tables: Tables) -> Touched:
         name: stamp_sharding(array.sharding, array.shape) if array.committed else None
         for name, array in arrays.items()
     }
-    zeros = {name: _zero_stamps(array.shape[0]) for name, array in arrays.items()}
-    return _assemble(_stamped_tables(tables), shardings, zeros, clock=0)
+    return _assemble(_stamped_tables(tables), shardings)
 
 
 def seeded(
@@ -182,8 +181,7 @@ def reset_touched(touched: Touched) -> Touched:
         name: array.sharding if array.committed else None
         for name, array in touched.stamps.items()
     }
-    zeros = {name: _zero_stamps(a.shape[0]) for name, a in touched.stamps.items()}
-    return _assemble(touched.tables, shardings, zeros, clock=0)
+    return _assemble(touched.tables, shardings)
 
 
 def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
@@ -376,9 +374,13 @@ def _stamped_tables(tables: Mapping[str, Table]) -> tuple[StampedTable, ...]:
 def _assemble(
     tables: tuple[StampedTable, ...],
     shardings: Mapping[str, Sharding | None],
-    stamps: Mapping[str, np.ndarray | jax.Array],
-    clock: int,
+    stamps: Mapping[str, np.ndarray | jax.Array] | None = None,
+    clock: int = 0,
 ) -> Touched:
+    if stamps is None:
+        # Of no size: only the shards of this process are ever spelled out.
+        zero = np.zeros((), np.int32)
+        stamps = {t.name: np.broadcast_to(zero, (t.padded_rows,)) for t in tables}
     placed = {name: _place(stamps[name], shardings[name]) for name in sorted(stamps)}
     committed = [s for s in shardings.values() if s is not None]
     scalars = None
@@ -405,11 +407,6 @@ def _place(values: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Arr
     return jax.make_array_from_callback(
         values.shape, sharding, lambda index: np.array(values[index], dtype)
     )
-
-
-def _zero_stamps(rows: int) -> np.ndarray:
-    # Of no size: only the shards of this process are ever spelled out.
-    return np.broadcast_to(np.zeros((), np.int32), (rows,))
 
 
 def _draw_lineage() -> np.ndarray:
