@@ -7,14 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cnr_jax.optim.base import (
-    LearningRate,
-    RowOptimizer,
-    Tree,
-    require,
-    slots_like,
-    update_by,
-)
+from cnr_jax.optim.base import LearningRate, RowOptimizer, Tree, require, row_optimizer
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -85,16 +78,11 @@ def rowwise_adagrad(
     require(initial_accumulator_value >= 0, "initial_accumulator_value", "at least 0")
     require(eps > 0, "eps", "above 0")
 
-    def init(tables: Tree) -> RowwiseAdagradState:
-        return RowwiseAdagradState(
-            count=slots_like(tables, 0, 0, jnp.int32),
-            sum_of_squares=slots_like(tables, 1, initial_accumulator_value),
-        )
-
     def rule(
         grads: jax.Array, slots: list[jax.Array], count: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         sums = slots[0] + jnp.mean(jnp.square(grads), axis=1)
         return grads * jax.lax.rsqrt(sums + eps)[:, None], [sums]
 
-    return RowOptimizer(init, update_by(RowwiseAdagradState, rule, learning_rate))
+    slots = {"sum_of_squares": (1, initial_accumulator_value)}
+    return row_optimizer(RowwiseAdagradState, slots, rule, learning_rate)

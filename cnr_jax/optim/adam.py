@@ -7,14 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cnr_jax.optim.base import (
-    LearningRate,
-    RowOptimizer,
-    Tree,
-    require,
-    slots_like,
-    update_by,
-)
+from cnr_jax.optim.base import LearningRate, RowOptimizer, Tree, require, row_optimizer
 
 
 class LazyAdamState(NamedTuple):
@@ -83,13 +76,6 @@ def lazy_adam(
     require(0 <= b2 < 1, "b2", "at least 0 and below 1")
     require(eps > 0, "eps", "above 0")
 
-    def init(tables: Tree) -> LazyAdamState:
-        return LazyAdamState(
-            count=slots_like(tables, 0, 0, jnp.int32),
-            lazy_mu=slots_like(tables, 2, 0),
-            lazy_nu=slots_like(tables, 2, 0),
-        )
-
     def rule(
         grads: jax.Array, slots: list[jax.Array], count: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -99,4 +85,5 @@ def lazy_adam(
         root = jnp.sqrt(nu / (1 - b2**t))
         return mu / (1 - b1**t) / (root + eps), [mu, nu]
 
-    return RowOptimizer(init, update_by(LazyAdamState, rule, learning_rate))
+    slots = {"lazy_mu": (2, 0.0), "lazy_nu": (2, 0.0)}
+    return row_optimizer(LazyAdamState, slots, rule, learning_rate)

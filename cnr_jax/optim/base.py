@@ -6,7 +6,7 @@ are read and written is in `rows.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -87,16 +87,26 @@ class RowOptimizer(NamedTuple):
     update: RowUpdate
 
 
-def update_by(
-    state_type: type[Any], rule: Rule, learning_rate: LearningRate
-) -> RowUpdate:
-    """Returns the `update` that applies a rule to every table of a tree.
+def row_optimizer(
+    state_type: type[Any],
+    slots_of: Mapping[str, tuple[int, float]],
+    rule: Rule,
+    learning_rate: LearningRate,
+) -> RowOptimizer:
+    """Returns the optimizer that applies a rule to every table of a tree.
 
     Args:
         state_type: a NamedTuple of trees: `count`, then the rule's slots in its order.
+        slots_of: of each slot by its name, 1 for [rows] or 2 for [rows, dim], and what it
+            starts from.
         rule: how gradients move rows.
         learning_rate: a number or a schedule.
     """
+
+    def init(tables: Tree) -> Any:
+        count = _slots_like(tables, 0, 0, jnp.int32)
+        slots = {name: _slots_like(tables, *each) for name, each in slots_of.items()}
+        return state_type(count=count, **slots)
 
     def update_table(
         table: jax.Array, grads: Any, ids: Any, where: Any, count: Any, *slots: Any
@@ -132,10 +142,10 @@ def update_by(
         trees = [structure.unflatten(c) for c in zip(*updated, strict=True)]
         return (trees[0], state_type(*trees[1:])) if trees else (tables, state)
 
-    return update
+    return RowOptimizer(init, update)
 
 
-def slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
+def _slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
     """Returns new slots for every table of a tree.
 
     Args:
