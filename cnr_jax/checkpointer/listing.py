@@ -17,7 +17,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import accessing, refuse_pipe
+from cnr_jax.repository.checked import accessing, damage, refuse_pipe
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -286,26 +286,24 @@ class Listing:
             directory = self._orbax.find_directory(step, root)
         except ValueError:
             return  # there is none: Orbax says so
-        where, held = os.fspath(directory), directory / item
+        held = directory / item
         with accessing(held):
             refuse_pipe(directory / names.ORBAX_METADATA)
             if exists(held / names.MANIFEST):
                 return
             if not exists(directory):
-                raise errors.IntegrityError(
-                    f"{where} is not there", kind="file_missing", path=where
-                )
+                raise damage(directory, "is not there", "file_missing")
             if exists(held) and any(names.is_own(path.name) for path in held.iterdir()):
                 return
             items = sorted(p.name for p in directory.iterdir() if is_directory(p))
-            raise errors.IntegrityError(
-                f"{where} holds no checkpoint of cnr_jax\n"
+            raise damage(
+                directory,
+                "holds no checkpoint of cnr_jax\n"
                 f"  got items {', '.join(items) or 'none'}, expected {item!r} with"
                 f" {names.MANIFEST}\n"
                 "  if plain Orbax has saved it: ocp.CheckpointManager(root).restore(step,"
                 " args=ocp.args.StandardRestore(state))",
-                kind="not_ours",
-                path=where,
+                "not_ours",
             )
 
 

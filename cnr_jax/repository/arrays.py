@@ -23,6 +23,7 @@ from cnr_jax.format import names
 from cnr_jax.format.tiles import ArrayEntry, Compressed
 from cnr_jax.repository.checked import (
     check_chunk_file,
+    damage,
     means_damage,
     numpy_dtype,
     stored_crc32c,
@@ -410,12 +411,9 @@ class ArrayReader:
             except ValueError as error:
                 if not means_damage(error):
                     raise
-                where, text = os.fspath(self._path), str(error).splitlines()[0][:300]
-                raise errors.IntegrityError(
-                    f"{where} is damaged in elements {start} to {stop}\n  {text}",
-                    kind="data_damaged",
-                    path=where,
-                ) from error
+                text = str(error).splitlines()[0][:300]
+                fact = f"is damaged in elements {start} to {stop}\n  {text}"
+                raise damage(self._path, fact, "data_damaged") from error
             self._check(chunks)
             return np.asarray(found) if out is None else out
 

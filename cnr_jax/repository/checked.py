@@ -79,6 +79,14 @@ def means_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
 
 
+def damage(
+    path: AnyPath, fact: str, kind: str = "file_damaged"
+) -> errors.IntegrityError:
+    """The error that says of a file or folder that it is not what it must be."""
+    where = os.fspath(path)
+    return errors.IntegrityError(f"{where} {fact}", kind=kind, path=where)
+
+
 @contextlib.contextmanager
 def reading(path: AnyPath) -> Iterator[None]:
     """Reads a file that must be there: an I/O error that means damage says so.
@@ -87,34 +95,25 @@ def reading(path: AnyPath) -> Iterator[None]:
         IntegrityError: if the file is missing, is none, or cannot be read.
         OSError: if the storage does not give it out: that says nothing about the file.
     """
-    where = os.fspath(path)
     with accessing(path):
         # Opening a pipe, say, would wait for ever.
-        if is_local(path) and not stat.S_ISREG(os.stat(where).st_mode):
-            raise errors.IntegrityError(
-                f"{where} is not a file", kind="file_damaged", path=where
-            )
+        if is_local(path) and not stat.S_ISREG(os.stat(os.fspath(path)).st_mode):
+            raise damage(path, "is not a file")
         yield
 
 
 @contextlib.contextmanager
 def accessing(path: AnyPath) -> Iterator[None]:
     """As `reading`, for what need not be a file."""
-    where = os.fspath(path)
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise errors.IntegrityError(
-            f"{where} is missing", kind="file_missing", path=where
-        ) from error
+        raise damage(path, "is missing", "file_missing") from error
     except OSError as error:
         if isinstance(error, errors.CnrError) or error.errno not in _DAMAGED_ERRNOS:
             raise
-        raise errors.IntegrityError(
-            f"{where} cannot be read: {error.strerror}",
-            kind="file_unreadable",
-            path=where,
-        ) from error
+        fact = f"cannot be read: {error.strerror}"
+        raise damage(path, fact, "file_unreadable") from error
 
 
 def refuse_pipe(path: AnyPath) -> None:
@@ -126,10 +125,7 @@ def refuse_pipe(path: AnyPath) -> None:
     """
     mode = mode_of(path) if is_local(path) else None
     if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        where = os.fspath(path)
-        raise errors.IntegrityError(
-            f"{where} is not a file", kind="file_damaged", path=where
-        )
+        raise damage(path, "is not a file")
 
 
 @contextlib.contextmanager
@@ -151,7 +147,7 @@ def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
     path = directory / expected.path
     with reading(path):
         data = path.read_bytes()
-    check_digest(digest_of(expected.path, data), expected, os.fspath(path))
+    _check_digest(digest_of(expected.path, data), expected, path)
     return data
 
 
@@ -164,7 +160,7 @@ def check_file(directory: AnyPath, expected: FileDigest) -> None:
     path = directory / expected.path
     with reading(path):
         got = digest_file(path, expected.path)
-    check_digest(got, expected, os.fspath(path))
+    _check_digest(got, expected, path)
 
 
 def check_size(path: AnyPath, expected: int) -> None:
@@ -176,12 +172,7 @@ def check_size(path: AnyPath, expected: int) -> None:
     with reading(path):
         got = size_of(path)
     if got != expected:
-        raise errors.IntegrityError(
-            f"{os.fspath(path)} has another size\n"
-            f"  got {got} bytes, expected {expected}",
-            kind="file_damaged",
-            path=os.fspath(path),
-        )
+        raise damage(path, f"has another size\n  got {got} bytes, expected {expected}")
 
 
 def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> list[str]:
@@ -229,12 +220,11 @@ def check_dense_index(
     named = {file.path for file in files}
     missing = [path for path in names.DENSE_INDEX if path not in named]
     if stored and missing:
-        where = os.fspath(item / missing[0])
-        raise errors.IntegrityError(
-            f"{where} was not written: none of {stored} dense leaves can be read without\n"
+        raise damage(
+            item / missing[0],
+            f"was not written: none of {stored} dense leaves can be read without\n"
             f"  got {len(files)} files in {names.DENSE}/, expected this among them",
-            kind="dense_unfinished",
-            path=where,
+            "dense_unfinished",
         )
 
 
@@ -262,12 +252,8 @@ class Seal:
         """
         for path, state in self.states.items():
             if _state(self.directory / path) != state:
-                where = os.fspath(self.directory / path)
-                raise errors.IntegrityError(
-                    f"{where} changed while it was read",
-                    kind="file_changed",
-                    path=where,
-                )
+                where = self.directory / path
+                raise damage(where, "changed while it was read", "file_changed")
         _refuse_unnamed(self.directory, self.prefix, self.named)
 
 
@@ -290,13 +276,12 @@ def _refuse_unnamed(
 ) -> None:
     unnamed = unnamed_files(directory, prefix, [digest.path for digest in named])
     if unnamed:
-        where = os.fspath(directory / unnamed[0])
-        raise errors.IntegrityError(
-            f"{where} is not of this checkpoint: {names.MANIFEST} does not name it\n"
+        raise damage(
+            directory / unnamed[0],
+            f"is not of this checkpoint: {names.MANIFEST} does not name it\n"
             f"  {len(unnamed)} such files below {os.fspath(directory / prefix)}\n"
             "  hint: move them away, if nothing else is wrong",
-            kind="file_unknown",
-            path=where,
+            "file_unknown",
         )
 
 
@@ -316,20 +301,19 @@ def _state(path: AnyPath) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def check_digest(got: FileDigest, expected: FileDigest, where: str) -> None:
+def _check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
     """Compares two digests.
 
     Raises:
         IntegrityError: if they differ.
     """
     if got != expected:
-        raise errors.IntegrityError(
-            f"{where} is damaged\n"
+        raise damage(
+            path,
+            "is damaged\n"
             f"  got {got.bytes} bytes, sha256 {got.sha256[:16]}...,"
             f" expected {expected.bytes} bytes, sha256 {expected.sha256[:16]}...,"
             f" as {names.MANIFEST} of its step says",
-            kind="file_damaged",
-            path=where,
         )
 
 
@@ -370,12 +354,11 @@ def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:
     stored = entry.compressed.bytes[chunk]
     check_size(file, stored)
     if elements > stored * _ZSTD_MOST:
-        raise errors.IntegrityError(
-            f"{os.fspath(file)} cannot hold its chunk\n"
+        raise damage(
+            file,
+            "cannot hold its chunk\n"
             f"  got {stored} bytes for {elements:,}, of which zstd makes at most"
             f" {stored * _ZSTD_MOST:,}",
-            kind="file_damaged",
-            path=os.fspath(file),
         )
 
 
@@ -388,10 +371,6 @@ def stored_crc32c(path: AnyPath, chunk: int) -> int:
     file = path / "c" / str(chunk)
     with reading(file), file.open("rb") as stream:
         if stream.seek(0, os.SEEK_END) < 4:
-            raise errors.IntegrityError(
-                f"{os.fspath(file)} is cut short",
-                kind="file_damaged",
-                path=os.fspath(file),
-            )
+            raise damage(file, "is cut short")
         stream.seek(-4, os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")

@@ -25,7 +25,7 @@ from cnr_jax.format.tiles import (
     lacking_rows,
     load_process,
 )
-from cnr_jax.repository.checked import about, read_checked, reading
+from cnr_jax.repository.checked import about, damage, read_checked, reading
 from cnr_jax.repository.files import AnyPath, exists, is_local
 
 
@@ -101,13 +101,12 @@ def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
     manifest = read_committed(root, directory, item)
     number = names.step_number(directory)
     if manifest.step != number:
-        path = os.fspath(where / names.MANIFEST)
-        raise errors.IntegrityError(
-            f"{path} is of the checkpoint of another step\n"
+        raise damage(
+            where / names.MANIFEST,
+            "is of the checkpoint of another step\n"
             f"  got step {manifest.step}, expected {number}, as the folder says\n"
             "  hint: give the folder its name back, if it was copied or renamed",
-            kind="foreign_step",
-            path=path,
+            "foreign_step",
         )
     return manifest
 
