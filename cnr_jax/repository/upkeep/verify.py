@@ -188,7 +188,14 @@ class _Item:
         findings: list[Finding] = []
         for _ in range(3):
             self._manifests.pop(step, None)
-            findings = self._look_once(step)
+            where = self._root / step / self._item
+            try:
+                manifest = read_step(self._root, step, self._item)
+            except (errors.CnrError, OSError) as error:
+                findings = [Finding.of(error, names.MANIFEST, where)]
+            else:
+                self._manifests[step] = manifest
+                findings = inspect_item(where, manifest, data=self._level == "data")
             known = self._manifests.get(step)
             if not findings or self._uuid(step) == (known.uuid if known else None):
                 break
@@ -200,45 +207,34 @@ class _Item:
         except (errors.CnrError, OSError):
             return None
 
-    def _look_once(self, step: str) -> list[Finding]:
-        try:
-            manifest = read_step(self._root, step, self._item)
-        except (errors.CnrError, OSError) as error:
-            return [Finding.of(error, names.MANIFEST, self._root / step / self._item)]
-        self._manifests[step] = manifest
-        where = self._root / step / self._item
-        return list(inspect_item(where, manifest, data=self._level == "data"))
-
     def _parent_problems(self, step: str, known: Collection[str]) -> list[Finding]:
         manifest = self._manifests.get(step)
         if manifest is None or manifest.parent is None:
             return []
         parent = manifest.parent
-        other = self._manifests.get(parent.directory)
+        other, harms = self._manifests.get(parent.directory), "chain"
         if other is None and parent.directory in known:
             return []  # its manifest is damaged, which is said there
         if other is None:
-            text = f"the parent {parent.directory} is missing"
-            return [Finding(names.MANIFEST, "parent_missing", text, "chain")]
-        if other.uuid != parent.uuid:
-            text = (
-                f"{parent.directory} is not the parent this was saved with\n"
-                f"  got uuid {other.uuid}, expected {parent.uuid}"
-            )
-            return [Finding(names.MANIFEST, "foreign_parent", text, "chain")]
-        if step in self._chain(parent.directory):
-            text = "the parents lead in a circle"
-            return [Finding(names.MANIFEST, "circle", text, "chain")]
-        if other.tables != manifest.tables:
+            kind, text = "parent_missing", f"the parent {parent.directory} is missing"
+        elif other.uuid != parent.uuid:
+            kind = "foreign_parent"
+            text = f"{parent.directory} is not the parent this was saved with"
+            text += f"\n  got uuid {other.uuid}, expected {parent.uuid}"
+        elif step in self._chain(parent.directory):
+            kind, text = "circle", "the parents lead in a circle"
+        elif other.tables != manifest.tables:
+            kind = "tables_differ"
             text = f"the tables are not those of the parent {parent.directory}"
-            return [Finding(names.MANIFEST, "tables_differ", text, "chain")]
-        if other.generation > manifest.generation:
-            text = (
-                f"the parent {parent.directory} is of a later generation\n"
-                f"  got {other.generation}, expected at most {manifest.generation}"
+        elif other.generation > manifest.generation:
+            kind, harms = "generation", "none"
+            text = f"the parent {parent.directory} is of a later generation"
+            text += (
+                f"\n  got {other.generation}, expected at most {manifest.generation}"
             )
-            return [Finding(names.MANIFEST, "generation", text, "none")]
-        return []
+        else:
+            return []
+        return [Finding(names.MANIFEST, kind, text, harms)]
 
     def _chain(self, step: str) -> set[str]:
         """A step and those it rests on, as far as they are known."""
