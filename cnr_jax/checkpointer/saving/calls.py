@@ -123,17 +123,12 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
 def record(report: SaveReport) -> None:
     """Hands a report to `jax.monitoring`, under `/cnr_jax/save/`."""
-    jax.monitoring.record_event_duration_secs(
-        "/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=report.kind
-    )
-    jax.monitoring.record_event_duration_secs(
-        "/cnr_jax/save/duration_secs", report.total_secs, kind=report.kind
-    )
-    for name, value in (
-        ("bytes_written", report.total_bytes),
-        ("rows_touched", report.rows),
-    ):
-        jax.monitoring.record_scalar(f"/cnr_jax/save/{name}", value, kind=report.kind)
+    kind, took = report.kind, jax.monitoring.record_event_duration_secs
+    took("/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=kind)
+    took("/cnr_jax/save/duration_secs", report.total_secs, kind=kind)
+    counted = jax.monitoring.record_scalar
+    counted("/cnr_jax/save/bytes_written", report.total_bytes, kind=kind)
+    counted("/cnr_jax/save/rows_touched", report.rows, kind=kind)
 
 
 class Listener:

@@ -20,7 +20,6 @@ from cnr_jax.options import Options
 from cnr_jax.repository.commit import Facts
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
-from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
@@ -334,20 +333,19 @@ class Lifecycle:
         Returns:
             Its uuid if this call found it to be committed.
         """
-        flight, ledger = self.flight, self._writer.ledger
-        if flight is None or ledger is None:
+        flight = self.flight
+        if flight is None:
             return None
         try:
-            return self._settle(flight, ledger, committed)
+            return self._settle(flight, committed)
         except Exception:
             # Once: it must not come out of every call. What an interrupt cuts short is done again.
             flight.is_open = False
             raise
 
-    def _settle(
-        self, flight: SaveInFlight, ledger: Ledger, committed: str | None
-    ) -> str | None:
-        place, plan = flight.place, flight.plan
+    def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
+        place, plan, ledger = flight.place, flight.plan, self._writer.ledger
+        assert ledger is not None  # since the save began
         dropped, seen = place.directory in ledger.doomed, None
         if self._writer.writes and self.managed:
             seen = flight.is_synced
