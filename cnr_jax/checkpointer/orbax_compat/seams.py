@@ -187,6 +187,11 @@ class OrbaxSeams:
     def forget_save(self) -> None:
         """So that its error comes out once, and nothing holds what its frames hold."""
         self._manager._finalize_thread.set(None)
+        metadata = self._manager._non_blocking_metadata_store
+        # It raises the first of its errors, and keeps the others for the next save.
+        while metadata._write_futures:
+            with contextlib.suppress(Exception):
+                metadata.wait_until_finished()
 
     def end_progress(self) -> None:
         """No save is in progress: one was left by an error before Orbax noted its end."""
