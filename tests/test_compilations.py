@@ -40,18 +40,22 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _sharding(*spec: Any) -> NamedSharding:
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("r", "c"))
+def _sharding(*spec: Any, across: int = 2) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()[: 2 * across]).reshape(2, across), ("r", "c"))
     return NamedSharding(mesh, P(*spec))
 
 
-def make_state() -> dict[str, Any]:
-    """Three tables in three shardings, slots sharded unlike them, all sorts of dense leaves."""
+def make_state(across: int = 2) -> dict[str, Any]:
+    """Three tables in three shardings, slots sharded unlike them, all sorts of dense leaves.
+
+    Args:
+        across: devices to which columns are dealt out; rows are dealt out to two.
+    """
     rng = np.random.default_rng(0)
 
     def put(shape: Any, *spec: Any, dtype: Any = np.float32) -> jax.Array:
         values = rng.normal(size=shape).astype(dtype)
-        return jax.device_put(values, _sharding(*spec))
+        return jax.device_put(values, _sharding(*spec, across=across))
 
     def table(name: str, *spec: Any, dtype: Any = np.float32) -> jax.Array:
         return put((ROWS[name], DIMS[name]), *spec, dtype=dtype)
@@ -111,7 +115,7 @@ FRACTIONS = [0.0, 0.0, 0.0005, 0.01, 0.1249, 0.1251, 0.5, 0.0, 0.9999, 1.0, 0.25
 KINDS = "fdddddfdddd"
 
 
-# On a device programs are compiled for each shard shape and device: one table will do.
+# On a device programs are compiled for each shard shape and device: one table will do, on two.
 ON_DEVICE = {"user": cnr.TableSpec(slots=["opt_state/acc/user"])}
 ON_HOST = {name: cnr.TableSpec() for name in ROWS}
 
@@ -131,7 +135,7 @@ def test_saves_compile_nothing_after_the_manager_is_made(
     codec: str, staging: Any, tmp_path: Path
 ) -> None:
     specs, slots = (ON_HOST, [2, 1, 1]) if staging == "host" else (ON_DEVICE, [1])
-    state = make_state()
+    state = make_state(across=2 if staging == "host" else 1)
     tables = cnr.find_tables(state, specs)
     assert [len(table.slots) for table in tables.values()] == slots
     touched = cnr.init_touched(state, tables)

@@ -71,8 +71,13 @@ def bits(array: Any) -> np.ndarray:
     return np.asarray(array).view(np.uint32)
 
 
-# Jitted: op by op, each new shape costs dozens of small compilations.
-UPDATES = {name: jax.jit(o.update) for name, o in OPTIMIZERS.items()}
+# Jitted: op by op, each new shape costs dozens of small compilations. And how fast they run is of
+# no matter.
+QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
+UPDATES = {
+    name: jax.jit(o.update, compiler_options=QUICKLY_COMPILED)
+    for name, o in OPTIMIZERS.items()
+}
 batches = st.lists(
     st.lists(
         st.tuples(st.integers(-3 * V, 3 * V), st.booleans()), min_size=N, max_size=N
@@ -145,12 +150,17 @@ def test_ids_of_any_width_move_the_rows_that_jax_looks_up(ids: Any, rows: Any) -
 def test_gradients_are_of_the_rows_that_a_loss_looks_up() -> None:
     table, weights = normal(0, V, DIM), normal(1, 2, 3, DIM)
     ids = jnp.array([[1, 1, -1], [4, 1, 0]])
-    row_grads = jax.grad(lambda rows: jnp.sum(weights * rows**2))(table[ids])
-    dense = jax.grad(lambda table: jnp.sum(weights * table[ids] ** 2))(table)
-    optimizer = OPTIMIZERS["adam"]
-    by_rows, _ = UPDATES["adam"](row_grads, ids, table, optimizer.init(table))
-    updates, _ = optax.adam(0.1).update(dense, optax.adam(0.1).init(table))
-    np.testing.assert_allclose(by_rows, table + updates, rtol=1e-5, atol=1e-6)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY_COMPILED)
+    def both_ways(table: Any) -> Any:
+        row_grads = jax.grad(lambda rows: jnp.sum(weights * rows**2))(table[ids])
+        dense = jax.grad(lambda table: jnp.sum(weights * table[ids] ** 2))(table)
+        ours, theirs = OPTIMIZERS["adam"], optax.adam(0.1)
+        by_rows, _ = ours.update(row_grads, ids, table, ours.init(table))
+        updates, _ = theirs.update(dense, theirs.init(table))
+        return by_rows, table + updates
+
+    np.testing.assert_allclose(*both_ways(table), rtol=1e-5, atol=1e-6)
 
 
 def rate(count: Any) -> Any:
@@ -173,7 +183,13 @@ def test_looking_up_every_row_once_is_dense_optax(
 ) -> None:
     table = expected = normal(0, V, dim)
     state, dense_state = ours.init(table), theirs.init(table)
-    update = jax.jit(ours.update)
+    update = jax.jit(ours.update, compiler_options=QUICKLY_COMPILED)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY_COMPILED)
+    def dense_update(grads: Any, state: Any, table: Any) -> Any:
+        updates, state = theirs.update(grads, state, table)
+        return optax.apply_updates(table, updates), state
+
     for step in range(5):
         grads = normal(step + 1, V, dim)
         if isinstance(state, RowwiseAdagradState):
@@ -181,8 +197,7 @@ def test_looking_up_every_row_once_is_dense_optax(
             grads = jnp.sign(grads) * jnp.abs(grads[:, :1])
         ids = jnp.asarray(np.random.default_rng(step).permutation(V))
         table, state = update(grads[ids], ids, table, state)
-        updates, dense_state = theirs.update(grads, dense_state, expected)
-        expected = optax.apply_updates(expected, updates)
+        expected, dense_state = dense_update(grads, dense_state, expected)
         np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -331,15 +346,22 @@ def trained(
     return table, state, step.lower(grads, ids, table, state).compile()
 
 
-@both
+PLACES = [
+    (AxisType.Auto, (8,), P("rows"), P("rows")),
+    (AxisType.Auto, (8,), P("rows", None), P()),
+    (AxisType.Auto, (4, 2), P("rows", "columns"), P("rows")),
+    (AxisType.Explicit, (8,), P("rows", None), P("rows")),
+    (AxisType.Explicit, (4, 2), P("rows", "columns"), P(("rows", "columns"))),
+]
+
+
+# Each place with one of the two optimizers by default, which add to rows alike.
 @pytest.mark.parametrize(
-    ("kind", "shape", "spec", "batch_spec"),
+    ("name", "kind", "shape", "spec", "batch_spec"),
     [
-        (AxisType.Auto, (8,), P("rows"), P("rows")),
-        (AxisType.Auto, (8,), P("rows", None), P()),
-        (AxisType.Auto, (4, 2), P("rows", "columns"), P("rows")),
-        (AxisType.Explicit, (8,), P("rows", None), P("rows")),
-        (AxisType.Explicit, (4, 2), P("rows", "columns"), P(("rows", "columns"))),
+        pytest.param(name, *place, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, place in enumerate(PLACES)
+        for j, name in enumerate(OPTIMIZERS)
     ],
 )
 def test_sharded_step_keeps_shardings_and_moves_no_table(

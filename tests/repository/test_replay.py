@@ -35,7 +35,7 @@ SPECS = {
 # Sharding, codec and bits of each step: fewer and more bits, exact rows, other tiles.
 STEPS = (
     ("rows", "asymmetric", 2),
-    ("rows", "adaptive", 4),
+    ("rows", "asymmetric", 3),
     ("both", "asymmetric", 4),
     ("columns", "raw", 4),
     ("rows", "asymmetric", 8),
