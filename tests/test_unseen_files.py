@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import time
@@ -254,6 +255,31 @@ def test_step_that_was_not_given_out_at_first_is_asked_for_again(
         with opened(tmp_path, run) as manager:
             with pytest.raises(PermissionError):
                 manager.latest_step()
+
+
+@pytest.mark.parametrize(
+    "file", ["manifest.p00000.json", "rows.p00000/raw.rows.float32/c/0"]
+)
+def test_one_failure_to_read_what_all_steps_rest_on_makes_no_root_look_empty(
+    tmp_path: Path, tiny_run: Any, file: str
+) -> None:
+    run = tiny_run()
+    with opened(tmp_path, run, policy=cnr.Consecutive()) as manager:
+        run.run(manager, range(3))
+    fault = Fault("open_read", action="EIO", match=f"/0/default/{file}")
+    with opened(tmp_path, run) as manager:
+        with inprocess.failing(tmp_path, fault):
+            with pytest.raises(errors.IntegrityError, match="cannot be restored"):
+                manager.restore(2, args=cnr.args.Restore(run.state))
+        assert (manager.latest_step(), manager.all_steps()) == (2, [0, 1, 2])
+        with inprocess.failing(tmp_path, fault):
+            got = manager.restore(None, args=cnr.args.Restore(run.state))
+        run.same(got.state, run.truth[2])
+    for_ever = dataclasses.replace(fault, times=0)
+    with opened(tmp_path, run) as manager:
+        with inprocess.failing(tmp_path, for_ever):
+            with pytest.raises(errors.NoStepError, match="0, which is damaged"):
+                manager.restore(None, args=cnr.args.Restore(run.state))
 
 
 # ---- clearing up ---------------------------------------------------------------------------

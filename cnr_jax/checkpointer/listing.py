@@ -17,7 +17,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import accessing, damage, refuse_pipe
+from cnr_jax.repository.checked import UNREAD, accessing, damage, refuse_pipe
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -188,7 +188,10 @@ class Listing:
         if not self._orbax.is_writing_here():
             for directory in sorted(ledger.withheld):
                 ledger.read(self._root, directory, str(self.item))
-        return ledger.restorable()
+        # One failure to read what all steps rest on must not make the root look empty.
+        return ledger.restorable() or (
+            ledger.restorable() if ledger.take_back_unread() else []
+        )
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
         """What is wrong in the root; damaged steps are not listed any more."""
@@ -319,6 +322,7 @@ class StepChooser:
 
     def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
         self._root, self._item, self._read = root, item, ledger
+        self._has_asked_again = False
 
     @functools.cached_property
     def ledger(self) -> Ledger:
@@ -341,6 +345,9 @@ class StepChooser:
                 if directory in ledger.withheld:
                     read_step(self._root, directory, self._item)
         restorable = ledger.restorable()
+        if not restorable and not self._has_asked_again:
+            self._has_asked_again = True
+            restorable = ledger.restorable() if ledger.take_back_unread() else []
         if restorable:
             return restorable[-1].step
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
@@ -360,7 +367,8 @@ class StepChooser:
         # Where the damage is, or else with the step itself.
         above = os.fspath(self._root).rstrip("/") + "/"
         if error.path is not None and error.path.startswith(above):
-            ledger.note_damage(error.path.removeprefix(above), reason)
+            path, unread = error.path.removeprefix(above), error.kind == UNREAD
+            ledger.note_damage(path, reason, unread=unread)
         if entry and entry.directory in {e.directory for e in ledger.restorable()}:
             ledger.note_damage(entry.directory, reason)
         self._explain(step, entry, error)

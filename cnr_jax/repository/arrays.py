@@ -24,6 +24,7 @@ from cnr_jax.format.tiles import ArrayEntry, Compressed
 from cnr_jax.repository.checked import (
     check_chunk_file,
     damage,
+    kind_of,
     means_damage,
     numpy_dtype,
     stored_crc32c,
@@ -413,7 +414,9 @@ class ArrayReader:
                     raise
                 text = str(error).splitlines()[0][:300]
                 fact = f"is damaged in elements {start} to {stop}\n  {text}"
-                raise damage(self._path, fact, "data_damaged") from error
+                raise damage(
+                    self._path, fact, kind_of(error, "data_damaged")
+                ) from error
             self._check(chunks)
             return np.asarray(found) if out is None else out
 

@@ -49,6 +49,8 @@ _DAMAGED_ERRNOS = {
 }
 
 
+# The kind of an error of which storage is the cause: the next time it may read the same file.
+UNREAD = "file_unreadable"
 # What TensorStore says where storage does not give a file out, whatever is in it.
 _NO_DAMAGE = (
     "PERMISSION_DENIED",
@@ -77,6 +79,11 @@ def means_damage(error: Exception) -> bool:
         return gone or error.errno in _DAMAGED_ERRNOS
     # Also jax says "RESOURCE_EXHAUSTED", where memory runs out.
     return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
+
+
+def kind_of(error: Exception, kind: str) -> str:
+    """The kind of damage that TensorStore tells of; `UNREAD` where storage has failed."""
+    return UNREAD if f"os_error_code='{errno.EIO}'" in str(error) else kind
 
 
 def damage(
@@ -112,8 +119,7 @@ def accessing(path: AnyPath) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, errors.CnrError) or error.errno not in _DAMAGED_ERRNOS:
             raise
-        fact = f"cannot be read: {error.strerror}"
-        raise damage(path, fact, "file_unreadable") from error
+        raise damage(path, f"cannot be read: {error.strerror}", UNREAD) from error
 
 
 def refuse_pipe(path: AnyPath) -> None:

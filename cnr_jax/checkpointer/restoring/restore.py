@@ -29,7 +29,7 @@ from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.checked import Seal, means_damage
+from cnr_jax.repository.checked import Seal, kind_of, means_damage
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.layout import Place, find_item, open_root
 from cnr_jax.repository.lineage.entries import entry_of
@@ -279,7 +279,7 @@ def _restore_dense(
         raise errors.IntegrityError(
             f"{where} cannot be read, though its files are those that were saved\n"
             f"  {type(error).__name__}: {error}",
-            kind="dense_unreadable",
+            kind=kind_of(error, "dense_unreadable"),
             path=where,
         ) from error
     seal.check()

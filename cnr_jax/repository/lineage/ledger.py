@@ -66,6 +66,8 @@ class Ledger:
         self.withheld: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
+        # Of these, those that storage failed to read, which it may do once and not again.
+        self._unread: set[str] = set()
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
         self.run: str | None = None
@@ -258,22 +260,33 @@ class Ledger:
         self._entries, self._unreadable = fresh._entries, fresh._unreadable
         self.foreign, self.strange = fresh.foreign, fresh.strange
         self.withheld = fresh.withheld
-        self._damaged, self._spoilt = {}, {}
+        self._damaged, self._spoilt, self._unread = {}, {}, set()
         self._version += 1
 
-    def note_damage(self, path: str, reason: str) -> None:
+    def note_damage(self, path: str, reason: str, *, unread: bool = False) -> None:
         """Notes what was found damaged.
 
         Args:
             path: of the file or folder below the root, its step directory first.
             reason: what is wrong, in a line.
+            unread: whether storage failed to read it.
         """
         directory, *rest = path.split("/")
         entry = self.entries.get(directory)
         if entry is not None:
             only_dense = rest[1:2] == [names.DENSE]
             (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
+            (self._unread.add if unread else self._unread.discard)(entry.uuid)
             self._version += 1
+
+    def take_back_unread(self) -> bool:
+        """Takes back damage that is a failure of storage; returns whether there was any."""
+        unread, self._unread = self._unread, set()
+        for uuid in unread:
+            self._damaged.pop(uuid, None)
+            self._spoilt.pop(uuid, None)
+            self._version += 1
+        return bool(unread)
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
