@@ -43,11 +43,20 @@ def make_state() -> dict:
 
 
 def restored(root: Path, state: dict, options: cnr.Options) -> dict:
+    """What a save brings back, of which its report must have told the error."""
     tables = cnr.find_tables(state, ["user"])
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         manager.save(0, args=cnr.args.Save(state, cnr.init_touched(state, tables)))
+        manager.wait_until_finished()
+        report = manager.last_report
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
-        return manager.restore(0, args=cnr.args.Restore(state)).state
+        back = manager.restore(0, args=cnr.args.Restore(state)).state
+    rows, read = (np.asarray(s["params"]["user"], np.float64) for s in (state, back))
+    off = np.linalg.norm(rows - read, axis=1) / np.linalg.norm(rows, axis=1)
+    assert report is not None and report.sample_rows == ROWS
+    # A row with NaN is stored as it is.
+    assert report.mean_row_error == pytest.approx(np.nan_to_num(off).mean(), rel=1e-4)
+    return back
 
 
 def test_every_codec_of_tables_and_slots_is_restored_within_its_error(tmp_path) -> None:

@@ -168,13 +168,14 @@ def test_saves_compile_nothing_after_the_manager_is_made(
 
 
 def _clear_own_caches() -> None:
-    from cnr_jax.rows.fingerprints import rotation
+    from cnr_jax.rows.fingerprints import tiles
     from cnr_jax.rows.gather import device, encode, host
 
-    for module in (encode, host, device, rotation):
-        for cached in vars(module).values():
-            if hasattr(cached, "cache_clear"):
-                cached.cache_clear()
+    for module in (encode, host, device, tiles):
+        own = [each for each in vars(module).values() if hasattr(each, "cache_clear")]
+        assert own, f"{module.__name__} keeps no programs: where are they now?"
+        for cached in own:
+            cached.cache_clear()
 
 
 def test_counting_sees_a_compilation() -> None:

@@ -54,7 +54,8 @@ def row_errors(state: Any, restored: Any, names: tuple[str, ...]) -> np.ndarray:
     return np.concatenate(found)
 
 
-# Where each is staged by default, once; all else takes long to compile and is slow.
+# Which way of staging is tried without `slow`, for each; None: neither, as both are slow to
+# compile. That these two come back is in test_codecs_in_saves.py.
 STAGED: list[tuple[dict[str, Any], str | None]] = [
     ({}, "host"),
     ({"bits": 2}, "device"),
@@ -72,10 +73,10 @@ STAGED: list[tuple[dict[str, Any], str | None]] = [
         pytest.param(
             options,
             way,
-            marks=[pytest.mark.slow] * (way != staged),
+            marks=[pytest.mark.slow] * (way != tried),
             id=f"{options}-{way}",
         )
-        for options, staged in STAGED
+        for options, tried in STAGED
         for way in ("host", "device")
     ],
 )

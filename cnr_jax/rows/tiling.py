@@ -294,18 +294,18 @@ def program_rows(count: int, large: int) -> int:
 
 
 class Counted(Protocol):
-    """Something of a number of rows."""
+    """What `in_chunks` cuts: rows of a run, or rows to be decoded."""
 
     @property
     def count(self) -> int:
-        """Of its rows."""
+        """How many rows."""
         ...
 
 
 _C = TypeVar("_C", bound=Counted)
 
 
-def in_blocks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, int]]]:
+def in_chunks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, int]]]:
     """Cuts the rows of items into blocks of `size`, the last of fewer.
 
     Yields:
@@ -334,7 +334,8 @@ def compiled(
 ) -> Callable[..., Any]:
     """A program for arrays on one device, of these shapes and dtypes, compiled ahead of time.
 
-    Calling a jitted function to warm it up would need arrays as large as a shard.
+    Calling a jitted function to warm it up would need arrays as large as a shard. jax keeps no
+    program that is made so: each caller does, in a function under `functools.cache`.
     """
     where = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(*each, sharding=where) for each in arrays]

@@ -185,10 +185,14 @@ class OrbaxSeams:
         return thread.step() if thread is not None else None
 
     def forget_save(self) -> None:
-        """So that its error comes out once, and nothing holds what its frames hold."""
+        """Drops the errors of the save that was begun last, waiting for Orbax's metadata.
+
+        So they come out once, and nothing holds what their frames hold.
+        """
         self._manager._finalize_thread.set(None)
         metadata = self._manager._non_blocking_metadata_store
-        # It raises the first of its errors, and keeps the others for the next save.
+        # It raises the first of its errors, and keeps the others for the next save. It logs
+        # each, and takes it off its list before it raises it.
         while metadata._write_futures:
             with contextlib.suppress(Exception):
                 metadata.wait_until_finished()

@@ -224,6 +224,7 @@ class Ending:
             # Orbax may still be making directories, of which the next save may use the names.
             with contextlib.suppress(Exception):
                 Directories.being_made().wait(STOP_SECS, lambda: None)
+            # Nothing of Orbax's will wait for this save, whose errors are not the next one's.
             self._orbax.forget_save()
             if flight is not None:
                 flight.stop()

@@ -36,7 +36,7 @@ _DOUBT = "/doubt"
 _NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Planning:
     """Makes one plan for all processes, after which all know the same steps.
 

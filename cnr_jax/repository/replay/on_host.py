@@ -18,7 +18,7 @@ from cnr_jax.rows.tiling import (
     aligned_empty,
     chunk_rows,
     host_device,
-    in_blocks,
+    in_chunks,
     outside_mesh,
     padded,
     program_rows,
@@ -102,7 +102,7 @@ def decode_all(items: Sequence[Decoding]) -> None:
             groups.setdefault(key, []).append(item)
     for (codec, width, dtype), group in groups.items():
         size = chunk_rows(width, dtype.itemsize)
-        for block in in_blocks(group, size):
+        for block in in_chunks(group, size):
             rows = _decoded(codec, width, dtype, _parts(block), size)
             done = 0
             for item, start, stop in block:

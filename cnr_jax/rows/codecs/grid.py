@@ -153,7 +153,7 @@ class OnGrid:
         return METADATA[self.metadata_bits]
 
     def configuration(self) -> Configuration:
-        """Returns all fields of the codec, a dataclass.
+        """Returns all fields of the codec, a dataclass; a new field changes what is stored.
 
         Reading needs bits, metadata_bits and the levels of a codebook; what else there is
         tells how codes were chosen.

@@ -40,7 +40,7 @@ from cnr_jax.rows.tiling import (
     aligned_empty,
     chunk_rows,
     compiled,
-    in_blocks,
+    in_chunks,
     program_rows,
 )
 
@@ -95,7 +95,7 @@ def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
     # time of one. The pool is left only when no thread looks into a table any more.
     with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
-        for slices in in_blocks(runs, large):
+        for slices in in_chunks(runs, large):
             count = sum(stop - start for _, start, stop in slices)
             shape = (program_rows(min(left, large), large), width)
             left -= count
