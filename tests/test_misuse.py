@@ -542,7 +542,7 @@ def test_touched_rows_that_record_did_not_return_are_a_likely_cause(
     options = cnr.Options(codec="raw", tracking="fingerprint")
     with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
         with pytest.raises(
-            errors.UsedRootError, match=r"pass its touched rows: Save\("
+            errors.UsedRootError, match=r"that belong to it, not new ones: Save\("
         ):
             manager.save(1, args=cnr.args.Save(other))
         for step in (1, 2):

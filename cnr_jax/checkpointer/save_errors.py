@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import contextlib
+import errno
 import re
 import sys
 import threading
@@ -13,9 +14,8 @@ from collections.abc import Iterator
 import jax
 
 from cnr_jax.errors import CnrError, SaveError
+from cnr_jax.repository.checked import causes, errno_of
 
-# How TensorStore's errors, which are no OSErrors, name that of the system.
-_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 # What TensorStore adds to its errors: the whole specification of the array, 400 characters.
 _SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
 _LONGEST = 500
@@ -43,6 +43,8 @@ def save_error(
             " the program ends"
         )
     text = f"{what} failed{where}\n  {in_one_line(error)}\n"
+    if errno_of(error) in (errno.ENOSPC, errno.EDQUOT):
+        rest += "\n  hint: make room, or keep fewer steps"
     if directory:
         text += f"  it was to be in {directory}\n"
     kind = "timeout" if isinstance(error, TimeoutError) else None
@@ -63,8 +65,8 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
 def _caused_by(
     error: BaseException, text: str, kind: str | None, step: int | None
 ) -> SaveError:
-    here, errno = jax.process_index(), errno_of(error)
-    found = SaveError(text, kind=kind, step=step, process=here, errno=errno)
+    here, number = jax.process_index(), errno_of(error)
+    found = SaveError(text, kind=kind, step=step, process=here, errno=number)
     found.__cause__ = error
     return found
 
@@ -100,22 +102,6 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
         raise save_error(error, step, directory) from error
 
 
-def errno_of(error: BaseException) -> int | None:
-    """The number of the system's error behind an error, if there is one.
-
-    Example:
-        >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
-        28
-    """
-    for each in _causes(error):
-        if isinstance(each, OSError) and each.errno is not None:
-            return each.errno
-        named = _OS_ERROR.search(str(each))
-        if named:
-            return int(named.group(1))
-    return None
-
-
 def in_one_line(error: BaseException) -> str:
     """An error as other processes and messages quote it.
 
@@ -136,15 +122,5 @@ def in_one_line(error: BaseException) -> str:
 
 def free_frames(error: BaseException) -> None:
     """Frees the rows that the frames of an error hold, for as long as someone keeps it."""
-    for each in _causes(error):
+    for each in causes(error):
         traceback.clear_frames(each.__traceback__)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it was raised from, or while handling them."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -61,6 +62,8 @@ _NO_DAMAGE = (
     "CANCELLED",
     "ABORTED",
 )
+# How TensorStore's errors, which are no OSErrors, name that of the system.
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 # Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
 _ZSTD_MOST = 1 << 15
 
@@ -81,9 +84,35 @@ def means_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
 
 
+def errno_of(error: BaseException) -> int | None:
+    """The number of the system's error behind an error, if there is one.
+
+    Example:
+        >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
+        28
+    """
+    for each in causes(error):
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno
+        named = _OS_ERROR.search(str(each))
+        if named:
+            return int(named.group(1))
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those it was raised from, or while handling them."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
 def kind_of(error: Exception, kind: str) -> str:
     """The kind of damage that TensorStore tells of; `UNREAD` where storage has failed."""
-    return UNREAD if f"os_error_code='{errno.EIO}'" in str(error) else kind
+    return UNREAD if errno_of(error) == errno.EIO else kind
 
 
 def damage(

@@ -196,8 +196,8 @@ def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRo
             " args=cnr_jax.args.Restore(state))"
         )
         lines.append(
-            "  hint: to go on with a state of that run in memory, pass its touched rows:"
-            " Save(state, touched)"
+            "  hint: to go on with a state of that run in memory, pass the touched rows that"
+            " belong to it, not new ones: Save(state, touched)"
         )
     else:
         lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")

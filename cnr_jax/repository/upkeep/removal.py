@@ -293,7 +293,7 @@ class Leftovers:
 # What is left of a file in the root that was being replaced.
 _REPLACED = f"{names.WRITER}.", f"{names.SUSPECTS}."
 _MEANINGS = {
-    "temporary": "saves that are being written or were killed",
+    "temporary": "saves that are being written or were killed; the next save clears the latter",
     "removed": "removed steps of which files are left",
     "abandoned": "steps of abandoned branches; they are kept, delete them if you like",
     "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",
