@@ -88,7 +88,7 @@ def test_a_save_that_is_not_in_the_background_is_reported_when_it_returns(
     assert step_of(manager.last_report) == 1
     with failing(tmp_path, FAULTS["commit"]):
         run.train(2)
-        with pytest.raises(SaveError, match="(?s)No space left.*hint: make room"):
+        with pytest.raises(SaveError, match=r"(?s)No space left.*hint: make room"):
             run.save(manager, 2)
     assert manager.failure is not None
     run.run(manager, [3])
