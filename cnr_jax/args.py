@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
@@ -23,17 +24,42 @@ NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
 class Save(ocp.args.CheckpointArgs):
     """A train state to be saved.
 
+    Whether a save is due at a step is not decided here: `save(..., force=True)` saves in any case.
+
     Attributes:
         state: the whole state, tables and everything else.
         touched: the touched rows that went through the same train steps.
+        full: this save is full, whatever the policy says. Later deltas may rest on it, and the
+            policy sees it as it sees other full ones.
+        exact: this save holds all bits of tables and slots, whatever their codecs: for the last
+            step of a run, a promotion, an export. It is full, and raw, unless the chain that a
+            delta would rest on holds all bits too. The log says its bytes before it is written.
+
+    Raises:
+        OptionError: if `full` or `exact` is neither True nor False.
+
+    Example:
+        >>> Save({"w": 1.0}, exact=True).exact
+        True
     """
 
     state: Any
     touched: Touched | None = None
+    full: bool = dataclasses.field(default=False, kw_only=True)
+    exact: bool = dataclasses.field(default=False, kw_only=True)
     # A `PlannedSave` where a manager of ours has planned it; a plain one of Orbax does not.
     _planned: Any = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        for name in ("full", "exact"):
+            given = getattr(self, name)
+            if not isinstance(given, bool | np.bool_):
+                raise errors.OptionError(
+                    f"{name} is {type(given).__name__}, expected True or False\n"
+                    f"  hint: cnr_jax.args.Save(state, touched, {name}=True)"
+                )
 
 
 @dataclasses.dataclass

@@ -181,7 +181,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
         ledger, checked, changed = self._find_changes(place, args)
-        self._say_too_wide(checked)
+        if not self._has_said_too_wide:
+            self._has_said_too_wide = True
+            capture.say_too_wide(checked.arrays, self.options)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -192,6 +194,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             guarded=self.guarded,
             urgent=urgent,
             origin=self._origin(place.root, args.touched),
+            full=bool(args.full),
+            exact=bool(args.exact),
         )
         try:
             plan = self.planning.agree(
@@ -259,23 +263,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             new_run=self.options.new_run,
             others=self._other_checkpoints(root),
         )
-
-    def _say_too_wide(self, checked: CheckedState) -> None:
-        """Says at the first save which rows are so wide that they are stored exactly."""
-        found = (
-            {}
-            if self._has_said_too_wide
-            else capture.too_wide(checked.arrays, self.options)
-        )
-        self._has_said_too_wide = True
-        if found and jax.process_index() == 0:
-            _log.warning(
-                "rows of more than %s elements are stored exactly, whatever codec is asked"
-                " for: %s. To store them in few bits split or reshape them to narrower rows;"
-                " TableOptions(codec='raw') says that exact is meant",
-                f"{cnr_jax.options.WIDEST:,}",
-                ", ".join(f"{name} of {width:,}" for name, width in found.items()),
-            )
 
     def _find_changes(
         self, place: Place, args: Save

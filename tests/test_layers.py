@@ -27,7 +27,7 @@ TABLE = {
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
     "repository": ("repository.plain rows", "numpy jax tensorstore"),
     "telemetry options": ("rows format policy", "numpy jax"),
-    "args": ("rows", "jax orbax"),
+    "args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
     " checkpointer.listing checkpointer.restoring": (

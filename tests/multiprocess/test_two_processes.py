@@ -216,7 +216,9 @@ def test_states_that_differ_between_processes_are_refused_alike_on_all(
     assert refusals[7].startswith("StateMismatchError state_mismatch"), refusals[7]
     assert "item" in refusals[7]
     assert refusals[8].startswith("TouchedError touched"), refusals[8]
-    assert len(refusals) == 9
+    for name, line in zip(("full", "exact"), refusals[9:], strict=True):
+        assert line.startswith("OptionError option processes are asked for"), line
+        assert f"{name}=False" in line and f"{name}=True" in line
     # And the save after them worked, on both.
     assert first[-1] == f"latest {STEPS - 1}"
 

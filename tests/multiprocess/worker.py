@@ -384,6 +384,9 @@ def try_bad_saves(manager: cnr.CheckpointManager, run: Run, step: int) -> list[s
             )
         )
     )
+    for name in ("full", "exact"):
+        asked = cnr.args.Save(good, touched, **{name: not here})
+        found.append(refused(lambda args=asked: manager.save(step, args=args)))
     return found
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from cnr_jax.checkpointer.saving.plan import Widening
@@ -145,11 +146,10 @@ class _Codecs:
         return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
 
 
-def too_wide(arrays: Arrays, options: Options) -> dict[str, int]:
-    """Leaves of tables whose rows are stored exactly only because they are so wide.
+def say_too_wide(arrays: Arrays, options: Options) -> None:
+    """Says which leaves have rows so wide that they are stored exactly, whatever their codec.
 
-    Returns:
-        The elements of a row, or of the part of it that a device holds, by table and leaf.
+    Counted are the elements of a row, or of the part of it that a device holds.
     """
     found: dict[str, int] = {}
     for table, leaves in arrays.items():
@@ -158,7 +158,14 @@ def too_wide(arrays: Arrays, options: Options) -> dict[str, int]:
             codec = options.codec_for(table, leaf, min(width, WIDEST), array.dtype)
             if width > WIDEST and not isinstance(codec, Raw):
                 found[f"{table}/{leaf}"] = width
-    return found
+    if found and jax.process_index() == 0:
+        _log.warning(
+            "rows of more than %s elements are stored exactly, whatever codec is asked"
+            " for: %s. To store them in few bits split or reshape them to narrower rows;"
+            " TableOptions(codec='raw') says that exact is meant",
+            f"{WIDEST:,}",
+            ", ".join(f"{name} of {width:,}" for name, width in found.items()),
+        )
 
 
 def _plan(

@@ -25,7 +25,7 @@ from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.check import CheckedState
 from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
-from cnr_jax.checkpointer.saving.plan import Widening, with_codec
+from cnr_jax.checkpointer.saving.plan import Widening, options_of
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
@@ -108,7 +108,7 @@ class Launcher:
                 self._tracker.chooser(
                     changed, plan.parent.clock if plan.parent else None
                 ),
-                with_codec(options, plan.codec),
+                options_of(options, plan),
                 self._widening.widths(plan.auto_bits, plan.codec),
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
@@ -192,7 +192,7 @@ def _say_rounding(
     if not _first_to_round.acquire(blocking=False):
         return
     rounded = [plan for plan in plans if plan.count and capture.is_rounded(plan)]
-    chosen = with_codec(options, flight.plan.codec)
+    chosen = options_of(options, flight.plan)
     unasked = {p.table for p in rounded if not chosen.says_rounding(p.table)}
     bits = sorted({getattr(plan.codec, "bits", 16) for plan in rounded})
     _log.log(

@@ -24,13 +24,16 @@ from cnr_jax.format.manifest import HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import entry_of
+from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
+from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.rows.codecs import Raw, bytes_of
 from cnr_jax.state.table import Tables, flatten_paths
 
 _log = logging.getLogger(__name__)
 # Beside the digests of leaves, of which they cannot be the paths.
+_ASKED = "/asked"
 _TRACKING = "/tracking"
 _DOUBT = "/doubt"
 _NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
@@ -56,6 +59,8 @@ class Planning:
     _lifecycle: Lifecycle
     _planner: Planner
     _widening: Widening
+    # Of checkpoints that a delta of all bits was to rest on, whether they hold all bits.
+    _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""
@@ -95,9 +100,12 @@ class Planning:
                 planned.
             SaveError: if a process does not answer.
             StateMismatchError: if leaves that are not global differ between processes.
-            OptionError: if processes find changed rows in different ways.
+            OptionError: if processes find changed rows in different ways, or are asked for
+                different saves.
         """
-        said = {_TRACKING: tracking, _DOUBT: doubt}
+        said = {_TRACKING: tracking, _DOUBT: doubt, _ASKED: ""}
+        if request is not None:
+            said[_ASKED] = f"full={request.full}, exact={request.exact}"
         if jax.process_count() > 1 and obstacle is None:
             said |= {
                 "/".join(path): digest_of_local(leaf)
@@ -173,12 +181,29 @@ class Planning:
         own = None if self._lifecycle.managed else request.directory
         ledger = self._writer.claim(own)
         asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
-        plan = self._planner.plan(ledger, asked, committed)
+        plan = self._planner.plan(ledger, asked, committed, self._is_exact)
         plan = self._widening.widened(plan)
         plan = dataclasses.replace(plan, changed=self._writer.changed)
         # Before other processes hear of the plan, and of an error here instead.
         self._writer.move_aside(plan)
         return plan
+
+    def _is_exact(self, chain: Sequence[Entry]) -> bool:
+        """Whether all rows of a chain are stored raw; not if that cannot be read."""
+        place = self._writer.place
+        assert place is not None
+        for entry in chain:
+            if entry.uuid not in self._exact:
+                assert entry.manifest is not None
+                directory = place.root / entry.directory / place.item
+                try:
+                    processes = read_processes(directory, entry.manifest)
+                except (errors.CnrError, OSError) as error:
+                    _log.warning("which rows are rounded is not known: %s", error)
+                    return False
+                found = {codec.name for each in processes for codec in each.codecs}
+                self._exact[entry.uuid] = found <= {Raw.name}
+        return all(self._exact[entry.uuid] for entry in chain)
 
 
 def check_told(told: Sequence[Mapping[str, str]]) -> None:
@@ -186,7 +211,7 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 
     Raises:
         StateMismatchError: naming leaves that differ: only one could be saved.
-        OptionError: if tracking differs.
+        OptionError: if tracking differs, or what was asked for.
     """
     first, *others = told
     for process, digests in enumerate(others, start=1):
@@ -196,6 +221,13 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
                 f"  got {digests.get(_TRACKING)!r} on process {process},"
                 f" {first.get(_TRACKING)!r} on process 0\n"
                 "  hint: pass the same options, and touched everywhere or nowhere"
+            )
+        if digests.get(_ASKED) != first.get(_ASKED):
+            raise errors.OptionError(
+                "processes are asked for different saves\n"
+                f"  got {digests.get(_ASKED)} on process {process},"
+                f" {first.get(_ASKED)} on process 0\n"
+                "  hint: pass the same full= and exact= to Save everywhere"
             )
         paths = (first.keys() | digests.keys()) - {_DOUBT}
         different = sorted(p for p in paths if digests.get(p) != first.get(p))
@@ -222,7 +254,7 @@ def _plan_of(document: dict[str, Any]) -> Plan:
 
 
 class Widening:
-    """Puts the width into plans, and says in the log when it changes.
+    """Puts the width into plans, and says in the log when it changes, or how much all bits are.
 
     Args:
         options: of the run.
@@ -260,6 +292,9 @@ class Widening:
 
         Called on the process that plans: other processes are told, so that all encode alike.
         """
+        if plan.exact:
+            self._say_bytes(plan)
+            return plan
         bits = self.bits(plan.restores, plan.codec)
         if bits is None:
             return plan
@@ -291,6 +326,30 @@ class Widening:
         self._said = bits
         return dataclasses.replace(plan, auto_bits=bits, reason=reason)
 
+    def _say_bytes(self, plan: Plan) -> None:
+        """Says how many bytes all rows take if all of their bits are saved."""
+        if plan.kind != "full":
+            return
+        exact = usual = 0
+        auto_bits = self.bits(plan.restores)
+        widths = self.widths(auto_bits)
+        for name, table in self._tables.items():
+            for leaf in table.leaves:
+                width, bits = math.prod(leaf.shape[1:]), widths.get(name)
+                codec = self._options.codec_for(
+                    name, leaf.name, width, leaf.dtype, bits
+                )
+                parts = codec.parts(width, leaf.dtype)
+                exact += leaf.nbytes
+                usual += leaf.shape[0] * bytes_of(parts)
+        _log.info(
+            "step %d is saved exactly: rows of tables and slots take %s bytes, with the codecs"
+            " of the run %s",
+            plan.step,
+            f"{exact:,}",
+            f"{usual:,}",
+        )
+
     def widths(self, auto_bits: int | None, codec: str | None = None) -> dict[str, int]:
         """Bits of the codes of each table's leaves, where options leave them to the restores.
 
@@ -319,6 +378,20 @@ class Widening:
                         elements[name] = elements.get(name, 0) + table.rows * width
             self._small[codec] = small_tables(elements)
         return self._small[codec]
+
+
+def options_of(options: Options, plan: Plan) -> Options:
+    """Options of a save: with the codec that its policy names, or without any that rounds."""
+    if not plan.exact:
+        return with_codec(options, plan.codec)
+    return dataclasses.replace(
+        options,
+        codec="raw",
+        slot_codec="raw",
+        tables={},
+        bits=None,
+        expected_restores=None,
+    )
 
 
 def with_codec(options: Options, codec: str | None) -> Options:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -44,6 +44,7 @@ class Plan:
         run: that this save belongs to; empty: the one of steps whose manifests name none.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
+        exact: rows are stored raw, whatever their codecs.
     """
 
     uuid: str
@@ -66,6 +67,7 @@ class Plan:
     auto_bits: int | None = None
     run: str = ""
     earlier: str = ""
+    exact: bool = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class Request:
         guarded: retention is known to keep parents.
         urgent: the run is about to end: a delta, where one is legal.
         origin: of the state.
+        full: a full save, whatever the policy says and however urgent it is.
+        exact: all bits, whatever the codecs: full, unless a chain holds all bits already.
     """
 
     step: int
@@ -123,6 +127,8 @@ class Request:
     urgent: bool = False
     doubt: str = ""
     origin: Origin = dataclasses.field(default_factory=Origin)
+    full: bool = False
+    exact: bool = False
 
 
 class Planner:
@@ -145,8 +151,20 @@ class Planner:
         self.runs = Runs(self._nonce)
         self.branches: dict[str, Branch] = {}
 
-    def plan(self, ledger: Ledger, request: Request, committed: str | None) -> Plan:
+    def plan(
+        self,
+        ledger: Ledger,
+        request: Request,
+        committed: str | None,
+        is_exact: Callable[[Sequence[Entry]], bool] = lambda chain: False,
+    ) -> Plan:
         """Decides about one save.
+
+        Args:
+            ledger: of the root.
+            request: what is about to be saved.
+            committed: uuid of the save before this one if it was committed, else None.
+            is_exact: whether a chain holds all bits; asked only where that matters.
 
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
@@ -168,6 +186,12 @@ class Planner:
             abandoned += self._in_the_way(ledger, branch, request, generation, run)
         decision = self._decide(ledger, branch, request, begins)
         parent = self._parent(ledger, branch, decision)
+        if request.exact:
+            reason = f"{decision.reason}; all bits were asked for"
+            if parent and not is_exact(ledger.chain(ledger.entries[parent.directory])):
+                reason = "all bits were asked for, and the chain has rounded rows"
+                decision, parent = full_because(reason), None
+            decision = dataclasses.replace(decision, reason=reason)
         return Plan(
             uuid=uuid,
             step=request.step,
@@ -187,6 +211,7 @@ class Planner:
             known=tuple(sorted(ledger.directories())),
             run=run,
             earlier=names.earlier_run(uuid) if left and is_first else "",
+            exact=request.exact,
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -319,6 +344,8 @@ class Planner:
     def _decide(
         self, ledger: Ledger, branch: Branch, request: Request, begins: bool
     ) -> Decision:
+        if request.full:
+            return full_because("a full save was asked for")
         reason = self._obstacle(ledger, branch, request, begins)
         if reason is None:
             decision = self._policy.decide(records(branch.history))
