@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from cnr_jax.policy import OneShot as OneShot
     from cnr_jax.policy import SaveRecord as SaveRecord
     from cnr_jax.policy import expected_restores as expected_restores
+    from cnr_jax.repository.describe import describe as describe
+    from cnr_jax.repository.description import LeafDescription as LeafDescription
+    from cnr_jax.repository.description import RootDescription as RootDescription
+    from cnr_jax.repository.description import StepDescription as StepDescription
+    from cnr_jax.repository.description import TableDescription as TableDescription
     from cnr_jax.repository.upkeep.verify import Problem as Problem
     from cnr_jax.repository.upkeep.verify import verify as verify
     from cnr_jax.rows.lookups import Lookup as Lookup
@@ -52,6 +57,8 @@ _HOMES = {
     "options": "Options TableOptions",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
     "handler": "handler_registry",
+    "repository.describe": "describe",
+    "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
     "repository.upkeep.verify": "Problem verify",
     "rows.lookups": "Lookup",
     "rows.touched": "Touched init_touched record reset_touched",

@@ -53,7 +53,10 @@ PARTS = {
 # in a function that decodes rows.
 PLAIN = (
     "checked",
+    "describe",
+    "description",
     "files",
+    "holdings",
     "layout",
     "lineage",
     "step",

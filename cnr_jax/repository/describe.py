@@ -1,0 +1,376 @@
+"""What a root holds, step by step, without jax, Orbax and TensorStore.
+
+Manifests are read and checked, and the sizes of the files that they name; what is in those files
+is not: `verify` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository.checked import (
+    check_dense_index,
+    check_size,
+    file_bytes,
+    numpy_dtype,
+    unnamed_files,
+)
+from cnr_jax.repository.description import (
+    RootDescription,
+    StepDescription,
+)
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_local,
+    read_small,
+    size_of,
+)
+from cnr_jax.repository.holdings import held_tables
+from cnr_jax.repository.layout import (
+    check_is_no_file,
+    check_is_root,
+    check_is_there,
+    find_item,
+    open_root,
+    step_directories,
+)
+from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.step import read_processes, read_step, without_collections
+
+# Far more than Orbax notes of a step.
+_ORBAX_BYTES = 64 << 20
+_HANDLER = "cnr_jax."
+# What Orbax leaves in the folder of an item.
+_BY_ORBAX = {"_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas"}
+OF_ORBAX = "of plain Orbax, which restores it"
+
+
+def describe(
+    root: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> RootDescription:
+    """What a root holds: kinds, parents, bytes by table, reasons, and what can be restored.
+
+    Changes nothing, and imports neither jax nor Orbax, so it takes milliseconds a step. A run
+    may be saving there. Steps that cannot be read are described as that; folders that are no
+    steps are left out.
+
+    Args:
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        item: the item of each step to look at; None: the one that holds a checkpoint of this
+            library.
+        on_step: called after each step with the number of steps that were looked at, and of
+            all.
+
+    Returns:
+        A value that prints as a table of steps; `asdict()` makes JSON of it.
+
+    Raises:
+        NoStepError: if there is no such folder; it is a FileNotFoundError too.
+        OptionError: if checkpoints cannot be kept in such a root, or it is a file, or a step
+            of a root.
+        OSError: if the root cannot be seen or listed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root = tempfile.mkdtemp()
+        >>> state = {"user": jnp.zeros((8, 4))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> found = cnr.describe(root)
+        >>> found.latest_step, found.steps[0].kind, found.steps[0].tables[0].saved_rows
+        (0, 'full', 8)
+    """
+    path = open_root(root)
+    check_is_no_file(path)
+    check_is_there(path)
+    check_is_root(path)
+    # Of plain paths where they can be: joining names to others takes longer than to read.
+    plain: AnyPath = Path(os.fspath(path)) if is_local(path) else path
+    if item is None:
+        item = find_item(plain)
+    found: dict[str, _Found] = {}
+    directories = step_directories(plain)
+    with without_collections():
+        for done, directory in enumerate(directories, start=1):
+            each = _look(plain, directory, item)
+            if each is not None and (each.damage or each.spoilt):
+                each = _look(
+                    plain, directory, item
+                )  # it may have been replaced meanwhile
+            if each is not None:
+                found[directory] = each
+            if on_step is not None:
+                on_step(done, len(directories))
+    _drop_removed(plain, found)
+    lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
+    obstacles = _obstacles(found)
+    steps = [
+        dataclasses.replace(
+            each.step,
+            problem=_in_a_line(obstacles[name] or each.spoilt, plain),
+            may_lack_rows=each.manifest is not None
+            and (name, each.manifest.uuid) in lacking,
+        )
+        for name, each in found.items()
+    ]
+    steps.sort(key=lambda s: (s.generation, s.step, s.directory))
+    beside = sorted(entry.name for entry in plain.iterdir())
+    removed = [name for name in beside if names.REMOVED_MARK in name]
+    unfinished = [name for name in beside if names.TEMPORARY_SUFFIX in name]
+    abandoned = [name for name in beside if names.ABANDONED_MARK in name]
+    return RootDescription(
+        root=os.fspath(path),
+        item=item,
+        steps=tuple(steps),
+        # In the order of their marks: what was aside may be removed since.
+        removed=tuple(removed),
+        unfinished=tuple(name for name in unfinished if name not in removed),
+        abandoned=tuple(
+            name for name in abandoned if name not in {*removed, *unfinished}
+        ),
+        earlier_runs=tuple(n for n in beside if n.startswith(names.EARLIER_RUN)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A step by itself.
+
+    Attributes:
+        step: described without what its parents mean for it.
+        manifest: None if there is none that can be read.
+        damage: why neither it nor what rests on it can be restored.
+        spoilt: why it cannot be restored, though others can rest on it.
+    """
+
+    step: StepDescription
+    manifest: Manifest | None = None
+    damage: str = ""
+    spoilt: str = ""
+
+
+def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
+    """A step by itself; None for a folder that is no step."""
+    number = names.step_number(directory)
+    where = root / directory / (item or "default")
+    kind = _kind(root / directory, where.name)
+    if kind == "orbax":
+        step = StepDescription(step=number, directory=directory, kind="orbax")
+        return _Found(step=step, spoilt=OF_ORBAX)
+    if kind is None:
+        return None
+    unreadable = StepDescription(step=number, directory=directory, kind="unreadable")
+    try:
+        manifest = read_step(root, directory, where.name)
+        step = _described(directory, manifest, size_of(where / names.MANIFEST))
+    except (errors.CnrError, OSError) as error:
+        return _Found(step=unreadable, damage=str(error))
+    spoilt = ""
+    try:
+        processes = read_processes(where, manifest)
+        step = dataclasses.replace(step, tables=held_tables(manifest, processes))
+        if is_local(root):
+            _check_rows(where, processes)
+    except (errors.CnrError, OSError) as error:
+        return _Found(step=step, manifest=manifest, damage=str(error))
+    try:
+        check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
+        if is_local(root):
+            _check_dense(where, manifest)
+    except (errors.CnrError, OSError) as error:
+        spoilt = str(error)
+    return _Found(step=step, manifest=manifest, spoilt=spoilt)
+
+
+def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
+    """Forgets steps that somebody has removed since they were looked at."""
+    # A parent goes after its children: until no more is found to be gone.
+    while gone := [
+        name
+        for name, obstacle in _obstacles(found).items()
+        if (obstacle or found[name].spoilt) and not is_directory(root / name)
+    ]:
+        for name in gone:
+            del found[name]
+
+
+def _kind(step: AnyPath, item: str) -> str | None:
+    """Whether this library (`"own"`) or plain Orbax (`"orbax"`) has saved a folder; None: neither.
+
+    A folder that cannot be seen is taken for one of ours, and then said to be unreadable.
+    """
+    try:
+        if exists(step / item / names.MANIFEST):
+            return "own"
+        held = {path.name: path for path in step.iterdir()}
+        below: set[str] = set()
+        for path in held.values():
+            if is_directory(path):
+                below.update(inner.name for inner in path.iterdir())
+    except OSError:
+        return "own"
+    if any(map(names.is_own, below)):
+        return "own"
+    if names.ORBAX_METADATA in held:
+        try:
+            text = read_small(step / names.ORBAX_METADATA, _ORBAX_BYTES)
+            handlers = json.loads(text)["item_handlers"]
+            told = [*handlers.values()] if isinstance(handlers, dict) else [handlers]
+        except (
+            errors.CnrError,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+        ):
+            told = []
+        # One of ours of which nothing else is left.
+        return (
+            "own" if any(str(each).startswith(_HANDLER) for each in told) else "orbax"
+        )
+    return "orbax" if _BY_ORBAX & {*held, *below} else None
+
+
+def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:
+    """What a manifest tells of its step; `own_bytes` is the size of the manifest."""
+    totals, parent = manifest.totals, manifest.parent
+    full = 0
+    for table in manifest.tables:
+        for leaf in table.leaves:
+            itemsize = 4 if leaf.name == "table" else numpy_dtype(leaf.dtype).itemsize
+            full += math.prod(leaf.shape) * itemsize
+    for leaf in manifest.dense_leaves:
+        if leaf.kind == "array":
+            full += math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+    return StepDescription(
+        step=manifest.step,
+        directory=directory,
+        kind=manifest.kind,
+        parent=names.step_number(parent.directory) if parent else None,
+        generation=manifest.generation,
+        run=manifest.run,
+        policy=manifest.policy,
+        reason=manifest.reason,
+        rows=totals.rows,
+        table_bytes=totals.table_bytes,
+        slot_bytes=totals.slot_bytes,
+        dense_bytes=totals.dense_bytes,
+        manifest_bytes=totals.manifest_bytes + own_bytes,
+        full_fp32_bytes=full,
+        secs=manifest.history[-1].secs if manifest.history else None,
+        saved_at=_time(manifest.written_at_unix_secs),
+    )
+
+
+def _time(unix_secs: float) -> datetime.datetime | None:
+    try:
+        return datetime.datetime.fromtimestamp(unix_secs, tz=datetime.UTC)
+    except (OverflowError, ValueError, OSError):
+        return None  # no year that there is
+
+
+def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
+    """Checks that files of arrays are there and as long as they should be.
+
+    Raises:
+        IntegrityError: at the first that is not.
+    """
+    for process in processes:
+        rows = names.rows_directory(process.process)
+        for name, entry in process.arrays.items():
+            for chunk, nbytes in enumerate(file_bytes(entry)):
+                _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
+
+
+def _check_dense(item: AnyPath, manifest: Manifest) -> None:
+    """Checks that files in `dense/` are there, as long as they should be, and no others.
+
+    Raises:
+        IntegrityError: at the first that is not.
+    """
+    named = {digest.path for digest in manifest.dense_files}
+    for digest in manifest.dense_files:
+        _check_file(item, digest.path, digest.bytes)
+    top = os.fspath(item)
+    held = {
+        f"{folder[len(top) + 1 :]}/{file}"
+        for folder, _, files in os.walk(f"{top}/{names.DENSE}")
+        for file in files
+    }
+    # Not all that is found this way is too much: named files may lie behind a link.
+    for path in unnamed_files(item, names.DENSE, named) if held != named else ():
+        raise errors.IntegrityError(
+            f"{os.fspath(item / path)} is not of this checkpoint", kind="file_unknown"
+        )
+
+
+def _check_file(item: AnyPath, path: str, nbytes: int) -> None:
+    # A step has a dozen files, a root thousands of steps: only what is wrong is looked at closely.
+    try:
+        found = os.stat(f"{os.fspath(item)}/{path}").st_size
+    except OSError:
+        found = None
+    if found != nbytes:
+        check_size(item / path, nbytes)
+
+
+def _obstacles(found: Mapping[str, _Found]) -> dict[str, str]:
+    """Why each step cannot be restored, as far as its chain tells; empty: it can."""
+    known: dict[str, str] = {}
+    for name in found:
+        path: list[str] = []
+        at: str | None = name
+        while at is not None and at in found and at not in known and at not in path:
+            path.append(at)
+            manifest = found[at].manifest
+            at = manifest.parent.directory if manifest and manifest.parent else None
+        # Parents first. In a circle, the parent of the first of these is not known yet.
+        for each in reversed(path):
+            known[each] = found[each].damage or _obstacle_above(each, found, known)
+    return known
+
+
+def _obstacle_above(
+    name: str, found: Mapping[str, _Found], known: Mapping[str, str]
+) -> str:
+    """What is wrong with the parent of a step."""
+    manifest = found[name].manifest
+    if manifest is None or manifest.parent is None:
+        return ""
+    parent = manifest.parent
+    above = found.get(parent.directory)
+    if above is None:
+        return f"its parent {parent.directory} is missing"
+    if above.manifest is None:
+        return f"its parent {parent.directory} cannot be read"
+    if above.manifest.uuid != parent.uuid:
+        return f"{parent.directory} is not the parent it was saved with"
+    if parent.directory not in known:
+        return "its parents lead in a circle"
+    if known[parent.directory]:
+        return f"it rests on {parent.directory}, which cannot be restored"
+    if above.manifest.tables != manifest.tables:
+        return f"its tables are not those of its parent {parent.directory}"
+    return ""
+
+
+def _in_a_line(text: str, root: AnyPath) -> str:
+    """The first line of an error, with paths below the root."""
+    return text.partition("\n")[0].replace(f"{os.fspath(root)}/", "")

@@ -1,0 +1,338 @@
+"""What `describe` has found in a root: values, and how they print."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
+
+StepKind = Literal["full", "delta", "orbax", "unreadable"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafDescription:
+    """A table itself, or one of its slots, as one step holds it.
+
+    Attributes:
+        name: `"table"`, or the name of the slot.
+        path: keys that lead to it in the state, joined by `/`.
+        shape: in the state.
+        dtype: in the state.
+        codecs: how rows of it are stored, such as `"adaptive 4 bits"`; that of most rows first.
+        rows: rows of it that the step holds.
+        bytes: encoded rows, without row ids, checksums and array metadata.
+        tiles: parts of it that were saved one by one, mostly one for each device.
+    """
+
+    name: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    codecs: tuple[str, ...]
+    rows: int
+    bytes: int
+    tiles: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableDescription:
+    """A table as one step holds it.
+
+    Attributes:
+        name: of the table.
+        rows: of the table.
+        saved_rows: of these, held by the step.
+        table_bytes: its encoded rows and row ids in the step.
+        slot_bytes: encoded rows of its slots.
+        leaves: the table itself first, then its slots.
+    """
+
+    name: str
+    rows: int
+    saved_rows: int
+    table_bytes: int
+    slot_bytes: int
+    leaves: tuple[LeafDescription, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepDescription:
+    """A step of a root.
+
+    What a manifest would tell is None, 0 or empty where there is none of this library that can
+    be read.
+
+    Attributes:
+        step: its number.
+        directory: name of its step directory.
+        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax; `"unreadable"`: its
+            manifest cannot be read.
+        parent: step that a delta rests on.
+        generation: number of the branch; a rollback starts a higher one.
+        run: that it belongs to; None also for a step that does not say.
+        policy: name of the policy that was asked.
+        reason: why it is full or a delta.
+        rows: rows it holds, over all tables.
+        table_bytes, slot_bytes, dense_bytes, manifest_bytes: as in a `SaveReport`.
+        full_fp32_bytes: what a plain full save would have written, as in a `SaveReport`.
+        secs: from the start of the save until its manifest was written.
+        saved_at: when the manifest was written, in UTC.
+        tables: what it holds of each table; empty where that cannot be read.
+        problem: why it cannot be restored, in a line; empty if it can, as far as manifests and
+            the sizes of files tell.
+        may_lack_rows: whether an audit found later that rows may be missing in it.
+    """
+
+    step: int
+    directory: str
+    kind: StepKind
+    parent: int | None = None
+    generation: int = 0
+    run: str | None = None
+    policy: str = ""
+    reason: str = ""
+    rows: int = 0
+    table_bytes: int = 0
+    slot_bytes: int = 0
+    dense_bytes: int = 0
+    manifest_bytes: int = 0
+    full_fp32_bytes: int = 0
+    secs: float | None = None
+    saved_at: datetime.datetime | None = None
+    tables: tuple[TableDescription, ...] = ()
+    problem: str = ""
+    may_lack_rows: bool = False
+
+    @property
+    def restorable(self) -> bool:
+        """Whether a manager of this library can restore it, as far as is seen."""
+        return not self.problem
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes written for it."""
+        rows = self.table_bytes + self.slot_bytes
+        return rows + self.dense_bytes + self.manifest_bytes
+
+    @property
+    def reduction(self) -> float:
+        """How many times smaller than a plain full save it is."""
+        return self.full_fp32_bytes / max(1, self.total_bytes)
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it, and what follows from it, as values of JSON."""
+        found = dataclasses.asdict(self)
+        found["saved_at"] = self.saved_at.isoformat() if self.saved_at else None
+        found["total_bytes"], found["reduction"] = self.total_bytes, self.reduction
+        found["restorable"] = self.restorable
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RootDescription:
+    """What a root holds. As a text: a table of its steps, chain by chain.
+
+    Attributes:
+        root: its path.
+        item: of each step that was looked at; None: no step holds one of this library.
+        steps: in the order in which they were saved.
+        abandoned: folders of steps that a rollback moved aside.
+        earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
+        unfinished: folders of saves that are being written, or were killed.
+        removed: folders of removed steps of which files are left.
+    """
+
+    root: str
+    item: str | None
+    steps: tuple[StepDescription, ...]
+    abandoned: tuple[str, ...] = ()
+    earlier_runs: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step that `restore(None)` would take; None: there is none."""
+        whole = [each for each in self.steps if each.restorable]
+        newest = max(whole, key=lambda s: (s.generation, s.step), default=None)
+        return newest.step if newest else None
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes of steps of this library."""
+        return sum(step.total_bytes for step in self.steps)
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it, and what follows from it, as values of JSON."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found["steps"] = [step.asdict() for step in self.steps]
+        return {**found, "latest_step": self.latest_step}
+
+    def __str__(self) -> str:
+        """The steps as a table, and what lies beside them."""
+        lines = [line for line, _ in step_lines(self)]
+        return "\n".join([*lines, *footer(self)])
+
+
+def chains(steps: Iterable[StepDescription]) -> list[list[StepDescription]]:
+    """Steps in groups: one that rests on no other, then all that rest on it, each in order.
+
+    A delta whose parent is not there stands at the head of those that rest on it.
+    """
+    groups: dict[str, list[StepDescription]] = {}
+    # Of each step the group it is in; where several have a number, the newest generation.
+    group_of: dict[int, list[StepDescription]] = {}
+    waiting = sorted(steps, key=lambda s: (s.generation, s.step, s.directory))
+    while waiting:
+        left: list[StepDescription] = []
+        for each in waiting:
+            above = None if each.parent is None else group_of.get(each.parent)
+            if above is not None:
+                above.append(each)
+                group_of[each.step] = above
+            elif each.parent is None:
+                group_of[each.step] = groups[each.directory] = [each]
+            else:
+                left.append(each)
+        if len(left) == len(waiting):  # no parent of these is there
+            first = left.pop(0)
+            group_of[first.step] = groups[first.directory] = [first]
+        waiting = left
+    return sorted(
+        groups.values(), key=lambda group: (group[0].step, group[0].generation)
+    )
+
+
+def step_lines(
+    root: RootDescription, now: datetime.datetime | None = None
+) -> list[tuple[str, StepDescription | None]]:
+    """A header, and a line for each step with the step, chain by chain.
+
+    Args:
+        root: to be printed.
+        now: ages are given as of then; None: times are given.
+    """
+    groups = chains(root.steps)
+    steps = [each for group in groups for each in group]
+    if not steps:
+        return [("no steps", None)]
+    several = len({each.generation for each in steps if each.generation}) > 1
+    head = ["step", "kind", "parent", "rows", "bytes", "smaller", "secs"]
+    head += ["age" if now else "saved (UTC)", *["branch"] * several, "restorable"]
+    rows = [head]
+    for group in groups:
+        for i, each in enumerate(group):
+            mark = "" if not i else "└ " if i == len(group) - 1 else "├ "
+            known = each.kind in ("full", "delta")
+            when = ""
+            if each.saved_at is not None:
+                when = (
+                    age(now - each.saved_at)
+                    if now
+                    else f"{each.saved_at:%Y-%m-%d %H:%M}"
+                )
+            cells = [
+                f"{each.rows:,}",
+                amount(each.total_bytes),
+                f"{each.reduction:.1f}x",
+                f"{each.secs or 0:.2f}",
+            ]
+            verdict = f"no: {each.problem}" if each.problem else "yes"
+            if each.kind == "orbax":
+                verdict = "by Orbax"
+            elif each.may_lack_rows and not each.problem:
+                verdict = "yes, but may lack rows"
+            rows.append(
+                [
+                    f"{mark}{each.step}",
+                    each.kind,
+                    "" if each.parent is None else str(each.parent),
+                    *(cells if known else [""] * len(cells)),
+                    when,
+                    *[str(each.generation or "")] * several,
+                    verdict,
+                ]
+            )
+    lines = aligned(rows, right={2, 3, 4, 5, 6})
+    return list(zip(lines, [None, *steps], strict=True))
+
+
+def footer(root: RootDescription) -> list[str]:
+    """What a root comes to, and what lies beside its steps."""
+    lost = sum(bool(step.problem) for step in root.steps if step.kind != "orbax")
+    latest = root.latest_step
+    line = (
+        f"{count_of(len(root.steps), 'step')}, {amount(root.total_bytes)};"
+        f" {'none restores' if latest is None else f'restore(None) takes {latest}'}"
+    )
+    if lost and latest is not None:
+        line += f"; {lost} cannot be restored"
+    beside = [
+        (root.abandoned, "abandoned by rollbacks"),
+        (root.earlier_runs, "of earlier runs"),
+        (root.unfinished, "unfinished"),
+        (root.removed, "being removed"),
+    ]
+    told = [f"{len(folders)} {what}" for folders, what in beside if folders]
+    return [line, f"beside them: {', '.join(told)}"] if told else [line]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Lines of cells that stand below each other.
+
+    Args:
+        rows: of equally many cells.
+        right: columns whose cells end below each other.
+
+    Example:
+        >>> aligned([["step", "rows"], ["7", "1,024"]], right={1})
+        ['step   rows', '7     1,024']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def amount(nbytes: float) -> str:
+    """Bytes for people, three digits.
+
+    Example:
+        >>> amount(417), amount(1_234), amount(1_040_000_000), amount(99_960)
+        ('417 B', '1.23 kB', '1.04 GB', '100 kB')
+    """
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    digits = 0 if units[0] == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {units[0]}"
+
+
+def age(passed: datetime.timedelta) -> str:
+    """A time that has passed, in its largest unit.
+
+    Example:
+        >>> age(datetime.timedelta(seconds=90)), age(datetime.timedelta(days=3, hours=9))
+        ('1 min', '3 d')
+    """
+    secs = max(0, int(passed.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= length:
+            return f"{secs // length} {unit}"
+    return f"{secs} s"
+
+
+def count_of(number: int, what: str) -> str:
+    """How many there are of something.
+
+    Example:
+        >>> count_of(1, "step"), count_of(1200, "step")
+        ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
