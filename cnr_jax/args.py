@@ -69,7 +69,8 @@ class Restore(ocp.args.CheckpointArgs):
     Attributes:
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
             None: everything as nested dicts by path, on one device.
-        tables: where the tables are in `state`, if not where the manager's are.
+        tables: where the tables are in `state`, if not where the manager's are. A manager without
+            any takes them where they were when they were saved.
         partial: restore what both the checkpoint and `state` have. Leaves that only `state`
             has must be concrete and are kept. Unless all tables come back exactly, the
             next save is full.

@@ -23,6 +23,7 @@ from cnr_jax.args import Restore, Save
 from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
+from cnr_jax.checkpointer.restoring.from_manifest import metadata_of
 from cnr_jax.checkpointer.restoring.restore import (
     ReadBack,
     Restored,
@@ -43,7 +44,6 @@ from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFl
 from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
 from cnr_jax.checkpointer.saving.plan import Planning, Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
-from cnr_jax.format.manifest import to_json
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import Facts, write_manifest
 from cnr_jax.repository.layout import Place, other_checkpoints
@@ -384,9 +384,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return touched is not None and self._tracker.mode(touched) != "fingerprint"
 
     def metadata(self, directory: epath.Path) -> dict[str, Any] | None:
-        """What the manifest says, without reading data; None where there is none."""
+        """Shapes and dtypes by path, without reading data; None where there is no manifest."""
         try:
-            return to_json(read_manifest(directory))
+            return metadata_of(read_manifest(directory))
         except errors.IntegrityError:
             return None
 

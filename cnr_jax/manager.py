@@ -339,6 +339,15 @@ class CheckpointManager(ocp.CheckpointManager):
         plain = isinstance(args, ocp.args.StandardRestore)
         return state.state if plain and ours else restored
 
+    def metadata(self, step: int | None = None) -> Any:
+        """What Orbax says of the root, or of a step.
+
+        `item_metadata(step)` gives of a state what it gives of those that Orbax saved: nested
+        dicts by path, with a `shape` (of a table with its padding) and `dtype` for each leaf.
+        """
+        self._orbax.name_item(self._listing.item, Restore, self._handler)
+        return super().metadata(step)
+
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
         """What is wrong in the root of this manager; see `cnr_jax.verify`.

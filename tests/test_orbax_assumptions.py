@@ -510,6 +510,10 @@ def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> No
         False,
         True,
     )
+    orbax.name_item("default", ProbeSave, handler)
+    orbax.name_item("default", ProbeSave, handler)
+    orbax.name_item(None, ProbeSave, handler)
+    assert manager.metadata(7).item_handlers is not None
 
 
 def test_processes_read_the_steps_together_if_asked_to(

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.format import names
+from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.files import AnyPath, exists
 
 
@@ -142,6 +143,29 @@ def abstract_dense(leaf: Any) -> Any:
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     return leaf
+
+
+def leaf_metadata(
+    path: tuple[str, ...], kind: str, shape: tuple[int, ...], dtype: str
+) -> ocp.metadata.value.Metadata:
+    """What Orbax's metadata are of a leaf of a manifest, of a table or dense.
+
+    Of a key the dtype is that of keys of its kind, as a state has them.
+    """
+    metadata, name = ocp.metadata.value, "/".join(path)
+    if kind == "text":
+        return metadata.StringMetadata(name=name, directory=None)
+    if kind == "scalar":
+        found = numpy_dtype(dtype)
+        return metadata.ScalarMetadata(name=name, directory=None, dtype=found)
+    if kind == "key":
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=dtype))
+        found: Any = key.dtype
+    else:
+        found = numpy_dtype(dtype)
+    return metadata.ArrayMetadata(
+        name=name, directory=None, shape=shape, sharding=None, dtype=found
+    )
 
 
 def _fallback_sharding() -> jax.sharding.Sharding:

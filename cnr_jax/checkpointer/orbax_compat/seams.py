@@ -132,6 +132,12 @@ class OrbaxSeams:
         """Restores a step of this root, or of another directory."""
         return _Manager.restore(self._manager, step, directory=directory, args=args)
 
+    def name_item(self, item: str | None, args: type, handler: Any) -> None:
+        """Says what handles an item, which is known else once it was saved or restored."""
+        registry = self._manager._checkpointer._handler._handler_registry
+        if item is not None and not registry.has(item, args):
+            registry.add(item, args, handler)
+
     def delete(self, step: int) -> None:
         """Deletes a step; raises FileNotFoundError if there is no such step."""
         _Manager.delete(self._manager, step)

@@ -24,7 +24,7 @@ from cnr_jax.repository.replay.leaves import restore_leaves, restore_stamps
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.layouts import layout_from
-from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths, merge, nest
+from cnr_jax.state.table import Table, Tables, flatten_paths, merge, nest
 
 _log = logging.getLogger(__name__)
 _CAST_HINT = (
@@ -32,53 +32,6 @@ _CAST_HINT = (
     " need jax_enable_x64), or Restore(..., cast=True) to convert values as astype does"
 )
 Path = tuple[str, ...]
-
-
-def tables_of(manifest: Manifest, sharding: Sharding | None = None) -> Tables:
-    """The tables of a checkpoint, on one device, for a reader that has no state."""
-    where = sharding or SingleDeviceSharding(jax.local_devices()[0])
-    found: dict[str, Table] = {}
-    for entry in manifest.tables:
-        leaf, *slots = (
-            Leaf(
-                name=leaf.name,
-                path=leaf.path,
-                shape=leaf.shape,
-                dtype=numpy_dtype(leaf.dtype),
-                sharding=where,
-            )
-            for leaf in entry.leaves
-        )
-        found[entry.name] = Table(
-            name=entry.name,
-            leaf=leaf,
-            slots=tuple(slots),
-            rows=entry.rows,
-            layout=layout_from(entry.layout.name, entry.layout.configuration),
-        )
-    return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
-
-
-def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
-    """Everything a checkpoint holds as nested dicts by path, for a reader without a state."""
-    leaves: dict[Path, Any] = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        for table in tables.values()
-        for leaf in table.leaves
-    }
-    for leaf in manifest.dense_leaves:
-        leaves[leaf.path] = _stand_in(leaf)
-    return nest(leaves.items())
-
-
-def _stand_in(leaf: DenseLeaf) -> Any:
-    """Something of a dense leaf's shape and kind; the leaf itself takes its place."""
-    if leaf.kind == "text":
-        return leaf.value
-    if leaf.kind == "key":
-        return jax.ShapeDtypeStruct(leaf.shape, jax.random.key(0).dtype)
-    # Of no size: what shapes a manifest names is not what its files hold.
-    return jax.ShapeDtypeStruct(leaf.shape, np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +85,9 @@ def match(
     casts: list[str] = []
     for entry in manifest.tables:
         table = tables.get(entry.name)
-        if table is None or table.path not in leaves:
+        held = [] if table is None else [x for x in table.leaves if x.path in leaves]
+        # Of a table that is not asked for itself, slots may be.
+        if table is None or not (held if partial else table.path in leaves):
             exact = False
             if not partial:
                 problems.append(f"table {entry.name!r}: not in the state")

@@ -25,6 +25,11 @@ from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring import match
+from cnr_jax.checkpointer.restoring.from_manifest import (
+    abstract_state,
+    tables_in,
+    tables_of,
+)
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
@@ -212,7 +217,7 @@ def read_back(
     Args:
         place: of the item.
         state: what is asked for; None for everything, by path, on one device.
-        tables: where the tables are in `state`.
+        tables: where the tables are in `state`; None: where they were when it was saved.
         dense: reads what is not a table.
         partial: restore what both the checkpoint and `state` have.
         cast: convert tables also to dtypes that cannot hold all values.
@@ -227,13 +232,10 @@ def read_back(
     manifest = chain[-1].manifest
     everything = state is None
     if everything:
-        tables = match.tables_of(manifest)
-        state = match.abstract_state(manifest, tables)
-    if tables is None:
-        raise errors.OptionError(
-            "restoring into a state needs to know its tables\n"
-            "  hint: Restore(state, tables=cnr_jax.find_tables(state, ...))"
-        )
+        tables = tables_of(manifest)
+        state = abstract_state(manifest, tables)
+    elif tables is None:
+        tables = tables_in(manifest, state)
     check_tables(tables)
     wanted = match.match(
         manifest, state, tables, partial=partial, cast=cast, step=place.directory

@@ -1,0 +1,110 @@
+"""What a checkpoint holds, as its manifest tells it to a reader that has no state, or no tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.dense import leaf_metadata
+from cnr_jax.format.manifest import DenseLeaf, Manifest
+from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.state.layouts import Identity, layout_from
+from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths, nest
+
+Path = tuple[str, ...]
+
+
+def tables_of(manifest: Manifest) -> Tables:
+    """The tables of a checkpoint, on one device."""
+    where = SingleDeviceSharding(jax.local_devices()[0])
+    found: dict[str, Table] = {}
+    for entry in manifest.tables:
+        leaf, *slots = (
+            Leaf(
+                name=leaf.name,
+                path=leaf.path,
+                shape=leaf.shape,
+                dtype=numpy_dtype(leaf.dtype),
+                sharding=where,
+            )
+            for leaf in entry.leaves
+        )
+        found[entry.name] = Table(
+            name=entry.name,
+            leaf=leaf,
+            slots=tuple(slots),
+            rows=entry.rows,
+            layout=layout_from(entry.layout.name, entry.layout.configuration),
+        )
+    return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
+
+
+def tables_in(manifest: Manifest, state: Any) -> Tables:
+    """Those tables of a checkpoint of which a state has leaves, at the paths at which they were.
+
+    With the rows that are stored, padding included, or with as many as there are without it.
+
+    Raises:
+        StateMismatchError: if a leaf of a table is no array in the state.
+    """
+    leaves: dict[Path, Any] = dict(flatten_paths(state))
+    found: dict[str, Table] = {}
+    for name, table in tables_of(manifest).items():
+        given = {x.path: leaves[x.path] for x in table.leaves if x.path in leaves}
+        for path, value in given.items():
+            if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+                raise errors.StateMismatchError(
+                    f"{'/'.join(path)}: rows of a table in the checkpoint,"
+                    f" {type(value).__name__} in the state\n"
+                    "  hint: pass an array, or jax.ShapeDtypeStruct(shape, dtype), such as"
+                    " item_metadata(step) tells"
+                )
+        rows = {value.shape[:1] for value in given.values()}
+        if table.layout == Identity() and rows == {(table.rows,)}:
+            leaf, *slots = (
+                dataclasses.replace(each, shape=(table.rows, *each.shape[1:]))
+                for each in table.leaves
+            )
+            table = dataclasses.replace(table, leaf=leaf, slots=tuple(slots))
+        if given:
+            found[name] = table
+    return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
+
+
+def metadata_of(manifest: Manifest) -> dict[str, Any]:
+    """What Orbax says of a state: nested dicts by path, with a shape and a dtype for each leaf."""
+    found: dict[Path, Any] = {
+        leaf.path: leaf_metadata(leaf.path, "array", leaf.shape, leaf.dtype)
+        for table in manifest.tables
+        for leaf in table.leaves
+    }
+    for leaf in manifest.dense_leaves:
+        found[leaf.path] = leaf_metadata(leaf.path, leaf.kind, leaf.shape, leaf.dtype)
+    return nest(found.items())
+
+
+def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
+    """Everything a checkpoint holds as nested dicts by path."""
+    leaves: dict[Path, Any] = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for table in tables.values()
+        for leaf in table.leaves
+    }
+    for leaf in manifest.dense_leaves:
+        leaves[leaf.path] = _stand_in(leaf)
+    return nest(leaves.items())
+
+
+def _stand_in(leaf: DenseLeaf) -> Any:
+    """Something of a dense leaf's shape and kind; the leaf itself takes its place."""
+    if leaf.kind == "text":
+        return leaf.value
+    if leaf.kind == "key":
+        return jax.ShapeDtypeStruct(leaf.shape, jax.random.key(0).dtype)
+    # Of no size: what shapes a manifest names is not what its files hold.
+    return jax.ShapeDtypeStruct(leaf.shape, np.float32)

@@ -1,0 +1,248 @@
+"""Managers without tables: they read some of a state, in any sharding, and change nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax.testing import inprocess
+
+USER, ACC = ("params", "user", "embedding"), ("acc", "user", "embedding")
+
+
+@pytest.fixture
+def saved(tiny_run: Any, opened: Any) -> Any:
+    """A run with a chain of three steps, in few bits, and the values that come back of each."""
+    run = tiny_run()
+    manager = opened(run, codec="adaptive", bits=4)
+    run.run(manager, range(3))
+    for step in range(3):
+        with cnr.CheckpointManager(manager.directory, tables=run.tables) as whole:
+            state = whole.restore(step, args=cnr.args.Restore(run.state)).state
+        run.truth[step] = run.values(state)
+    manager.close()
+    run.root = Path(manager.directory)
+    return run
+
+
+@pytest.fixture
+def reader(saved: Any) -> Iterator[cnr.CheckpointManager]:
+    with cnr.CheckpointManager(saved.root) as manager:
+        yield manager
+
+
+def only(path: tuple[str, ...], value: Any) -> Any:
+    """A tree of one leaf."""
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def key_of(path: tuple[str, ...]) -> str:
+    return "".join(f"['{part}']" for part in path)
+
+
+def sharding(*spec: Any) -> NamedSharding:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    return NamedSharding(mesh, P(*spec))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        None,
+        SingleDeviceSharding(jax.devices()[5]),
+        sharding(("a", "b"), None),
+        sharding("a", "b"),
+    ],
+    ids=["nowhere", "one", "rows", "both"],
+)
+def test_one_table_comes_without_its_slots_in_any_sharding(
+    saved: Any, reader: Any, where: Any
+) -> None:
+    wanted = only(USER, jax.ShapeDtypeStruct((64, 4), np.float32, sharding=where))
+    for step in (2, 0, None):
+        args = cnr.args.Restore(wanted, partial=True)
+        found = reader.restore(step, args=args)
+        array = found.state["params"]["user"]["embedding"]
+        assert jax.tree.structure(found.state) == jax.tree.structure(wanted)
+        assert where is None or array.sharding == where
+        want = saved.truth[2 if step is None else step]
+        np.testing.assert_array_equal(array, want[key_of(USER)])
+        assert set(found.touched.stamps) == {"user"}
+
+
+def test_leaves_come_alone_slots_and_dense_ones_too(saved: Any, reader: Any) -> None:
+    slot = only(ACC, jax.ShapeDtypeStruct((64,), np.float32))
+    wanted = {**slot, "w": jax.ShapeDtypeStruct((3,), np.float32)}
+    found = reader.restore(1, args=cnr.args.Restore(wanted, partial=True)).state
+    np.testing.assert_array_equal(
+        found["acc"]["user"]["embedding"], saved.truth[1][key_of(ACC)]
+    )
+    np.testing.assert_array_equal(found["w"], saved.truth[1]["['w']"])
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+
+
+def test_the_whole_state_comes_back_where_it_was(saved: Any, reader: Any) -> None:
+    for given in (saved.state, jax.eval_shape(lambda: saved.state)):
+        found = reader.restore(2, args=cnr.args.Restore(given)).state
+        saved.same(found, saved.truth[2])
+
+
+def test_a_plain_reader_of_orbax_needs_no_tables_either(saved: Any) -> None:
+    wanted = only(USER, jax.ShapeDtypeStruct((64, 4), np.float32))
+    registry = cnr.handler_registry(None)
+    with ocp.CheckpointManager(saved.root, handler_registry=registry) as plain:
+        found = plain.restore(2, args=cnr.args.Restore(wanted, partial=True)).state
+    got = found["params"]["user"]["embedding"]
+    np.testing.assert_array_equal(got, saved.truth[2][key_of(USER)])
+
+
+def test_rows_come_with_or_without_their_padding(tmp_path: Path) -> None:
+    values = np.arange(64, dtype=np.float32).reshape(16, 4)
+    values[10:] = 0
+    state = {"user": jnp.asarray(values)}
+    tables = cnr.find_tables(state, {"user": cnr.TableSpec(rows=10)})
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    with cnr.CheckpointManager(tmp_path) as reader:
+        for rows in (10, 16):
+            wanted = {"user": jax.ShapeDtypeStruct((rows, 4), np.float32)}
+            found = reader.restore(0, args=cnr.args.Restore(wanted)).state
+            np.testing.assert_array_equal(found["user"], values[:rows])
+        wrong = {"user": jax.ShapeDtypeStruct((12, 4), np.float32)}
+        with pytest.raises(cnr.errors.StateMismatchError, match="12 rows"):
+            reader.restore(0, args=cnr.args.Restore(wrong, partial=True))
+
+
+def test_rows_of_another_layout_come_as_they_are_stored(tmp_path: Path) -> None:
+    layout = cnr.ModSharded(shards=4, rows_per_shard=3)
+    state = {"user": jnp.arange(48.0).reshape(12, 4)}
+    spec = cnr.TableSpec(rows=10, layout=layout)
+    tables = cnr.find_tables(state, {"user": spec})
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    with cnr.CheckpointManager(tmp_path) as reader:
+        wanted = {"user": jax.ShapeDtypeStruct((12, 4), np.float32)}
+        found = reader.restore(0, args=cnr.args.Restore(wanted)).state
+        stored = layout.to_physical(np.arange(10))
+        want = np.asarray(state["user"])[stored]
+        np.testing.assert_array_equal(np.asarray(found["user"])[stored], want)
+        logical = {"user": jax.ShapeDtypeStruct((10, 4), np.float32)}
+        with pytest.raises(cnr.errors.StateMismatchError, match="10 rows"):
+            reader.restore(0, args=cnr.args.Restore(logical))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (only(USER, 0.0), "params/user/embedding: rows of a table"),
+        (only(USER, jax.ShapeDtypeStruct((64, 5), np.float32)), r"\[4\].*\[5\]"),
+        ({"nowhere": jax.ShapeDtypeStruct((3,), np.float32)}, "nowhere: not in the"),
+    ],
+    ids=["number", "width", "path"],
+)
+def test_what_does_not_match_is_named(reader: Any, wanted: Any, said: str) -> None:
+    with pytest.raises(cnr.errors.StateMismatchError, match=said):
+        reader.restore(2, args=cnr.args.Restore(wanted, partial=True))
+
+
+def tree(root: Path) -> dict[str, tuple[int, ...]]:
+    """Every file and folder of a root: its size, and when it and what is in it was changed."""
+    paths = [root, *sorted(root.rglob("*"))]
+    looks = {str(path): path.stat() for path in paths}
+    return {p: (s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in looks.items()}
+
+
+def test_a_reader_never_creates_or_changes_anything(saved: Any) -> None:
+    paths = [saved.root, *saved.root.rglob("*")]
+    for path in paths:
+        os.chmod(path, 0o555 if path.is_dir() else 0o444)
+    before = tree(saved.root)
+    try:
+        with inprocess.watching(saved.root) as changes:
+            with cnr.CheckpointManager(saved.root) as reader:
+                wanted = only(USER, jax.ShapeDtypeStruct((64, 4), np.float32))
+                reader.restore(None, args=cnr.args.Restore(wanted, partial=True))
+                reader.restore(1)
+                reader.item_metadata(2)
+                reader.metadata(2)
+                reader.reload()
+                assert reader.all_steps(read=True) == [0, 1, 2]
+                assert reader.latest_step() == 2
+                assert reader.verify() == ()
+                with pytest.raises(cnr.errors.NoStepError):
+                    reader.restore(7)
+        assert changes == []
+        assert tree(saved.root) == before
+    finally:
+        for path in paths:
+            os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+def shapes(found: Any) -> Any:
+    return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype)), found)
+
+
+def test_metadata_are_those_that_orbax_tells_of_its_own(
+    tmp_path: Path, unsynced: None
+) -> None:
+    state = {
+        "user": jnp.ones((16, 4), jnp.bfloat16),
+        "opt": [{"mu": jnp.ones((16, 4))}, jnp.int32(4)],
+        "step": 3,
+        "rate": 0.5,
+    }
+    with ocp.CheckpointManager(tmp_path / "orbax") as theirs:
+        theirs.save(0, args=ocp.args.StandardSave(state))
+        theirs.wait_until_finished()
+        want = shapes(theirs.item_metadata(0).tree)
+    state |= {"key": jax.random.key(0, impl="rbg"), "name": "ours"}
+    tables = cnr.find_tables(state, ["user"])
+    # Made before there is a step: what its item is called is not known yet.
+    (tmp_path / "ours").mkdir()
+    early = cnr.CheckpointManager(tmp_path / "ours")
+    with cnr.CheckpointManager(tmp_path / "ours", tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        mine = manager.item_metadata(0)
+    early.reload()
+    with early, cnr.CheckpointManager(tmp_path / "ours") as reader:
+        for found in (mine, reader.item_metadata(0), early.item_metadata(0)):
+            assert isinstance(found.pop("name"), ocp.metadata.StringMetadata)
+            key = found.pop("key")
+            assert (key.shape, key.dtype) == ((), state["key"].dtype)
+            # Lists are dicts by index, as in what `Restore()` gives.
+            found["opt"] = [found["opt"]["0"], found["opt"]["1"]]
+            assert shapes(found) == want
+        asked = {"user": jax.ShapeDtypeStruct((16, 4), found["user"].dtype)}
+        got = reader.restore(0, args=cnr.args.Restore(asked, partial=True)).state
+        np.testing.assert_array_equal(got["user"], np.ones((16, 4)))
+
+
+def test_metadata_of_a_state_beside_other_items(tmp_path: Path, unsynced: None) -> None:
+    state = {"user": jnp.ones((16, 4))}
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        items = {"state": cnr.args.Save(state), "more": ocp.args.JsonSave({"a": 1})}
+        manager.save(0, args=ocp.args.Composite(**items))
+    with cnr.CheckpointManager(tmp_path) as reader:
+        found = reader.item_metadata(0)
+        assert found["state"]["user"].shape == (16, 4)
+        restore = ocp.args.Composite(state=cnr.args.Restore(state))
+        np.testing.assert_array_equal(
+            reader.restore(0, args=restore)["state"].state["user"], state["user"]
+        )
