@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.testing
 
 import cnr_jax as cnr
+from cnr_jax.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -62,6 +65,20 @@ def shape_of(printed: str) -> list[str]:
     return re.sub(r"\d[\d,.]*", "N", printed).strip().splitlines()
 
 
+def table_of(printed: str) -> list[list[str]]:
+    """The words of what a command has printed, without its figures, times and random names."""
+    plain = re.sub(r"\d+ (?:s|min|h)\b", "AGE", printed)
+    plain = re.sub(r"\d[\d,.]* (?:B|kB|MB)\b", "BYTES", plain)
+    plain = re.sub(r"(abandoned-g1-)[0-9a-f]+", r"\1UUID", plain)
+    return [line.split() for line in shape_of(re.sub(r"(?<!\w)-(?=\d)", "", plain))]
+
+
+def test_commands_are_compared_by_their_words() -> None:
+    shown = "10  full  302 kB  1 s  yes"
+    assert table_of(shown) == table_of("10    full   1.2 MB   2 min  yes")
+    assert table_of(shown) != table_of("10  full  302 kB  1 s  no")
+
+
 def pages_with_code() -> list[Path]:
     return [page for page in DOCS if any(b.language == "python" for b in blocks(page))]
 
@@ -84,6 +101,13 @@ def test_code_of_a_page_runs_and_prints_what_the_page_shows(
             assert as_shown(printed.strip()) == as_shown(block.code.strip()), name_of(
                 page
             )
+        if block.language == "console":
+            command, _, shown = block.code.partition("\n")
+            prompt, program, *words = shlex.split(command)
+            assert (prompt, program) == ("$", "cnr-jax")
+            result = typer.testing.CliRunner().invoke(app, words)
+            told = result.output.replace(str(tmp_path), "")
+            assert table_of(told) == table_of(shown), f"{name_of(page)}: {command}"
         if block.language != "python":
             continue
         # So that what fails is shown with its line in the page.

@@ -36,6 +36,9 @@ TABLE = {
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "cnr_jax": ("manager optim", ""),
+    # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
+    "cli": ("repository", "typer rich numpy"),
+    "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only.
     "examples": (

@@ -7,9 +7,10 @@ byte. Nothing stops the search: what is found is listed, with what it means for 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, get_args
 
 from cnr_jax import errors
@@ -63,6 +64,7 @@ def verify(
     level: Level = "data",
     *,
     item: str | None = None,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> tuple[Problem, ...]:
     """Everything that is wrong in a root, in order of its directories.
 
@@ -75,6 +77,8 @@ def verify(
             others, files that do not belong here, parents. `"data"`: also every byte is read
             and compared with its checksum, and row ids are decoded.
         item: the only item to look at; None: all.
+        on_step: called after each step, once for each of its items, with the number of these
+            that were looked at, and of all.
 
     Returns:
         Problems with a `consequence` make steps unrestorable, those without do no harm.
@@ -103,8 +107,16 @@ def verify(
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
-    for each in sorted(every if item is None else every & {item}):
-        found += _Item(path, each, level).problems(steps)
+    wanted = sorted(every if item is None else every & {item})
+    total = sum(each in items for items in steps.values() for each in wanted)
+    counter = itertools.count(1)
+
+    def looked() -> None:
+        if on_step is not None:
+            on_step(next(counter), total)
+
+    for each in wanted:
+        found += _Item(path, each, level).problems(steps, looked)
     for name, items in steps.items():
         if not items and is_directory(path / name):
             message = "holds no checkpoint of cnr_jax"
@@ -168,11 +180,14 @@ class _Item:
         self._root, self._item, self._level = root, item, level
         self._manifests: dict[str, Manifest] = {}
 
-    def problems(self, steps: dict[str, list[str]]) -> Iterator[Problem]:
-        """Everything that is wrong with this item."""
+    def problems(
+        self, steps: dict[str, list[str]], looked: Callable[[], None]
+    ) -> Iterator[Problem]:
+        """Everything that is wrong with this item; `looked` is called after each step."""
         found: dict[str, list[Finding]] = {}
         for step in (name for name, items in steps.items() if self._item in items):
             found[step] = self._look(step)
+            looked()
         # What was removed since it was looked at is no problem. Until no more is found to be
         # gone: a parent goes after its children.
         while gone := [step for step in found if not is_directory(self._root / step)]:

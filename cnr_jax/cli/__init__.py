@@ -1,0 +1,1 @@
+"""The command line: looks into a root, mostly without jax; changes nothing."""

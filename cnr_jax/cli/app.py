@@ -1,0 +1,330 @@
+"""The verbs of `cnr-jax`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cnr_jax.cli.outcome import Exit, print_json, verb
+from cnr_jax.cli.printing import print_lines, progress
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cnr_jax.repository.description import RootDescription, StepDescription
+    from cnr_jax.repository.step_reader import StepReader
+
+# Plain help, without rich: it comes sooner, and reads alike wherever it is shown.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Looks into a root of checkpoints of cnr_jax. Changes nothing.",
+)
+
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")
+]
+Step = Annotated[int, typer.Argument(metavar="STEP", help="Number of a step.")]
+Item = Annotated[
+    str | None,
+    typer.Option("--item", help="The item to look at, where steps hold several."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+# Elements of a decoded row that are shown.
+_SHOWN = 6
+
+
+@app.command()
+@verb
+def ls(root: Root, item: Item = None, as_json: AsJson = False) -> Exit:
+    """List all steps, chain by chain, and which restore.
+
+    Manifests and the sizes of files are looked at; `verify` reads the files.
+    """
+    from cnr_jax.cli.roots import read_root
+    from cnr_jax.repository.description import footer, step_lines
+
+    found = read_root(root, item)
+    whole = Exit.FINE if found.latest_step is not None else Exit.NOTHING_RESTORABLE
+    if as_json:
+        print_json("ls", found.asdict())
+        return whole
+    now = datetime.datetime.now(tz=datetime.UTC)
+    lines = [(line, _style(step)) for line, step in step_lines(found, now)]
+    print_lines([*lines, *((line, "dim") for line in footer(found))])
+    return whole
+
+
+def _style(step: StepDescription | None) -> str:
+    if step is None:
+        return "bold"
+    if step.kind == "orbax":
+        return "dim"
+    if step.problem:
+        return "red"
+    return "yellow" if step.may_lack_rows else "green" if step.kind == "full" else ""
+
+
+@app.command()
+@verb
+def show(
+    root: Root,
+    step: Step,
+    table: Annotated[
+        str | None,
+        typer.Argument(metavar="TABLE", help="A table of which to decode rows."),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="How many of its rows to decode.")
+    ] = 5,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Show what one step holds of each table.
+
+    With TABLE the first rows of that, as a restore gives them; this imports jax, which takes
+    seconds.
+    """
+    from cnr_jax.cli.roots import chain_of, read_root, step_of
+
+    found = read_root(root, item)
+    chosen = step_of(found, step)
+    chain = [each.step for each in chain_of(found, chosen)]
+    document: dict[str, Any] = {**chosen.asdict(), "chain": chain}
+    lines = _step_lines(chosen, chain)
+    if table is not None:
+        read = _opened(found, chosen)
+        decoded = _decoded(read, table, rows)
+        document = {"step": step, "table": table, "leaves": _rows_json(decoded)}
+        lines = [(line, "") for line in _rows_lines(decoded)]
+    if as_json:
+        print_json("show", document)
+    else:
+        print_lines(lines)
+    return Exit.DAMAGED if chosen.problem else Exit.FINE
+
+
+def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]]:
+    from cnr_jax.repository.description import aligned, amount
+
+    what = step.kind if step.parent is None else f"{step.kind} on {step.parent}"
+    verdict = f"no: {step.problem}" if step.problem else "yes"
+    if step.may_lack_rows:
+        verdict += "; an audit found later that rows may be missing in it"
+    lines = [(f"step {step.step}: {what}", "bold")]
+    if step.kind != "unreadable":
+        saved = f"{step.saved_at:%Y-%m-%d %H:%M:%S} UTC" if step.saved_at else "?"
+        lines += [
+            (f"saved:       {saved}, in {step.secs or 0:.2f} s", ""),
+            (f"reason:      {step.reason}", ""),
+            (f"chain:       {' <- '.join(map(str, chain))}", ""),
+            (
+                f"bytes:       {amount(step.total_bytes)}, {step.reduction:.1f} times"
+                f" fewer than all in float32 ({amount(step.full_fp32_bytes)})",
+                "",
+            ),
+            (
+                f"of these:    tables {amount(step.table_bytes)},"
+                f" slots {amount(step.slot_bytes)}, dense {amount(step.dense_bytes)},"
+                f" manifests {amount(step.manifest_bytes)}",
+                "",
+            ),
+        ]
+    lines.append((f"restorable:  {verdict}", "red" if step.problem else ""))
+    if not step.tables:
+        return lines
+    cells = [["table", "leaf", "shape", "dtype", "codecs", "rows", "bytes", "tiles"]]
+    for table in step.tables:
+        for i, leaf in enumerate(table.leaves):
+            shape = " x ".join(f"{n:,}" for n in leaf.shape)
+            row = [leaf.name, shape, leaf.dtype, ", ".join(leaf.codecs) or "-"]
+            row += [f"{leaf.rows:,}", amount(leaf.bytes), str(leaf.tiles)]
+            cells.append(["" if i else table.name, *row])
+    header, *rest = aligned(cells, right={5, 6, 7})
+    return [*lines, ("", ""), (header, "bold"), *((line, "") for line in rest)]
+
+
+def _opened(found: RootDescription, step: StepDescription) -> tuple[StepReader, ...]:
+    """The chain of a step, to be read from.
+
+    Raises:
+        IntegrityError, FormatError, ChainError: if it cannot be read.
+    """
+    from cnr_jax.cli.roots import use_cpu
+
+    use_cpu()
+    from cnr_jax.repository.layout import open_root
+    from cnr_jax.repository.step_reader import open_chain
+
+    path = open_root(found.root)
+    return open_chain(path, step.directory, found.item or "default")
+
+
+def _decoded(
+    chain: tuple[StepReader, ...], table: str, rows: int
+) -> dict[str, np.ndarray]:
+    """The first rows of a table and of its slots."""
+    from cnr_jax.repository.compare import check_table, logical_rows
+
+    check_table(chain, table)
+    entry = chain[-1].tables[table]
+    stop = min(rows, entry.rows)
+    names = [leaf.name for leaf in entry.leaves]
+    return {name: logical_rows(chain, table, name, 0, stop) for name in names}
+
+
+def _rows_json(decoded: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Rows as lists; what is no number of JSON as texts."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        finite = not isinstance(value, float) or abs(value) < float("inf")
+        return value if finite else str(value)
+
+    return {name: plain(_numbers(rows).tolist()) for name, rows in decoded.items()}
+
+
+def _numbers(rows: np.ndarray) -> np.ndarray:
+    """Rows of a dtype of Python's own numbers."""
+    return rows if rows.dtype.kind in "biuf" else rows.astype("float32")
+
+
+def _rows_lines(decoded: dict[str, np.ndarray]) -> list[str]:
+    from cnr_jax.repository.description import aligned
+
+    cells = [["row", *decoded]]
+    for i in range(len(next(iter(decoded.values())))):
+        row = [str(i)]
+        for rows in decoded.values():
+            flat = _numbers(rows[i : i + 1]).reshape(-1).tolist()
+            more = " ..." if len(flat) > _SHOWN else ""
+            row.append(" ".join(f"{x:.4g}" for x in flat[:_SHOWN]) + more)
+        cells.append(row)
+    return aligned(cells, right={0})
+
+
+@app.command()
+@verb
+def verify(
+    root: Root,
+    level: Annotated[
+        Literal["structure", "data"],
+        typer.Option(help="Look at manifests and sizes only, or read every byte."),
+    ] = "data",
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """List everything that is wrong, and what it costs.
+
+    What a run left behind is listed too, and is no finding.
+    """
+    from cnr_jax.cli.roots import check_root, use_cpu
+
+    check_root(root)
+    use_cpu()
+    from cnr_jax.repository.description import count_of
+    from cnr_jax.repository.layout import open_root
+    from cnr_jax.repository.upkeep import verify as verifying
+
+    with progress(f"verifying {level}") as tell:
+        found = verifying.verify(root, level, item=item, on_step=tell)
+    lost = sorted({name for problem in found for name in problem.consequence})
+    code = Exit.FINDINGS if lost else Exit.FINE
+    if as_json:
+        problems = [dataclasses.asdict(problem) for problem in found]
+        print_json("verify", {"level": level, "problems": problems, "lost": lost})
+        return code
+    above = f"{open_root(root)}/"  # files are named by where they lie in the root
+    lines = [
+        (str(each).replace(above, ""), "red" if each.consequence else "dim")
+        for each in found
+    ]
+    harmless = sum(not problem.consequence for problem in found)
+    verdict = "nothing is wrong"
+    if found:
+        verdict = f"{count_of(len(found) - harmless, 'problem')}"
+        verdict += f", {count_of(harmless, 'note')} of what does no harm"
+    if lost:
+        verdict += f"; cannot be restored: {', '.join(lost)}"
+    print_lines([*lines, (verdict, "bold red" if lost else "bold")])
+    return code
+
+
+@app.command()
+@verb
+def explain(root: Root, step: Step, item: Item = None, as_json: AsJson = False) -> Exit:
+    """Say why a step is full or a delta.
+
+    Lists the saves that its policy saw, and what the predictor of the default policy, at its
+    defaults, makes of them.
+    """
+    from cnr_jax.cli.explain import explained, lines_of
+    from cnr_jax.cli.roots import read_root, step_of
+
+    root_found = read_root(root, item)
+    found = explained(root_found, step_of(root_found, step))
+    if as_json:
+        print_json("explain", found.asdict())
+    else:
+        print_lines(lines_of(found))
+    return Exit.FINE
+
+
+@app.command()
+@verb
+def diff(
+    root: Root,
+    before: Annotated[int, typer.Argument(metavar="STEP", help="The one step.")],
+    after: Annotated[int, typer.Argument(metavar="STEP", help="The other step.")],
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Compare the rows of two steps, table by table.
+
+    Decodes both, which imports jax and reads both chains. The change of a row is the norm of
+    the difference over the norm that it had in the first step.
+    """
+    from cnr_jax.cli.roots import read_root, step_of
+    from cnr_jax.repository.description import aligned
+
+    found = read_root(root, item)
+    old, new = (_opened(found, step_of(found, each)) for each in (before, after))
+    from cnr_jax.repository.compare import compare
+
+    with progress("comparing rows") as tell:
+        leaves = sorted(compare(old, new, tell), key=lambda d: d.table)
+    differs = any(each.changed_rows or each.note for each in leaves)
+    code = Exit.FINDINGS if differs else Exit.FINE
+    if as_json:
+        found_leaves = [dataclasses.asdict(each) for each in leaves]
+        print_json("diff", {"before": before, "after": after, "leaves": found_leaves})
+        return code
+    cells = [["table", "leaf", "rows", "changed", "share", "mean change", "worst", ""]]
+    for each in leaves:
+        share = 100 * each.changed_rows / each.rows if each.rows else 0
+        cells.append(
+            [
+                each.table,
+                each.leaf,
+                f"{each.rows:,}",
+                f"{each.changed_rows:,}",
+                f"{share:.2f} %",
+                _percent(each.mean_change),
+                _percent(each.worst_change),
+                each.note,
+            ]
+        )
+    header, *rest = aligned(cells, right={2, 3, 4, 5, 6})
+    print_lines([(header, "bold"), *((line, "") for line in rest)])
+    return code
+
+
+def _percent(change: float | None) -> str:
+    return "-" if change is None else f"{100 * change:.3g} %"

@@ -1,0 +1,86 @@
+"""The root and the step that a command is about."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from cnr_jax import errors
+from cnr_jax.cli.printing import progress
+from cnr_jax.repository.describe import describe
+from cnr_jax.repository.description import RootDescription, StepDescription, count_of
+from cnr_jax.repository.layout import (
+    check_is_no_file,
+    check_is_there,
+    is_checkpoint,
+    open_root,
+    step_directories,
+)
+
+
+def read_root(root: str, item: str | None) -> RootDescription:
+    """What a root holds, and that it is one.
+
+    Raises:
+        NoStepError: if there is no such folder.
+        OptionError: if it is no root: a file, a step, or a folder without a checkpoint.
+    """
+    with progress("reading steps") as tell:
+        found = describe(root, item=item, on_step=tell)
+    beside = found.abandoned + found.earlier_runs + found.unfinished + found.removed
+    if not found.steps and not beside:
+        raise _no_checkpoint(found.root)
+    return found
+
+
+def check_root(root: str) -> None:
+    """Checks that a folder holds anything of this library or of Orbax.
+
+    Raises:
+        NoStepError: if there is no such folder.
+        OptionError: if it holds no checkpoint, or is a file.
+    """
+    path = open_root(root)
+    check_is_no_file(path)
+    check_is_there(path)
+    if not any(is_checkpoint(path / name) for name in step_directories(path)):
+        # What lies beside steps counts as well.
+        read_root(root, None)
+
+
+def _no_checkpoint(root: str) -> errors.OptionError:
+    return errors.OptionError(f"{root} is no root: no checkpoint lies in it")
+
+
+def step_of(found: RootDescription, number: int) -> StepDescription:
+    """A step of a root; of several of that number the one of the newest branch.
+
+    Raises:
+        NoStepError: if there is none of this library.
+    """
+    steps = [each for each in found.steps if each.step == number]
+    own = [each for each in steps if each.kind != "orbax"]
+    if own:
+        return own[-1]
+    if steps:
+        text = f"step {number} in {found.root} was saved by plain Orbax"
+    else:
+        there = sorted({each.step for each in found.steps})
+        span = f", which run from {there[0]} to {there[-1]}" if there else ""
+        text = f"no step {number} among {count_of(len(there), 'step')} in {found.root}{span}"
+    raise errors.NoStepError(text, path=found.root)
+
+
+def chain_of(found: RootDescription, step: StepDescription) -> list[StepDescription]:
+    """A step and those it rests on, as far as they are there, the full one first."""
+    by_step = {each.step: each for each in found.steps}
+    chain = [step]
+    while (parent := chain[-1].parent) in by_step and by_step[parent] not in chain:
+        chain.append(by_step[parent])
+    return chain[::-1]
+
+
+def use_cpu() -> None:
+    """Has jax, where it is imported after this, leave accelerators alone: a run may hold them."""
+    if "jax" not in sys.modules:
+        os.environ["JAX_PLATFORMS"] = "cpu"

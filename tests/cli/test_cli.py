@@ -1,0 +1,404 @@
+"""The command line: what it prints, how it ends, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax.cli import roots
+from cnr_jax.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the root lies that is saved once for all tests."""
+    return tmp_path_factory.mktemp("saved") / "root"
+
+
+@pytest.fixture
+def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
+    """Steps 0 (full), 1 to 3 (deltas on it), exact; the values beside it."""
+    truth = first.parent / "truth.npz"
+    if not first.exists():
+        run = tiny_run()
+        with run.open(first, policy=cnr.Intermittent()) as m:
+            run.run(m, range(4))
+        np.savez(
+            truth, **{f"{s}{k}": v for s, t in run.truth.items() for k, v in t.items()}
+        )
+    shutil.copytree(first, tmp_path / "root")
+    shutil.copy(truth, tmp_path)
+    return tmp_path / "root"
+
+
+def truth_of(root: Path, step: int, leaf: str) -> np.ndarray:
+    """What was saved of `leaf`, such as `params/user`."""
+    top, table = leaf.split("/")
+    return np.load(root.parent / "truth.npz")[
+        f"{step}['{top}']['{table}']['embedding']"
+    ]
+
+
+def call(*words: Any) -> tuple[int, str, str]:
+    """The exit code of a command, what it printed, and what it said of an error."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def as_json(*words: Any) -> tuple[int, Any]:
+    code, out, _ = call(*words, "--json")
+    document = json.loads(out)
+    assert (document["schema"], document["verb"]) == (1, words[0])
+    return code, document
+
+
+def lose(root: Path, step: int) -> None:
+    """Loses a file of a step, which its deltas do not rest on."""
+    next((root / f"{step}" / "default" / "rows.p00000").rglob("c/0")).unlink()
+
+
+def tree(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in (root, *root.rglob("*"))}
+
+
+# ---- verbs ----------------------------------------------------------------------------------
+
+
+def test_ls_lists_chains_and_what_restores(root: Path) -> None:
+    lose(root, 2)
+    before = tree(root)
+    code, out, err = call("ls", root)
+    lines = [line.split() for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert [line[0] for line in lines[:-1]] == ["step", "0", "├", "├", "└"]
+    assert "age" in lines[0] and "branch" not in lines[0]
+    assert lines[2][1:4] == ["1", "delta", "0"] and lines[2][-1] == "yes"
+    assert lines[3][-2:] == ["is", "missing"]
+    assert "restore(None) takes 3; 1 cannot be restored" in out
+    assert tree(root) == before
+    code, found = as_json("ls", root)
+    assert code == 0 and found["latest_step"] == 3
+    assert found["steps"] == cnr.describe(root).asdict()["steps"]
+
+
+def test_show_takes_a_step_apart(root: Path) -> None:
+    code, out, _ = call("show", root, 2)
+    assert code == 0
+    assert "step 2: delta on 0" in out and "chain:       0 <- 2" in out
+    assert "rows since the baseline (step 0)" in out
+    (line,) = (each for each in out.splitlines() if each.startswith("user"))
+    assert line.split()[:8] == [
+        "user",
+        "table",
+        "64",
+        "x",
+        "4",
+        "float32",
+        "raw",
+        line.split()[7],
+    ]
+    code, found = as_json("show", root, 2)
+    assert code == 0 and found["chain"] == [0, 2]
+    assert found["tables"][0]["leaves"][1]["path"] == "acc/user/embedding"
+
+
+def test_show_decodes_the_first_rows_of_a_table(root: Path) -> None:
+    code, found = as_json("show", root, 3, "user", "--rows", 7)
+    assert code == 0 and (found["step"], found["table"]) == (3, "user")
+    leaves = found["leaves"]
+    (slot,) = leaves.keys() - {"table"}
+    for leaf, saved in (("table", "params/user"), (slot, "acc/user")):
+        want = truth_of(root, 3, saved)[:7]
+        np.testing.assert_array_equal(np.float32(leaves[leaf]), want)
+    code, out, _ = call("show", root, 3, "item", "--rows", 100)
+    assert code == 0 and len(out.splitlines()) == 1 + 32
+    value = truth_of(root, 3, "params/item")[31, 0]
+    assert out.splitlines()[-1].split()[:2] == ["31", f"{value:.4g}"]
+
+
+def test_rows_are_shown_by_their_logical_ids(tmp_path: Path, unsynced: None) -> None:
+    rows = np.arange(12 * 4, dtype=np.float32).reshape(12, 4)
+    layout = cnr.ModSharded(shards=3, rows_per_shard=4)
+    stored = np.zeros((12, 4), np.float32)
+    stored[[layout.to_physical(i) for i in range(12)]] = rows
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    spec = jax.sharding.PartitionSpec("x", "y")
+    state = {"t": jax.device_put(stored, jax.sharding.NamedSharding(mesh, spec))}
+    specs = {"t": cnr.TableSpec("t", layout=layout)}
+    tables = cnr.find_tables(state, specs)
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(tmp_path / "root", tables=tables, options=options) as m:
+        m.save(0, args=cnr.args.Save(state))
+    _, found = as_json("show", tmp_path / "root", 0, "t", "--rows", 12)
+    np.testing.assert_array_equal(found["leaves"]["table"], rows)
+
+
+def test_values_that_json_has_no_number_for_are_texts(
+    tmp_path: Path, unsynced: None
+) -> None:
+    values = jnp.array([[np.nan, 1], [np.inf, 2], [0, 3]], jnp.bfloat16)
+    state = {"t": values}
+    tables = cnr.find_tables(state, ["t"])
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(
+        tmp_path / "root", tables=tables, options=options
+    ) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    _, found = as_json("show", tmp_path / "root", 0, "t")
+    assert found["leaves"]["table"][:2] == [["nan", 1.0], ["inf", 2.0]]
+
+
+def test_verify_lists_problems_and_ends_with_a_finding(root: Path) -> None:
+    assert call("verify", root)[:2] == (0, "nothing is wrong\n")
+    (root / "9.orbax-checkpoint-tmp").mkdir()
+    code, out, _ = call("verify", root)
+    assert code == 0 and "0 problems, 1 note" in out
+    lose(root, 0)
+    code, out, _ = call("verify", root, "--level", "structure")
+    assert code == 3 and "cannot be restored: 0, 1, 2, 3" in out
+    code, found = as_json("verify", root)
+    assert code == 3 and found["lost"] == ["0", "1", "2", "3"]
+    problems = cnr.verify(root)
+    assert [each["kind"] for each in found["problems"]] == [
+        each.kind for each in problems
+    ]
+
+
+def test_verify_tells_how_far_it_is(root: Path) -> None:
+    told: list[tuple[int, int]] = []
+    cnr.verify(root, on_step=lambda done, of: told.append((done, of)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_explain_says_what_the_policy_saw(root: Path) -> None:
+    code, out, _ = call("explain", root, 2)
+    assert code == 0
+    assert "step 2: delta on 0, by the policy 'intermittent'" in out
+    assert "chain:   0 (full) <- 2 (delta)" in out
+    assert "seen:    2 saves since the baseline\n" in out
+    _, found = as_json("explain", root, 2)
+    seen = [cnr.SaveRecord(**each) for each in found["seen"]]
+    assert [each.step for each in seen] == [0, 1]
+    decision = cnr.Intermittent().decide(seen)
+    assert (decision.kind, decision.reason) == (found["kind"], found["reason"])
+    assert found["is_due"] is False
+    assert found["average_bytes"] == sum(each.bytes for each in seen) / 2
+    out = call("explain", root, 0)[1]
+    assert "seen:    no save: it is the first save of its run" in out
+    assert "none yet, without a delta to go by" in call("explain", root, 1)[1]
+
+
+def test_explain_finds_what_was_seen_before_a_full_save(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.Intermittent(max_deltas=2)) as manager:
+        run.run(manager, range(4))
+    code, out, _ = call("explain", tmp_path, 3)
+    assert code == 0 and "max_deltas is 2" in out
+    assert "seen:    3 saves since the baseline, as step 2 lists them" in out
+    for step in (0, 1, 2):
+        shutil.rmtree(tmp_path / f"{step}")
+    assert "is not there any more" in call("explain", tmp_path, 3)[1]
+
+
+def test_diff_counts_rows_and_tells_how_far_they_moved(root: Path) -> None:
+    assert call("diff", root, 2, 2)[0] == 0
+    code, found = as_json("diff", root, 1, 3)
+    assert code == 3
+    by_leaf = {(each["table"], each["leaf"]): each for each in found["leaves"]}
+    assert len(by_leaf) == 4
+    for table in ("user", "item"):
+        old, new = (truth_of(root, step, f"params/{table}") for step in (1, 3))
+        rows = (old != new).any(axis=1)
+        each = by_leaf[table, "table"]
+        assert each["rows"] == len(old)
+        assert each["changed_rows"] == rows.sum() > 0
+        moved = np.linalg.norm((new - old)[rows], axis=1)
+        change = moved / np.linalg.norm(old[rows], axis=1)
+        assert each["mean_change"] == pytest.approx(change.mean(), rel=1e-5)
+        assert each["worst_change"] == pytest.approx(change.max(), rel=1e-5)
+    # Slots of rows that were zero have no relative change.
+    slots = [each for each in found["leaves"] if each["leaf"] != "table"]
+    assert all(each["changed_rows"] > 0 for each in slots)
+    _, out, _ = call("diff", root, 1, 3)
+    assert out.splitlines()[0].split()[:4] == ["table", "leaf", "rows", "changed"]
+
+
+def test_diff_of_blocks_is_that_of_the_whole(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = as_json("diff", root, 0, 3)[1]["leaves"]
+    monkeypatch.setattr("cnr_jax.repository.compare._BLOCK_BYTES", 8 * 4 * 10)
+    for each, other in zip(
+        as_json("diff", root, 0, 3)[1]["leaves"], whole, strict=True
+    ):
+        assert each == pytest.approx(other)
+
+
+# ---- how they end ---------------------------------------------------------------------------
+
+VERBS = {
+    "ls": ["ls"],
+    "show": ["show", "@", "1"],
+    "verify": ["verify"],
+    "explain": ["explain", "@", "1"],
+    "diff": ["diff", "@", "0", "1"],
+}
+
+
+def ending(verb: str, root: Any) -> int:
+    """The exit code of a verb on a root; it says why in one line, also as JSON."""
+    first, *rest = VERBS[verb]
+    words = [str(root) if word == "@" else word for word in [first, *(rest or ["@"])]]
+    code, out, err = call(*words)
+    assert out == "" and err.startswith("cnr-jax: ") and err.count("\n") == 1
+    again, document = as_json(*words)
+    assert again == code
+    assert document["error"]["message"].startswith(err.strip()[len("cnr-jax: ") :])
+    return code
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_no_root_has_exit_codes_of_its_own(
+    root: Path, tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert ending(verb, tmp_path / "nowhere") == 10
+    assert ending(verb, root / "1") == 12
+    assert ending(verb, tmp_path / "empty") == 12
+    assert ending(verb, tmp_path / "file") == 12
+    assert ending(verb, "s3://bucket/run") == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["show", "@", 9], 13, "no step 9 among 4 steps in"),
+        (["explain", "@", 9], 13, "which run from 0 to 3"),
+        (["diff", "@", 0, 9], 13, "no step 9"),
+        (["show", "@", 1, "usr"], 13, "no table 'usr' in step 1; there are user, item"),
+        (["show", "@", "one"], 2, "Invalid value"),
+        (["ls"], 2, "Missing argument"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    root: Path, words: Any, code: int, said: str
+) -> None:
+    got, _, err = call(*(root if word == "@" else word for word in words))
+    assert got == code and said in err
+
+
+def test_damaged_steps_have_an_exit_code(root: Path) -> None:
+    lose(root, 2)
+    code, out, _ = call("show", root, 2)
+    assert code == 14 and "restorable:  no: " in out
+    assert call("show", root, 3)[0] == call("explain", root, 2)[0] == 0
+    assert call("show", root, 2, "user")[0] == 14
+    assert call("diff", root, 2, 3)[0] == 14
+    (root / "2" / "default" / "manifest.json").unlink()
+    assert call("show", root, 2)[0] == call("explain", root, 2)[0] == 14
+    assert call("ls", root)[0] == 0
+    (root / "0" / "default" / "manifest.json").unlink()
+    code, out, _ = call("ls", root)
+    assert code == 4 and "none restores" in out
+
+
+def test_steps_of_orbax_are_listed_and_left_to_it(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as plain:
+        plain.save(7, args=ocp.args.StandardSave({"a": jnp.ones(3)}))
+    code, out, _ = call("ls", tmp_path)
+    assert code == 4 and "by Orbax" in out
+    code, _, err = call("show", tmp_path, 7)
+    assert code == 13 and "was saved by plain Orbax" in err
+
+
+def test_an_interrupt_ends_without_a_traceback(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(roots, "describe", interrupted)
+    assert call("ls", root) == (130, "", "")
+
+
+# ---- as a program ---------------------------------------------------------------------------
+
+
+def test_commands_that_read_manifests_import_neither_jax_nor_orbax(root: Path) -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from cnr_jax.cli.app import app\n"
+        "root = sys.argv[1]\n"
+        "for words in (['ls'], ['ls', '--help'], ['show', 3], ['explain', 3]):\n"
+        "    words = [words[0], root, *map(str, words[1:])]\n"
+        "    assert CliRunner().invoke(app, words).exit_code == 0, words\n"
+        "    found = {'jax', 'orbax', 'tensorstore'} & sys.modules.keys()\n"
+        "    assert not found, (words, found)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(root)], check=True, timeout=240)
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['typer'] = None\n"
+        "from cnr_jax.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        "cnr-jax: typer is not installed; hint: pip install 'cnr-jax[cli]'\n"
+    )
+
+
+def test_colours_are_for_terminals(root: Path) -> None:
+    lose(root, 2)
+    command = [sys.executable, "-m", "cnr_jax", "ls", str(root)]
+    piped = subprocess.run(command, capture_output=True, timeout=240)
+    assert piped.returncode == 0 and b"\x1b" not in piped.stdout + piped.stderr
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(command, stdout=theirs, env=environment) as shown:
+        os.close(theirs)
+        printed = b""
+        while True:
+            try:
+                more = os.read(ours, 4096)
+            except OSError:  # Linux: the other side was closed
+                break
+            if not more:
+                break
+            printed += more
+    os.close(ours)
+    assert shown.returncode == 0
+    assert b"\x1b[31m" in printed  # red: the step that does not restore
+    # Lines are as long as they are, however wide the terminal is.
+    plain = piped.stdout.splitlines()
+    assert any(len(line) > 80 for line in plain)
+    assert len(printed.splitlines()) == len(plain)
