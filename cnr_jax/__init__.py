@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from cnr_jax.repository.description import RootDescription as RootDescription
     from cnr_jax.repository.description import StepDescription as StepDescription
     from cnr_jax.repository.description import TableDescription as TableDescription
+    from cnr_jax.repository.reading import changed_rows as changed_rows
+    from cnr_jax.repository.reading import read_rows as read_rows
     from cnr_jax.repository.upkeep.verify import Problem as Problem
     from cnr_jax.repository.upkeep.verify import verify as verify
     from cnr_jax.rows.lookups import Lookup as Lookup
@@ -59,6 +61,7 @@ _HOMES = {
     "handler": "handler_registry",
     "repository.describe": "describe",
     "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
+    "repository.reading": "changed_rows read_rows",
     "repository.upkeep.verify": "Problem verify",
     "rows.lookups": "Lookup",
     "rows.touched": "Touched init_touched record reset_touched",

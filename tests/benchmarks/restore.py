@@ -103,7 +103,7 @@ def child(params: dict[str, Any], root: Path) -> Figures:
     if params["cold"]:
         harness.drop_cache(path)
     else:
-        _read_all(path)
+        read_all(path)
     with harness.PeakMemory() as memory:
         cpu = time.process_time()
         state, secs = _timed(restore)
@@ -187,7 +187,8 @@ def _check(params: dict[str, Any], got: Any) -> None:
     check_restored(got, want, BITS.get(run["system"]))
 
 
-def _read_all(path: Path) -> None:
+def read_all(path: Path) -> None:
+    """Reads all files, so that they are in memory."""
     for folder, _, names in os.walk(path):
         for name in names:
             with Path(folder, name).open("rb") as file:

@@ -1,0 +1,223 @@
+"""Single rows of a table, and which rows a step holds, read from a root without a manager."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import Manifest, TableEntry
+from cnr_jax.format.names import step_number
+from cnr_jax.repository.arrays import KeptChunks
+from cnr_jax.repository.checked import about
+from cnr_jax.repository.layout import (
+    Place,
+    check_is_root,
+    check_is_there,
+    find_item,
+    open_root,
+    step_directories,
+)
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.replay.picked import picked_rows
+from cnr_jax.repository.step import read_step
+from cnr_jax.repository.step_reader import StepReader, open_chain
+from cnr_jax.state.layouts import layout_from
+
+_SHOWN = 10
+
+
+@overload
+def read_rows(
+    root: str | os.PathLike[str],
+    table: str,
+    ids: Any,
+    step: int | None = None,
+    *,
+    slots: Literal[False] = False,
+    item: str | None = None,
+) -> np.ndarray: ...
+
+
+@overload
+def read_rows(
+    root: str | os.PathLike[str],
+    table: str,
+    ids: Any,
+    step: int | None = None,
+    *,
+    slots: Literal[True],
+    item: str | None = None,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]: ...
+
+
+def read_rows(
+    root: str | os.PathLike[str],
+    table: str,
+    ids: Any,
+    step: int | None = None,
+    *,
+    slots: bool = False,
+    item: str | None = None,
+) -> Any:
+    """Rows of a table as a restore of the step would give them, without reading the others.
+
+    Of each array of the chain the chunks that these rows lie in are read, up to 16 MiB each, and
+    all row ids of the table; every chunk is checked as in a restore. Changes nothing.
+
+    Args:
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        table: name of the table, as `find_tables` was given it.
+        ids: of rows, as `record` takes them: integers in any shape, in any order, also twice.
+        step: to read; None: the newest of the newest branch whose chain is there.
+        slots: whether the rows of its optimizer slots are read too.
+        item: the item of the step; None: the one that holds a checkpoint of this library.
+
+    Returns:
+        The rows, `[*shape of ids, *shape of a row]` in the dtype that was saved. With `slots` a
+        pair: these, and those of the slots by name.
+
+    Raises:
+        OptionError: if there is no such table, or ids are no integers or out of range.
+        NoStepError: if there is no such root or step; it is a FileNotFoundError too.
+        ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root = tempfile.mkdtemp()
+        >>> state = {"user": jnp.arange(12.0).reshape(6, 2)}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> options = cnr.Options(codec="raw")
+        >>> with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> cnr.read_rows(root, "user", [4, 1, 4]).tolist()
+        [[8.0, 9.0], [2.0, 3.0], [8.0, 9.0]]
+    """
+    place = _find(root, step, item)
+    chain = open_chain(place.root, place.directory, place.item)
+    entry = _table(chain[-1].manifest, table, place)
+    wanted = _checked_ids(ids, entry)
+    logical, where = np.unique(wanted.reshape(-1), return_inverse=True)
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    stored = layout.to_physical(logical)
+    order = np.argsort(stored)
+    place_of = np.empty_like(order)
+    place_of[order] = np.arange(len(order))
+    found: dict[str, np.ndarray] = {}
+    for leaf in entry.leaves if slots else entry.leaves[:1]:
+        rows = picked_rows(chain, table, leaf.name, stored[order])
+        taken = rows[place_of[where.reshape(-1)]]
+        found[leaf.name] = taken.reshape((*wanted.shape, *leaf.shape[1:]))
+    rows = found.pop("table")
+    return (rows, found) if slots else rows
+
+
+def changed_rows(
+    root: str | os.PathLike[str], step: int, table: str, *, item: str | None = None
+) -> np.ndarray:
+    """The rows of a table that a step holds itself: of a delta those changed since its parent.
+
+    A full step holds all rows. What the parent is the policy decides: the step before, or the
+    latest full one. Reads manifests and row ids, no rows. Changes nothing.
+
+    Args:
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        step: to look at.
+        table: name of the table.
+        item: the item of the step; None: the one that holds a checkpoint of this library.
+
+    Returns:
+        int64, ids as `record` takes them, sorted.
+
+    Raises:
+        OptionError: if there is no such table.
+        NoStepError: if there is no such root or step; it is a FileNotFoundError too.
+        IntegrityError, FormatError: if what is read is damaged or missing.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root, state = tempfile.mkdtemp(), {"user": jnp.zeros((6, 2))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        ...     state = {"user": state["user"].at[jnp.array([4, 1])].add(1.0)}
+        ...     _ = manager.save(1, args=cnr.args.Save(state))
+        >>> cnr.changed_rows(root, 1, "user").tolist()
+        [1, 4]
+    """
+    place = _find(root, step, item)
+    manifest = read_step(place.root, place.directory, place.item)
+    entry = _table(manifest, table, place)
+    held = np.zeros(entry.padded_rows, bool)
+    with about(place.path):
+        reader = StepReader(place.path, manifest, verify=True, kept=KeptChunks())
+        for leaf in entry.leaves:
+            for process, tile in reader.tiles(table, leaf.name):
+                start, stop = tile.box[0]
+                for segment in tile.segments:
+                    found = reader.positions(process, segment.row_ids, stop - start)
+                    held[start:stop][slice(None) if found is None else found] = True
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    logical = layout.to_logical(np.flatnonzero(held))
+    return np.sort(logical[logical < entry.rows])
+
+
+def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
+    """Where a step lies; None: the newest that can be restored as far as manifests tell."""
+    path = open_root(root)
+    check_is_there(path)
+    check_is_root(path)
+    item = item or find_item(path)
+    if item is None:
+        raise errors.NoStepError(
+            f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax",
+            path=str(path),
+        )
+    steps = {name: step_number(name) for name in step_directories(path)}
+    named = [name for name, number in steps.items() if number == step]
+    if step is not None and not named:
+        raise errors.NoStepError(
+            f"step {step!r} does not exist in {os.fspath(path)}\n"
+            f"  steps: {', '.join(map(str, sorted(steps.values()))) or 'none'}",
+            path=os.fspath(path),
+        )
+    if len(named) == 1:
+        return Place(path, named[0], item)
+    ledger = Ledger.load(path, item)
+    found = ledger.restorable() if step is None else [ledger.by_step(step)]
+    newest = found[-1] if found else None
+    if newest is None:
+        lines = [f"no step in {os.fspath(path)} can be read"]
+        lines += [f"{name}: {why}" for name, why in sorted(ledger.unreadable.items())]
+        raise errors.NoStepError("\n  ".join(lines[:_SHOWN]), path=os.fspath(path))
+    return Place(path, newest.directory, item)
+
+
+def _table(manifest: Manifest, table: str, place: Place) -> TableEntry:
+    for entry in manifest.tables:
+        if entry.name == table:
+            return entry
+    known = ", ".join(repr(entry.name) for entry in manifest.tables[:_SHOWN])
+    raise errors.OptionError(
+        f"step {place.directory} of {os.fspath(place.root)} has no table {table!r}\n"
+        f"  got {table!r}, expected one of {known or 'none'}"
+    )
+
+
+def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
+    """Row ids as they were given, int64; all of them are rows of the table."""
+    given = np.asarray(ids)
+    if given.size and given.dtype.kind not in "iu":
+        raise errors.OptionError(
+            f"row ids of table {entry.name!r} are {given.dtype}, expected integers"
+        )
+    wrong = np.argwhere((given < 0) | (given >= entry.rows)) if given.size else []
+    if len(wrong):
+        first = tuple(int(at) for at in wrong[0])
+        raise errors.OptionError(
+            f"{len(wrong):,} row ids of table {entry.name!r} are out of range\n"
+            f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}"
+        )
+    return given.astype(np.int64)

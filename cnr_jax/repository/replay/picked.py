@@ -1,0 +1,117 @@
+"""Single rows of a leaf, each from the newest checkpoint of a chain that holds it.
+
+Where a restore reads all of a region and lets later rows take the places of earlier ones, this
+goes from the newest checkpoint back, and reads of each only the chunks of rows not found yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from cnr_jax.format.tiles import Box, Segment
+from cnr_jax.repository.arrays import SMALL_READ_BYTES
+from cnr_jax.repository.replay.encoded import Encoding, shared_columns, split_columns
+from cnr_jax.repository.replay.on_host import Decoding, decode_all
+from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.rows.codecs import Part
+
+
+def picked_rows(
+    chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray
+) -> np.ndarray:
+    """Rows of a leaf, decoded on the host; those that nothing holds are zeros.
+
+    Args:
+        chain: the full checkpoint first.
+        table: name of the table.
+        leaf: `"table"`, or the name of a slot.
+        stored: where the rows lie in the stored array, int64, sorted, none twice.
+
+    Returns:
+        `[len(stored), *shape of a row]`, of the dtype that was saved.
+
+    Raises:
+        IntegrityError: if data of these rows is missing or damaged.
+        FormatError: if segments do not fit their codecs.
+    """
+    entry = next(x for x in chain[0].tables[table].leaves if x.name == leaf)
+    out = np.zeros((len(stored), *entry.shape[1:]), chain[0].dtypes[table, leaf])
+    items: list[Decoding] = []
+    whole = tuple((0, size) for size in entry.shape)
+    for piece in split_columns(chain, table, leaf, whole):
+        columns = (slice(start, stop) for start, stop in piece[1:])
+        items += _decodings(chain, table, leaf, stored, piece, out[:, *columns])
+    decode_all(items)
+    return out
+
+
+def _decodings(
+    chain: Sequence[StepReader],
+    table: str,
+    leaf: str,
+    stored: np.ndarray,
+    piece: Box,
+    out: np.ndarray,
+) -> Iterator[Decoding]:
+    """The encoded rows of a piece, of which each tile has all columns or none."""
+    left = np.ones(len(stored), bool)
+    for reader in reversed(chain):
+        dtype = reader.dtypes[table, leaf]
+        for process, tile in reader.tiles(table, leaf):
+            columns = shared_columns(tile.box[1:], piece[1:])
+            if columns is None or not left.any():
+                continue
+            start, stop = tile.box[0]
+            first, last = np.searchsorted(stored, (start, stop))
+            trailing = tuple(b - a for a, b in tile.box[1:])
+            # Of segments of a tile the later one counts.
+            for segment in reversed(tile.segments):
+                at = first + np.flatnonzero(left[first:last])
+                if not len(at):
+                    break
+                index = stored[at] - start
+                held = reader.positions(process, segment.row_ids, stop - start)
+                if held is not None:
+                    found = np.searchsorted(held, index)
+                    is_held = found < len(held)
+                    is_held[is_held] = held[found[is_held]] == index[is_held]
+                    index, at = found[is_held], at[is_held]
+                if not len(at):
+                    continue
+                left[at] = False
+                codec = reader.codec(process, segment.codec)
+                encoding = Encoding(codec, trailing, columns, dtype)
+                parts = {
+                    name: _read(reader, process, segment, name, part, index)
+                    for name, part in encoding.parts.items()
+                }
+                yield Decoding(encoding, parts, len(at), out, at)
+
+
+def _read(
+    reader: StepReader,
+    process: int,
+    segment: Segment,
+    name: str,
+    part: Part,
+    index: np.ndarray,
+) -> np.ndarray:
+    """A part of the rows `index` of a segment, sorted: `[len(index), part.width]`.
+
+    Chunks without any of them are not read.
+    """
+    array, offset = reader.part(process, segment, name, part)
+    chunk = reader.processes[process].arrays[segment.parts[name].array].chunk
+    begins = offset + index * part.width
+    first, last = begins // chunk, (begins + part.width - 1) // chunk
+    # So few bytes at a time are cut from chunks that are kept.
+    block = index * part.width * part.dtype.itemsize // SMALL_READ_BYTES
+    cuts = np.flatnonzero((first[1:] > last[:-1]) | (block[1:] != block[:-1])) + 1
+    found: list[np.ndarray] = []
+    for some in np.split(index, cuts):
+        low, high = int(some[0]), int(some[-1]) + 1
+        read = array.read(offset + low * part.width, offset + high * part.width)
+        found.append(read.reshape(-1, part.width)[some - low])
+    return np.concatenate(found)
