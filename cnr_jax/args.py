@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
@@ -66,26 +68,110 @@ class Save(ocp.args.CheckpointArgs):
 class Restore(ocp.args.CheckpointArgs):
     """What to restore.
 
+    Tables go by name and rows by number, unless `rename` and `ids` say otherwise; slots go with
+    the rows of their table. Unless all tables come back exactly, as the checkpoint holds them,
+    the next save is full.
+
     Attributes:
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
             None: everything as nested dicts by path, on one device.
         tables: where the tables are in `state`, if not where the manager's are. A manager without
             any takes them where they were when they were saved.
-        partial: restore what both the checkpoint and `state` have. Leaves that only `state`
-            has must be concrete and are kept. Unless all tables come back exactly, the
-            next save is full.
+        partial: restore what both the checkpoint and `state` have. Leaves, and rows of tables,
+            that only `state` has must be concrete and keep their values.
         cast: restore tables and slots in the dtypes of `state` also where these cannot hold
             all values, converted as `astype` does, with a warning. Without it only wider
             dtypes of the same kind are taken, such as float32 for bfloat16.
+        rename: names in `state` of tables that have another one in the checkpoint,
+            `{"old": "new"}`. None as the new name leaves a table out.
+        ids: by name of a table in `state`, integer[rows]: the row of the checkpoint that each
+            row takes, where -1 keeps the value of `state`. A row may be taken more than once, or
+            not at all. With several processes alike on all of them.
+
+    Raises:
+        OptionError: if `rename` or `ids` are of another form, or come without a state.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> old, root = {"user": jnp.arange(4.0)[:, None]}, tempfile.mkdtemp()
+        >>> with cnr.CheckpointManager(root, tables=cnr.find_tables(old, ["user"])) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(old))
+        >>> new = {"user": jnp.full((6, 1), -1.0)}
+        >>> tables = cnr.find_tables(new, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     grown = manager.restore(0, args=cnr.args.Restore(new, partial=True))
+        ...     ids = {"user": [3, 3, -1, 0, 1, 2]}
+        ...     moved = manager.restore(0, args=cnr.args.Restore(new, ids=ids))
+        >>> grown.state["user"][:, 0].tolist()
+        [0.0, 1.0, 2.0, 3.0, -1.0, -1.0]
+        >>> moved.state["user"][:, 0].tolist()
+        [3.0, 3.0, -1.0, 0.0, 1.0, 2.0]
     """
 
     state: Any = None
     tables: Tables | None = None
     partial: bool = False
     cast: bool = False
+    rename: Mapping[str, str | None] | None = dataclasses.field(
+        default=None, kw_only=True
+    )
+    ids: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
     # An `Attempt` of a manager of ours, which goes on from it once all of it has succeeded.
     _attempt: Any = dataclasses.field(
         default=None, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the form of `rename` and `ids`; takes `ids` as int64 on the host."""
+        for name in ("rename", "ids"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise errors.OptionError(
+                    f"{name} is {type(given).__name__}, expected a dict by name of a table\n"
+                    f"  hint: Restore(state, {_FORMS[name]})"
+                )
+            if given and self.state is None:
+                raise errors.OptionError(
+                    f"{name} is given without a state, whose tables it is about\n"
+                    f"  hint: Restore(state, {_FORMS[name]})"
+                )
+        for old, new in (self.rename or {}).items():
+            if not isinstance(old, str) or not isinstance(new, str | None):
+                raise errors.OptionError(
+                    f"rename is from a name to a name or None, got {old!r} to {new!r}\n"
+                    f"  hint: Restore(state, {_FORMS['rename']})"
+                )
+        if self.ids is not None:
+            self.ids = {name: _row_ids(name, given) for name, given in self.ids.items()}
+
+
+_FORMS = {
+    "rename": 'rename={"old": "new"}',
+    "ids": 'ids={"user": ids}, ids[i]: the row of the checkpoint that row i takes',
+}
+
+
+def _row_ids(table: str, given: Any) -> np.ndarray:
+    """Row ids on the host, int64.
+
+    Raises:
+        OptionError: if they are no list of integers, or not on this process.
+    """
+    got = ""
+    if isinstance(given, jax.Array) and not (
+        given.is_fully_addressable or given.is_fully_replicated
+    ):
+        got = "an array that is on several processes"
+    else:
+        found = np.asarray(given)
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            if found.dtype == np.uint64:  # else the largest of them would be -1
+                found = np.minimum(found, np.uint64(np.iinfo(np.int64).max))
+            return found.astype(np.int64, copy=False)
+        got = f"{found.dtype}{list(found.shape)}"
+    raise errors.OptionError(
+        f"ids of table {table!r} are {got}, expected integers[rows]\n"
+        f"  hint: Restore(state, {_FORMS['ids']})"
     )
 
 
@@ -228,7 +314,7 @@ def attempted_args(args: ocp.args.CheckpointArgs, attempt: Any) -> Any:
     composite = isinstance(args, ocp.args.Composite)
     for each in args.values() if composite else (args,):
         if isinstance(each, Restore):
-            own = Restore(each.state, each.tables, each.partial, each.cast)
+            own = dataclasses.replace(each)
             own._attempt = attempt
             args = _replaced(args, each, own)
     return args

@@ -348,13 +348,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         def read() -> tuple[ReadBack, Ledger | None]:
             found = read_back(
-                place,
-                args.state,
-                args.tables or self.tables,
-                self._dense,
-                partial=args.partial,
-                cast=args.cast,
-                verify=self.options.verify_reads,
+                place, args, self.tables, self._dense, verify=self.options.verify_reads
             )
             return found, self.writer.ledger_to_be(place)
 

@@ -148,7 +148,7 @@ def restored(
     table: str,
     leaf: str,
     target: leaves.Target,
-    abstract: jax.ShapeDtypeStruct,
+    abstract: leaves.Abstract,
 ) -> jax.Array:
     (array,) = leaves.restore_leaves(chain, [(table, leaf, target, abstract)])
     return array
@@ -233,6 +233,34 @@ def test_rows_that_nothing_holds_are_positive_zeros(
     )
     got = restored(chain, "user", "table", target, abstract)
     assert np.asarray(got).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("spec", ["both", "one"])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_take_none_have_the_values_of_the_array_that_is_given(
+    root: Path, way: str, spec: str, take: Callable[[str], None]
+) -> None:
+    """Some devices hold old rows, some new ones, some both; rows of the chain go anywhere."""
+    take(way)
+    chain = open_chain(epath.Path(root), str(len(STEPS) - 1), "default")
+    rng = np.random.default_rng(0)
+    entry = chain[0].tables["user"]
+    stored = replayed(chain, "user", "table")
+    count = 2 * entry.rows - 8
+    where = (
+        SingleDeviceSharding(jax.devices()[3]) if spec == "one" else sharding(spec, 2)
+    )
+    grown = np.where(np.arange(count) < entry.rows, np.arange(count), -1)
+    for taken in (None, rng.integers(-1, entry.rows, count)):
+        target = dataclasses.replace(target_of(entry, count), rows=count, taken=taken)
+        values = rng.normal(size=(count, SHAPES["user"][1])).astype(np.float32)
+        own = jax.device_put(values, where)
+        got = restored(chain, "user", "table", target, own)
+        ids = grown if taken is None else taken
+        expected = np.where(ids[:, None] < 0, values, stored[ids])
+        assert got.sharding == where
+        assert np.asarray(got).tobytes() == expected.tobytes()
+        assert np.asarray(own).tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("way", WAYS)

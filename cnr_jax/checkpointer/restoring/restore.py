@@ -17,7 +17,13 @@ from etils import epath
 from jax.sharding import Sharding
 
 from cnr_jax import errors
-from cnr_jax.args import DEFAULT_ITEM, attempted_args, reads_state, restore_args
+from cnr_jax.args import (
+    DEFAULT_ITEM,
+    Restore,
+    attempted_args,
+    reads_state,
+    restore_args,
+)
 from cnr_jax.checkpointer.listing import Listing, StepChooser
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
@@ -204,23 +210,20 @@ class ReadBack:
 
 def read_back(
     place: Place,
-    state: Any,
+    args: Restore,
     tables: Tables | None,
     dense: DenseStore,
     *,
-    partial: bool,
-    cast: bool,
     verify: bool,
 ) -> ReadBack:
     """Reads a step and all it rests on; nothing is communicated between processes.
 
     Args:
         place: of the item.
-        state: what is asked for; None for everything, by path, on one device.
-        tables: where the tables are in `state`; None: where they were when it was saved.
+        args: what is asked for; without a state everything, by path, on one device.
+        tables: where the tables are in the state, if `args` does not say it; None: where they
+            were when it was saved.
         dense: reads what is not a table.
-        partial: restore what both the checkpoint and `state` have.
-        cast: convert tables also to dtypes that cannot hold all values.
         verify: compare every chunk with the manifest.
 
     Raises:
@@ -230,6 +233,7 @@ def read_back(
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
     seal = chain[-1].check_dense()
     manifest = chain[-1].manifest
+    state, tables = args.state, args.tables or tables
     everything = state is None
     if everything:
         tables = tables_of(manifest)
@@ -237,9 +241,7 @@ def read_back(
     elif tables is None:
         tables = tables_in(manifest, state)
     check_tables(tables)
-    wanted = match.match(
-        manifest, state, tables, partial=partial, cast=cast, step=place.directory
-    )
+    wanted = match.match(manifest, state, tables, args, place.directory)
     return ReadBack(
         chain=chain,
         state=state,
@@ -346,7 +348,9 @@ def resume(
     if not writer.is_at(place.root, place.item):
         return  # restored from elsewhere: no parent here
     saved = {entry.name: entry for entry in manifest.tables}
-    exact = found.wanted.exact and saved == {entry.name: entry for entry in tables}
+    exact = found.wanted.tables.exact and saved == {
+        entry.name: entry for entry in tables
+    }
     # What was found by other means may be more, or less, than will be.
     ways = {manifest.tracking, tracker.mode(touched)}
     exact = exact and (len(ways) == 1 or "fingerprint" not in ways)
@@ -356,7 +360,7 @@ def resume(
             found.arrays,
             touched,
             lambda rows: restored_stamps(
-                chain, rows.table, found.wanted.targets[rows.table], rows.rows
+                chain, rows.table, found.wanted.tables.targets[rows.table], rows.rows
             ),
         )
     entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]

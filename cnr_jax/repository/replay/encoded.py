@@ -1,4 +1,4 @@
-"""Which stored rows fall into a region of a leaf, where they go, and how they are encoded.
+"""Which stored rows a region of a leaf takes, where they go, and how they are encoded.
 
 Arithmetic on tiles, row ids and layouts: of arrays, nothing but row ids is read here.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,41 +17,76 @@ from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Box, Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
-from cnr_jax.state.layouts import RowLayout, layout_from
+from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
-RowMap = Callable[[np.ndarray], np.ndarray]
+# Regions of a table of which it is kept where their rows come from: those of its next leaf, most
+# often. Bounds host memory.
+_KEPT_REGIONS = 16
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Target:
-    """A table as it is wanted: how many rows, and where logical rows lie.
+    """A table as it is wanted: how many rows, where they lie, and which stored rows they take.
 
     Attributes:
-        rows: logical rows; equal to the checkpoint's.
+        rows: logical rows.
         layout: may differ from the checkpoint's.
-        padded_rows: stored rows; may differ too. New padding is zero.
+        padded_rows: stored rows; may differ too.
+        taken: integer[rows], the checkpoint's logical row that each logical row takes, -1: none;
+            None: each takes the row of its own number, as far as the checkpoint has it.
     """
 
     rows: int
     layout: RowLayout
     padded_rows: int
+    taken: np.ndarray | None = None
+    _origins: dict[Any, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def unmoved(self, entry: TableEntry) -> int | None:
+        """How many of the first rows lie where they are stored, the others taking none.
+
+        None: rows move, and `origins` tells from where.
+        """
+        saved = _layout(entry)
+        if self.taken is not None or saved != self.layout:
+            return None
+        if (entry.rows, entry.padded_rows) == (self.rows, self.padded_rows):
+            return self.padded_rows
+        return min(entry.rows, self.rows) if saved == Identity() else None
+
+    def origins(
+        self, entry: TableEntry, rows: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The stored rows that rows `rows[0]` to `rows[1]` take, and which of them takes each.
+
+        Returns:
+            Stored rows, sorted, one for each that takes it; and rows relative to `rows[0]`.
+            Rows that take none, padding among them, are not there.
+        """
+        saved = _layout(entry)
+        key = saved, entry.rows, rows
+        if key not in self._origins:
+            if len(self._origins) == _KEPT_REGIONS:
+                self._origins.clear()
+            logical = self.layout.to_logical(np.arange(*rows))
+            known = logical < self.rows
+            taken = np.where(known, logical, -1)
+            if self.taken is not None:
+                taken[known] = self.taken[logical[known]]
+            at = np.flatnonzero((taken >= 0) & (taken < entry.rows))
+            stored = saved.to_physical(taken[at])
+            order = np.argsort(stored, kind="stable")
+            largest = max(entry.padded_rows, self.padded_rows)
+            dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+            self._origins[key] = stored[order].astype(dtype), at[order].astype(dtype)
+        return self._origins[key]
 
 
-def placement(entry: TableEntry, target: Target) -> RowMap | None:
-    """Maps stored rows to wanted ones, -1 for padding; None where they are the same."""
-    saved = layout_from(entry.layout.name, entry.layout.configuration)
-    if saved == target.layout and entry.padded_rows == target.padded_rows:
-        return None
-
-    def place(stored: np.ndarray) -> np.ndarray:
-        logical = saved.to_logical(stored)
-        known = logical < min(entry.rows, target.rows)
-        return np.where(
-            known, target.layout.to_physical(np.where(known, logical, 0)), -1
-        )
-
-    return place
+def _layout(entry: TableEntry) -> RowLayout:
+    return layout_from(entry.layout.name, entry.layout.configuration)
 
 
 def overlap(
@@ -58,19 +94,22 @@ def overlap(
     process: int,
     tile: Tile,
     segment: Segment,
-    place: RowMap | None,
+    target: Target,
     rows: tuple[int, int],
 ) -> tuple[Index, Index]:
-    """Which rows of a segment fall into `rows`, and where they go.
+    """Which rows of a segment rows `rows[0]` to `rows[1]` of a target take, and where they go.
 
     Returns:
-        Sorted indices into the segment, and rows relative to `rows[0]`; slices where they
-        are runs.
+        Sorted indices into the segment, more than one of a row that several take; and rows
+        relative to `rows[0]`. Slices where they are runs.
     """
+    entry = reader.tables[tile.table]
     start, stop = tile.box[0]
     positions = reader.positions(process, segment.row_ids, stop - start)
-    if place is None:
-        first, last = max(start, rows[0]) - start, min(stop, rows[1]) - start
+    unmoved = target.unmoved(entry)
+    if unmoved is not None:
+        first = max(start, rows[0]) - start
+        last = min(stop, rows[1], unmoved) - start
         if first >= last:
             return slice(0, 0), slice(0, 0)
         shift = start - rows[0]
@@ -79,10 +118,17 @@ def overlap(
         # Positions are sorted, so those within a range are a run.
         first, last = np.searchsorted(positions, (first, last)).tolist()
         return slice(first, last), positions[first:last] + shift
-    stored = np.arange(start, stop) if positions is None else positions + start
-    wanted = place(stored)
-    index = np.flatnonzero((wanted >= rows[0]) & (wanted < rows[1]))
-    return index, wanted[index] - rows[0]
+    stored, at = target.origins(entry, rows)
+    if positions is None:
+        # In their own dtype, else numpy copies them all.
+        first, last = np.searchsorted(stored, np.array((start, stop), stored.dtype))
+        return stored[first:last] - np.int64(start), at[first:last]
+    held = (positions + start).astype(stored.dtype)
+    first, last = np.searchsorted(stored, held), np.searchsorted(stored, held, "right")
+    times = last - first
+    index = np.repeat(np.arange(len(held)), times)
+    earlier = np.cumsum(times) - times
+    return index, at[np.arange(len(index)) + np.repeat(first - earlier, times)]
 
 
 def shared_columns(tile: Box, region: Box) -> tuple[tuple[int, int], ...] | None:
@@ -196,13 +242,17 @@ class Merged:
 
     Attributes:
         encoding: of the rows in `parts`.
-        parts: `[rows, width of the part]`, aligned; of no meaning where a patch has the row.
+        parts: `[rows, width of the part]`, aligned; of no meaning where a patch has the row, or
+            it is left.
         patches: the other rows, no row in two of them; one patch for each encoding.
+        left: rows that nothing holds, for what is wanted to fill in itself; empty where they are
+            a patch of zeros.
     """
 
     encoding: Encoding
     parts: Mapping[str, np.ndarray]
     patches: tuple[Patch, ...]
+    left: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,7 +285,7 @@ def held_rows(
     found: list[Held] = []
     for reader in chain:
         dtype = reader.dtypes[table, leaf]
-        place = placement(reader.tables[table], target)
+        moved = target.unmoved(reader.tables[table]) is None
         for process, tile in reader.tiles(table, leaf):
             columns = shared_columns(tile.box[1:], box[1:])
             if columns is None:
@@ -244,10 +294,10 @@ def held_rows(
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
                 stored, encoding = _encodings(codec, trailing, columns, dtype)
-                if place is not None:  # row by row: lists of them all are made
+                if moved:  # row by row: lists of them all are made
                     count = reader.count(process, segment.row_ids)
                     _check_stored(reader, process, segment, stored, 0, count)
-                index, at = overlap(reader, process, tile, segment, place, box[0])
+                index, at = overlap(reader, process, tile, segment, target, box[0])
                 if not length(index):
                     continue
                 rows = (

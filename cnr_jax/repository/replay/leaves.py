@@ -29,13 +29,13 @@ from cnr_jax.repository.replay.encoded import (
     Merged,
     Target,
     overlap,
-    placement,
 )
 from cnr_jax.repository.replay.on_host import Decoding, decode_all, decodings, host_rows
 from cnr_jax.repository.replay.regions import (
     Region,
     WantedLeaf,
     columns_in,
+    fill,
     global_array,
     local_boxes,
     region_of,
@@ -55,19 +55,22 @@ HOST_BYTES = 4 << 30
 # Decoded bytes of leaves that are put together at a time. Their encoded rows are all in memory,
 # and before a batch is decoded nothing of it is on its device.
 BATCH_BYTES = 128 << 20
+# Of an array that is put together: shape, dtype and sharding.
+Abstract = jax.ShapeDtypeStruct | jax.Array
 
 
 def restore_leaves(
     chain: Sequence[StepReader],
-    wanted: Sequence[tuple[str, str, Target, jax.ShapeDtypeStruct]],
+    wanted: Sequence[tuple[str, str, Target, Abstract]],
 ) -> list[jax.Array]:
     """Leaves of tables, sharded as it is said. May return before they are decoded.
 
     Args:
         chain: the checkpoints to replay, the full one first.
-        wanted: for each leaf the name of its table; `"table"` or the name of a slot; rows and
-            layout that are wanted; and shape, dtype and sharding, where `shape[0]` is the
-            target's `padded_rows`.
+        wanted: for each leaf the name of its table in the chain; `"table"` or the name of a slot;
+            rows and layout that are wanted; and shape, dtype and sharding, where `shape[0]` is
+            the target's `padded_rows`. Of an array they come with values: rows that take none of
+            the chain's have those. Else they are zeros.
 
     Raises:
         IntegrityError: if data is missing or damaged.
@@ -80,6 +83,7 @@ def restore_leaves(
             target,
             np.dtype(abstract.dtype),
             chain[0].dtypes[table, name],
+            abstract if isinstance(abstract, jax.Array) else None,
         )
         for table, name, target, abstract in wanted
     ]
@@ -91,13 +95,13 @@ def restore_leaves(
     ]
 
 
-def _is_small(leaf: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> bool:
+def _is_small(leaf: WantedLeaf, abstract: Abstract) -> bool:
     """Whether the regions of a leaf on this process are to be decoded on the host."""
     elements = sum(math.prod(shape_of(box)) for box in host_boxes(abstract))
     return elements * leaf.dtype.itemsize < SMALL_BYTES
 
 
-def _restore_large(wanted: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def _restore_large(wanted: WantedLeaf, abstract: Abstract) -> jax.Array:
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
     arrays: dict[jax.Device, jax.Array] = {}
@@ -121,13 +125,28 @@ def _restore_large(wanted: WantedLeaf, abstract: jax.ShapeDtypeStruct) -> jax.Ar
 def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
     rows = region.rows
     if len(region.pieces) == 1:
-        found = host_rows(leaf.merged(region.box), rows, None)
-        return found.astype(leaf.dtype, copy=False)
+        merged = leaf.merged(region.box)
+        return _finished(leaf, region.box, host_rows(merged, rows, None), merged.left)
     out = aligned_empty(shape_of(region.box), leaf.dtype)
+    left = np.empty(0, np.int64)
     for piece in region.pieces:
         columns = columns_in(region.box, piece)
-        host_rows(leaf.merged(piece), rows, out[:, *columns])
-    return out
+        merged = leaf.merged(piece)
+        host_rows(merged, rows, out[:, *columns])
+        left = (
+            merged.left
+        )  # alike in all pieces: a row is stored with all of its columns
+    return _finished(leaf, region.box, out, left)
+
+
+def _finished(
+    leaf: WantedLeaf, box: Box, rows: np.ndarray, left: np.ndarray
+) -> np.ndarray:
+    """Decoded rows of a region as they are wanted, those that are left filled in."""
+    rows = rows.astype(leaf.dtype, copy=False)
+    if leaf.own is not None and len(left):
+        fill(rows, box, leaf.own, left)
+    return rows
 
 
 def _is_host(device: jax.Device) -> bool:
@@ -161,6 +180,10 @@ def _decoded(
     """Decodes a region on each device of a batch, slab by slab."""
     devices = tuple(device for device, _ in batch)
     region = batch[0][1]
+    own = None
+    if leaf.own is not None:
+        shards = {shard.device: shard.data for shard in leaf.own.addressable_shards}
+        own = [shards[device] for device in devices]
     shape = shape_of(region.box)
     # Piece, first row and number of rows. Slabs of a piece are of one size, so that one program
     # decodes them; the last two may overlap.
@@ -175,17 +198,23 @@ def _decoded(
     out = None if whole else on_device.zeros(devices, shape, leaf.dtype)()
     for piece, start, rows in steps:
         guess = on_device.ProgramKey(
-            devices, region.encodings[piece], rows, (), leaf.dtype, into
+            devices,
+            region.encodings[piece],
+            rows,
+            (),
+            leaf.dtype,
+            into,
+            own is not None,
         )
         on_device.prepare(guess)
         merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
-        program = on_device.program_for(devices, merged, rows, leaf.dtype, into)
+        program = on_device.with_patches(guess, merged)
         if out is not None:
             # One slab is decoded while the next is read; more would pile up.
             out.block_until_ready()
         columns = [s.start for s in columns_in(region.box, region.pieces[piece])]
         at = None if whole else [start, *columns]
-        out = on_device.run(program, merged, out, at)
+        out = on_device.run(program, merged, out, at, own)
     assert out is not None
     return {shard.device: shard.data for shard in out.addressable_shards}
 
@@ -250,7 +279,6 @@ def _rows_in(
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """
     entry = reader.tables[table]
-    place = placement(entry, target)
     done: set[tuple[int, tuple[int, int], int]] = set()
     for leaf in entry.leaves:
         for process, tile in reader.tiles(table, leaf.name):
@@ -258,18 +286,18 @@ def _rows_in(
                 key = (process, tile.box[0], segment.row_ids)
                 if key not in done:
                     done.add(key)
-                    yield overlap(reader, process, tile, segment, place, rows)[1]
+                    yield overlap(reader, process, tile, segment, target, rows)[1]
 
 
 def restore_small(
-    leaves: Sequence[tuple[WantedLeaf, jax.ShapeDtypeStruct]],
+    leaves: Sequence[tuple[WantedLeaf, Abstract]],
 ) -> Iterator[jax.Array]:
     """Small leaves in the order in which they are given, sharded as they are wanted.
 
     Raises:
         IntegrityError: if data is missing or damaged.
     """
-    batch: list[tuple[WantedLeaf, jax.ShapeDtypeStruct]] = []
+    batch: list[tuple[WantedLeaf, Abstract]] = []
     nbytes = 0
     for leaf, abstract in leaves:
         batch.append((leaf, abstract))
@@ -281,7 +309,7 @@ def restore_small(
 
 
 def _batch(
-    leaves: Sequence[tuple[WantedLeaf, jax.ShapeDtypeStruct]],
+    leaves: Sequence[tuple[WantedLeaf, Abstract]],
 ) -> Iterator[jax.Array]:
     main: list[Decoding] = []
     patches: list[Decoding] = []
@@ -292,7 +320,7 @@ def _batch(
     decode_all(main)
     decode_all(patches)
     rows = [
-        {box: region.astype(leaf.dtype, copy=False) for box, region in found.items()}
+        {box: _finished(leaf, box, *region) for box, region in found.items()}
         for (leaf, _), found in zip(leaves, regions, strict=True)
     ]
     yield from placed([abstract for _, abstract in leaves], rows)
@@ -300,24 +328,29 @@ def _batch(
 
 def _region(
     leaf: WantedLeaf, box: Box, main: list[Decoding], patches: list[Decoding]
-) -> np.ndarray:
-    """An array for a region, and in `main` and `patches` what is still to be decoded into it."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """An array for a region, and which of its rows are left.
+
+    Puts into `main` and `patches` what is still to be decoded into it.
+    """
     region = region_of(leaf, box)
     whole = None
     if len(region.pieces) > 1:
         whole = aligned_empty(shape_of(box), leaf.stored_dtype)
-    out = None
+    out = left = None
     for piece in region.pieces:
         into = None if whole is None else whole[:, *columns_in(box, piece)]
-        out, first, then = decodings(leaf.merged(piece), region.rows, into)
+        merged = leaf.merged(piece)
+        out, first, then = decodings(merged, region.rows, into)
         main += first
         patches += then
+        left = merged.left
     out = out if whole is None else whole
-    assert out is not None
-    return out
+    assert out is not None and left is not None
+    return out, left
 
 
-def host_boxes(abstract: jax.ShapeDtypeStruct) -> list[Box]:
+def host_boxes(abstract: Abstract) -> list[Box]:
     """The regions in which an array is put together on the host; see `placed`."""
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
@@ -327,7 +360,7 @@ def host_boxes(abstract: jax.ShapeDtypeStruct) -> list[Box]:
 
 
 def placed(
-    abstract: Sequence[jax.ShapeDtypeStruct],
+    abstract: Sequence[Abstract],
     regions: Sequence[Mapping[Box, np.ndarray]],
 ) -> list[jax.Array]:
     """Arrays on their devices, each from the regions that `host_boxes` names."""

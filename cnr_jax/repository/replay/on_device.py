@@ -35,6 +35,7 @@ class ProgramKey:
         patches: encoding and room for rows of each patch.
         dtype: of the result.
         into: shape of the array that the rows are put into; None: they are the result.
+        fills: whether rows that are left have the values of an array of its own region.
     """
 
     devices: tuple[jax.Device, ...]
@@ -43,6 +44,7 @@ class ProgramKey:
     patches: tuple[tuple[Encoding, int], ...]
     dtype: np.dtype
     into: tuple[int, ...] | None
+    fills: bool = False
 
     @property
     def sharding(self) -> NamedSharding:
@@ -50,14 +52,8 @@ class ProgramKey:
         return NamedSharding(Mesh(np.array(self.devices), ("region",)), P("region"))
 
 
-def program_for(
-    devices: tuple[jax.Device, ...],
-    merged: Sequence[Merged],
-    rows: int,
-    dtype: np.dtype,
-    into: tuple[int, ...] | None,
-) -> ProgramKey:
-    """The program that decodes regions of one encoding, one on each device."""
+def with_patches(program: ProgramKey, merged: Sequence[Merged]) -> ProgramKey:
+    """The program for regions that have patches, one on each device."""
     room: dict[Encoding, int] = {}
     for region in merged:
         for patch in region.patches:
@@ -65,7 +61,7 @@ def program_for(
                 room.get(patch.encoding, 0), _room(len(patch.rows))
             )
     patches = tuple(sorted(room.items(), key=repr))
-    return ProgramKey(devices, merged[0].encoding, rows, patches, dtype, into)
+    return dataclasses.replace(program, patches=patches)
 
 
 def _room(rows: int) -> int:
@@ -95,17 +91,22 @@ def _compile(program: ProgramKey) -> Any:
         patches: tuple[tuple[jax.Array, dict[str, jax.Array]], ...],
         out: jax.Array | None,
         start: jax.Array | None,
+        own: jax.Array | None,
+        left: jax.Array | None,
     ) -> jax.Array:
         rows = _wanted_rows(program.encoding, parts).astype(program.dtype)
         for (encoding, _), (at, patch) in zip(program.patches, patches, strict=True):
             values = _wanted_rows(encoding, patch).astype(program.dtype)
             # Padding goes to a row past the end, which the scatter drops.
             rows = rows.at[at].set(values, mode="drop")
-        if out is None or start is None:
+        first = None if start is None else [start[0, i] for i in range(rows.ndim)]
+        if own is not None and left is not None:
+            if first is not None:
+                own = lax.dynamic_slice(own, first, rows.shape)
+            rows = jnp.where(jnp.expand_dims(left, range(1, rows.ndim)), own, rows)
+        if out is None or first is None:
             return rows
-        return lax.dynamic_update_slice(
-            out, rows, [start[0, i] for i in range(out.ndim)]
-        )
+        return lax.dynamic_update_slice(out, rows, first)
 
     mapped = jax.shard_map(
         decode,
@@ -142,10 +143,14 @@ def _arguments(program: ProgramKey) -> tuple[Any, ...]:
         (array((room,), np.int32), encoded(encoding, room))
         for encoding, room in program.patches
     )
-    if program.into is None:
-        return parts, patches, None, None
-    start = array((1, len(program.into)), np.int32)
-    return parts, patches, array(program.into, program.dtype), start
+    out = start = own = left = None
+    if program.into is not None:
+        out = array(program.into, program.dtype)
+        start = array((1, len(program.into)), np.int32)
+    if program.fills:
+        shape = program.into or (program.rows, *program.encoding.shape)
+        own, left = array(shape, program.dtype), array((program.rows,), np.bool_)
+    return parts, patches, out, start, own, left
 
 
 def run(
@@ -153,20 +158,22 @@ def run(
     merged: Sequence[Merged],
     out: jax.Array | None = None,
     start: Sequence[int] | None = None,
+    own: Sequence[jax.Array] | None = None,
 ) -> jax.Array:
     """Decodes a region on each device.
 
     Args:
-        program: as `program_for` returned it for these regions.
+        program: for these regions, as `with_patches` returned it.
         merged: one region for each device.
         out: what they are put into, donated.
         start: where they go in each device's region of `out`.
+        own: for each device its region of the array that fills in rows that are left.
 
     Returns:
         The regions of all devices, one after the other.
     """
 
-    def put(values: Sequence[np.ndarray]) -> jax.Array:
+    def put(values: Sequence[np.ndarray] | Sequence[jax.Array]) -> jax.Array:
         arrays = [
             jax.device_put(value, device)
             for value, device in zip(values, program.devices, strict=True)
@@ -185,7 +192,14 @@ def run(
     at = None
     if start is not None:
         at = put([np.array([start], np.int32)] * len(merged))
-    return prepare(program).result()(parts, patches, out, at)
+    mine = left = None
+    if program.fills:
+        assert own is not None
+        mine, masks = put(own), np.zeros((len(merged), program.rows), np.bool_)
+        for mask, each in zip(masks, merged, strict=True):
+            mask[each.left] = True
+        left = put(list(masks))
+    return prepare(program).result()(parts, patches, out, at, mine, left)
 
 
 def _put_patch(

@@ -28,6 +28,7 @@ from cnr_jax.repository.replay.encoded import (
     as_array,
     held_rows,
     picked,
+    shared_columns,
     split_columns,
 )
 from cnr_jax.repository.step_reader import StepReader
@@ -47,7 +48,12 @@ _NOBODY = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedLeaf:
-    """The leaf to be restored, and what it is restored from."""
+    """The leaf to be restored, and what it is restored from.
+
+    Attributes:
+        own: an array of the leaf's shape, dtype and sharding, whose values have the rows that
+            nothing holds; None: these are zeros.
+    """
 
     chain: Sequence[StepReader]
     table: str
@@ -55,6 +61,7 @@ class WantedLeaf:
     target: Target
     dtype: np.dtype
     stored_dtype: np.dtype
+    own: jax.Array | None = None
 
     def held(self, box: Box) -> tuple[Held, ...]:
         """What the chain holds of a region."""
@@ -98,11 +105,11 @@ class WantedLeaf:
                 owners.claim(each.at, len(others))
         queue.drain()
         patches = _patches(others, owners)
-        nothing = owners.unclaimed()
-        if len(nothing):
-            # What nothing holds are zeros.
-            patches.append(Patch(empty, nothing, empty.room(len(nothing), np.zeros)))
-        return Merged(main, parts, tuple(_joined(patches)))
+        left = owners.unclaimed()
+        if len(left) and self.own is None:
+            patches.append(Patch(empty, left, empty.room(len(left), np.zeros)))
+            left = left[:0]
+        return Merged(main, parts, tuple(_joined(patches)), left)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +177,28 @@ def columns_in(box: Box, piece: Box) -> tuple[slice, ...]:
     return tuple(
         slice(a - c, b - c) for (a, b), (c, _) in zip(piece[1:], box[1:], strict=True)
     )
+
+
+def fill(out: np.ndarray, box: Box, own: jax.Array, rows: np.ndarray) -> None:
+    """Gives rows of a region the values that they have in an array, a block at a time.
+
+    Args:
+        out: the region.
+        box: of the region: one that a local device holds of `own`, or all of it.
+        own: whose shards are on devices of this process.
+        rows: sorted, relative to the region.
+    """
+    shards = {shard.device: shard.data for shard in own.addressable_shards}
+    step = max(1, BLOCK_BYTES // max(1, out[:1].nbytes))
+    for part, devices in local_boxes(own.sharding, own.shape).items():
+        if shared_columns(part, box) is None:
+            continue
+        values = np.asarray(shards[devices[0]])
+        shift, columns = part[0][0] - box[0][0], columns_in(box, part)
+        first, last = np.searchsorted(rows, (shift, shift + len(values)))
+        for start in range(first, last, step):
+            block = rows[start : min(start + step, last)]
+            out[block, *columns] = values[block - shift]
 
 
 def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
