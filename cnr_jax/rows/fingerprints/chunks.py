@@ -124,8 +124,9 @@ class _Work:
             self._ahead.popleft()()
 
     def finish(self) -> Hashed:
-        for end in self._ahead:
-            end()
+        # Taken off: what is left there would hold this object, and it the leaves of the state.
+        while self._ahead:
+            self._ahead.popleft()()
         hashes = [
             pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             for pieces in (
