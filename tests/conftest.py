@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -58,6 +59,10 @@ from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
+
+# No test may fail because the machine has other work.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Programs of their own: what they import is there when they are run.
 collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
