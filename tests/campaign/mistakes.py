@@ -206,6 +206,12 @@ def one_of_two(
     trainer = system(root, keep=keep)
     newest = trainer.go_on()
     assert newest is not None
+    # Else one may be done before the other begins, which then goes on from its last step.
+    here, there = (root.with_name(f"{root.name}-{n}") for n in (salt, 3 - salt))
+    here.touch()
+    deadline = time.monotonic() + HANGS_AFTER_SECS
+    while not there.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
     for step in range(newest + 1, newest + 1 + TOGETHER):
         _try_save(trainer, step, salt, note)
     _try(trainer.close, note)
