@@ -104,20 +104,7 @@ def describe(
     plain: AnyPath = Path(os.fspath(path)) if is_local(path) else path
     if item is None:
         item = find_item(plain)
-    found: dict[str, _Found] = {}
-    directories = step_directories(plain)
-    with without_collections():
-        for done, directory in enumerate(directories, start=1):
-            each = _look(plain, directory, item)
-            if each is not None and (each.damage or each.spoilt):
-                each = _look(
-                    plain, directory, item
-                )  # it may have been replaced meanwhile
-            if each is not None:
-                found[directory] = each
-            if on_step is not None:
-                on_step(done, len(directories))
-    _drop_removed(plain, found)
+    found = _look_at_all(plain, item, on_step)
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     obstacles = _obstacles(found)
     steps = [
@@ -130,22 +117,44 @@ def describe(
         for name, each in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
-    beside = sorted(entry.name for entry in plain.iterdir())
+    return RootDescription(
+        root=os.fspath(path), item=item, steps=tuple(steps), **_beside(plain)
+    )
+
+
+def _look_at_all(
+    root: AnyPath, item: str | None, on_step: Callable[[int, int], None] | None
+) -> dict[str, _Found]:
+    """The steps of a root by directory, each by itself."""
+    found: dict[str, _Found] = {}
+    directories = step_directories(root)
+    with without_collections():
+        for done, directory in enumerate(directories, start=1):
+            each = _look(root, directory, item)
+            if each is not None and (each.damage or each.spoilt):
+                # It may have been replaced meanwhile.
+                each = _look(root, directory, item)
+            if each is not None:
+                found[directory] = each
+            if on_step is not None:
+                on_step(done, len(directories))
+    _drop_removed(root, found)
+    return found
+
+
+def _beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
+    """What lies in a root beside its steps, as `RootDescription` names it."""
+    beside = sorted(entry.name for entry in root.iterdir())
     removed = [name for name in beside if names.REMOVED_MARK in name]
     unfinished = [name for name in beside if names.TEMPORARY_SUFFIX in name]
     abandoned = [name for name in beside if names.ABANDONED_MARK in name]
-    return RootDescription(
-        root=os.fspath(path),
-        item=item,
-        steps=tuple(steps),
-        # In the order of their marks: what was aside may be removed since.
-        removed=tuple(removed),
-        unfinished=tuple(name for name in unfinished if name not in removed),
-        abandoned=tuple(
-            name for name in abandoned if name not in {*removed, *unfinished}
-        ),
-        earlier_runs=tuple(n for n in beside if n.startswith(names.EARLIER_RUN)),
-    )
+    # In the order of their marks: what was aside may be removed since.
+    return {
+        "removed": tuple(removed),
+        "unfinished": tuple(n for n in unfinished if n not in removed),
+        "abandoned": tuple(n for n in abandoned if n not in {*removed, *unfinished}),
+        "earlier_runs": tuple(n for n in beside if n.startswith(names.EARLIER_RUN)),
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,7 @@ class OrbaxSeams:
         """
         self._manager._finalize_thread.set(None)
         metadata = self._manager._non_blocking_metadata_store
-        # It raises the first of its errors, and keeps the others for the next save. It logs
+        # It raises the first of its errors, and keeps later ones for the next save. It logs
         # each, and takes it off its list before it raises it.
         while metadata._write_futures:
             with contextlib.suppress(Exception):

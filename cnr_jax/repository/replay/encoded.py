@@ -46,7 +46,7 @@ class Target:
     )
 
     def unmoved(self, entry: TableEntry) -> int | None:
-        """How many of the first rows lie where they are stored, the others taking none.
+        """How many of the first rows lie where they are stored, while those after them take none.
 
         None: rows move, and `origins` tells from where.
         """
