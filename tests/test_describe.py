@@ -380,3 +380,14 @@ def test_a_root_is_described_without_jax_orbax_and_tensorstore(root: Path) -> No
         "assert not {'jax', 'orbax', 'tensorstore'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(root)], check=True, timeout=120)
+
+
+def test_a_step_that_looks_damaged_once_is_looked_at_again(
+    tmp_path: Path, tiny_run: Any
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path) as manager:
+        run.run(manager, range(2))
+    fault = Fault("open_read", action="EIO", match="/1/default/manifest.p00000.json")
+    with inprocess.failing(tmp_path, fault):
+        assert [step.restorable for step in cnr.describe(tmp_path).steps] == [True] * 2
