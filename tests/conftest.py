@@ -57,6 +57,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
+from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
 
@@ -263,6 +264,17 @@ def _tiny_state(dtype: Any = np.float32) -> dict[str, Any]:
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is synced: no power fails in a test, and small saves spend their time on it."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are hashed with the same seed always.
+
+    With one drawn anew, in which leaf a row differs is not told of one row in 256.
+    """
+    seed = np.array([1, 2], np.uint32)
+    monkeypatch.setattr(watch, "_draw_seed", lambda: seed)
+    monkeypatch.setattr(rotation, "_draw", lambda: (seed, 3))
 
 
 @pytest.fixture

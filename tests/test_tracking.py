@@ -440,6 +440,7 @@ def test_standard_save_is_refused_with_a_hint(world: Any) -> None:
 # The audit.
 
 
+@pytest.mark.usefixtures("one_seed")
 @pytest.mark.parametrize("staging", ["host", "device"])
 @pytest.mark.parametrize("mode", ["recorded", "audited"])
 def test_row_changed_unrecorded_stops_the_save(
@@ -471,6 +472,7 @@ def test_row_changed_unrecorded_stops_the_save(
     run.check()
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_leaf_and_cause_are_told_apart(world: Any) -> None:
     def message(rows: Any, **changes: Any) -> str:
         run.train(rows, **changes)

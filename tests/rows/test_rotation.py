@@ -95,13 +95,6 @@ def test_rows_are_found_as_often_as_is_said(where: Any) -> None:
     assert abs(missed / times - expected) < 4 * deviation
 
 
-@pytest.fixture
-def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always the same seed: of 256, one does not tell in which leaf a row differs."""
-    drawn = (np.array([1, 2], np.uint32), 3)
-    monkeypatch.setattr(rotation, "_draw", lambda: drawn)
-
-
 @pytest.mark.usefixtures("one_seed")
 def test_last_block_that_overlaps_counts_its_rows_once() -> None:
     _, arrays, tiles = _tables([10], [1])
