@@ -390,7 +390,8 @@ def merge(
     if missing or extra:
         raise errors.StateMismatchError(
             "the leaves given and the abstract state disagree\n"
-            f"  missing: {_few(missing)}\n  without a place: {_few(sorted(extra))}"
+            f"  missing: {few(map('/'.join, missing))}\n"
+            f"  without a place: {few(map('/'.join, sorted(extra)))}"
         )
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, [given[path] for path in wanted])
@@ -410,8 +411,8 @@ def _dense_leaves(
             pending += [((*path, str(key)), child) for key, child in node.items()]
 
 
-def _few(paths: Sequence[tuple[str, ...]]) -> str:
-    shown = [f"{'/'.join(path)}" for path in paths[:4]]
-    return (
-        ", ".join(shown + [f"and {len(paths) - 4} more"] * (len(paths) > 4)) or "none"
-    )
+def few(names: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
+    names = list(names)
+    more = [f"and {len(names) - 4} more"] * (len(names) > 4)
+    return ", ".join(names[:4] + more) or "none"

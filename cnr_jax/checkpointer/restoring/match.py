@@ -1,36 +1,44 @@
-"""From a chain of checkpoints to a train state: what fits where, and what does not.
+"""What of a checkpoint goes where in a train state, and what does not fit.
 
 Everything is compared with the manifest before anything is read, so a state that does not match
 is refused with all its differences at once.
+
+Tables go by name and rows by number, unless `Restore` says otherwise: `rename` for tables, `ids`
+for rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax import errors
 from cnr_jax.args import Restore
-from cnr_jax.checkpointer.restoring.match_tables import MatchedTables, match_tables
-from cnr_jax.format.manifest import DenseLeaf, Manifest
+from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.repository.checked import numpy_dtype
-from cnr_jax.repository.replay.leaves import restore_leaves, restore_stamps
-from cnr_jax.repository.step_reader import StepReader
-from cnr_jax.rows.touched import stamp_sharding
-from cnr_jax.state.table import Tables, flatten_paths, merge, nest
+from cnr_jax.repository.replay.encoded import Target
+from cnr_jax.repository.replay.leaves import Abstract, abstract_of, holds_all
+from cnr_jax.state.layouts import layout_from
+from cnr_jax.state.table import Leaf, Table, Tables, few, flatten_paths
 
 _log = logging.getLogger(__name__)
 _CAST_HINT = (
     ". Values would change in the dtypes of the state: pass those that were saved (64 bits"
     " need jax_enable_x64), or Restore(..., cast=True) to convert values as astype does"
 )
+# What to do about a state that does not match, by whether what both have was asked for.
+_WAY_OUT = {
+    False: "pass the state that was saved, or Restore(..., partial=True) to restore what both"
+    " have",
+    True: "partial=True leaves alone what only one of both has. What both have must match: leave"
+    " such a leaf out of the state, or pass it as it was saved",
+}
 _MOST_HINTS = 4  # of tables that differ alike the first ones say it
 Path = tuple[str, ...]
 
@@ -68,14 +76,14 @@ def match(
         StateMismatchError: with every difference.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
-    found = match_tables(manifest.tables, tables, leaves, args)
+    found = _match_tables(manifest.tables, tables, leaves, args)
     problems, casts = found.problems, found.casts
     if not args.cast:
         problems += casts
     dense, texts = _match_dense(manifest.dense_leaves, leaves, problems, args.partial)
     kept = _kept(leaves, problems, args.partial)
     if problems:
-        hints = list(dict.fromkeys(found.hints or [_way_out(args.partial)]))
+        hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
         raise errors.StateMismatchError(
             f"the state does not match checkpoint {step} ({len(problems)} differences)"
             + "".join(f"\n  {problem}" for problem in problems)
@@ -90,19 +98,6 @@ def match(
             "; ".join(casts),
         )
     return Wanted(tables=found, dense=dense, texts=texts, kept=kept)
-
-
-def _way_out(partial: bool) -> str:
-    """What to do about a state that does not match; `partial`: what both have was asked for."""
-    if partial:
-        return (
-            "partial=True leaves alone what only one of both has. What both have must"
-            " match: leave such a leaf out of the state, or pass it as it was saved"
-        )
-    return (
-        "pass the state that was saved, or Restore(..., partial=True) to restore what both"
-        " have"
-    )
 
 
 def _match_dense(
@@ -167,65 +162,289 @@ def _kept(
     return dict(leaves)
 
 
-def rebuild(
-    chain: Sequence[StepReader], wanted: Wanted
-) -> dict[str, dict[str, jax.Array]]:
-    """The table leaves, by table and leaf name."""
-    found: dict[str, dict[str, jax.Array]] = {}
-    tables = wanted.tables
-    leaves = [
-        (tables.stored[table], leaf, tables.targets[table], abstract)
-        for table, leaf, abstract in tables.leaves
-    ]
-    # What a cast makes of values that do not fit was asked for, and is warned of once.
-    with np.errstate(over="ignore", invalid="ignore"):
-        arrays = restore_leaves(chain, leaves)
-    for (table, leaf, _), array in zip(tables.leaves, arrays, strict=True):
-        found.setdefault(table, {})[leaf] = array
+@dataclasses.dataclass(slots=True)
+class MatchedTables:
+    """The tables of a state, compared with those of a checkpoint.
+
+    Attributes:
+        leaves: to be restored: table, leaf name, and the abstract array; the array of the state
+            if some of its rows keep their values.
+        targets: rows and layout of each table that is restored.
+        stored: name of each of these tables in the checkpoint.
+        exact: these tables are all of the checkpoint's, bit for bit.
+        problems: what does not match.
+        casts: leaves whose dtypes cannot hold all values that are stored.
+        hints: what to do about problems, as far as they are of tables.
+    """
+
+    leaves: list[tuple[str, str, Abstract]] = dataclasses.field(default_factory=list)
+    targets: dict[str, Target] = dataclasses.field(default_factory=dict)
+    stored: dict[str, str] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+    problems: list[str] = dataclasses.field(default_factory=list)
+    casts: list[str] = dataclasses.field(default_factory=list)
+    hints: list[str] = dataclasses.field(default_factory=list)
+
+
+def _match_tables(
+    entries: Sequence[TableEntry],
+    tables: Tables,
+    leaves: dict[Path, Any],
+    args: Restore,
+) -> MatchedTables:
+    """Compares the tables of a state with those of a checkpoint.
+
+    Args:
+        entries: tables of the checkpoint.
+        tables: of the state.
+        leaves: of the state, by path; those that are restored are taken out.
+        args: what is asked for: `partial`, `rename` and `ids`.
+    """
+    found, ids = MatchedTables(), args.ids or {}
+    found.exact = set(tables) == {entry.name for entry in entries}
+    named = _names_in_state(entries, tables, args.rename or {}, found)
+    renamed = _perhaps_renamed(entries, tables, named, leaves)
+    found.problems += _unknown_ids(ids, tables, named)
+    for entry in entries:
+        name = named[entry.name]
+        table = tables.get(name) if name else None
+        # Of a table that is not asked for itself, slots may be.
+        asked = () if not table else table.leaves if args.partial else (table.leaf,)
+        if table is None or not any(leaf.path in leaves for leaf in asked):
+            found.exact = False
+            _match_missing(entry, name, renamed.get(entry.name), args.partial, found)
+            continue
+        found.exact &= table.name == entry.name
+        found.stored[table.name] = entry.name
+        new_rows = _match_rows(entry, table, ids.get(table.name), args.partial, found)
+        _match_leaves(entry, table, new_rows, leaves, args.partial, found)
     return found
 
 
-def read_stamps(
-    chain: Sequence[StepReader], wanted: Wanted, tables: Tables
-) -> tuple[dict[str, Sharding], dict[str, Any]]:
-    """Shardings and values of the stamps under which the next delta is right.
-
-    Tables that were not restored get stamps of zero.
-    """
-    shardings: dict[str, Sharding] = {}
-    stamps: dict[str, Any] = {}
-    found = wanted.tables
-    abstract = {table: array for table, leaf, array in found.leaves if leaf == "table"}
-    for name, table in tables.items():
-        array = abstract.get(name)
-        source = array.sharding if array is not None else table.leaf.sharding
-        source = source or SingleDeviceSharding(jax.local_devices()[0])
-        shardings[name] = stamp_sharding(source, table.leaf.shape)
-        if array is None:
-            stamps[name] = np.zeros(table.padded_rows, np.int32)
-    names = [name for name in tables if name not in stamps]
-    restored = restore_stamps(
-        chain, [(found.stored[n], found.targets[n], shardings[n]) for n in names]
-    )
-    stamps |= dict(zip(names, restored, strict=True))
-    return shardings, stamps
-
-
-def assemble(
-    state: Any,
-    wanted: Wanted,
+def _names_in_state(
+    entries: Sequence[TableEntry],
     tables: Tables,
-    arrays: Mapping[str, Mapping[str, jax.Array]],
-    dense: Mapping[str, Any],
-) -> Any:
-    """The state, in the structure of the one that was asked for.
+    rename: Mapping[str, str | None],
+    found: MatchedTables,
+) -> dict[str, str | None]:
+    """The name that each stored table has in the state; None: it is to be left out."""
+    stored = [entry.name for entry in entries]
+    for old, new in rename.items():
+        if old not in stored:
+            found.problems.append(
+                f"rename: no table {old!r} in the checkpoint, which has {few(map(repr, stored))}"
+            )
+        if new is not None and new not in tables:
+            found.problems.append(
+                f"rename: {old!r} to {new!r}, which is no table of the state: it has"
+                f" {few(map(repr, tables))}"
+            )
+    named = {old: rename.get(old, old) for old in stored}
+    for new in tables:
+        old = [name for name in stored if named[name] == new]
+        if len(old) > 1:
+            found.problems.append(
+                f"rename: tables {' and '.join(map(repr, old))} of the checkpoint would"
+                f" both be {new!r}"
+            )
+            other = next((name for name in old if name not in rename), old[0])
+            found.hints.append(
+                f"rename {other!r} too, or leave it out: rename={{..., {other!r}: None}}"
+            )
+    return named
+
+
+def _perhaps_renamed(
+    entries: Sequence[TableEntry],
+    tables: Tables,
+    named: Mapping[str, str | None],
+    leaves: Collection[Path],
+) -> dict[str, Table]:
+    """Stored tables that the state lacks, each with one like it that the checkpoint lacks."""
+    here = {
+        name
+        for name, table in tables.items()
+        if any(leaf.path in leaves for leaf in table.leaves)
+    }
+    new = [tables[name] for name in tables if name in here - set(named.values())]
+    found: dict[str, Table] = {}
+    for entry in entries:
+        name, leaf = named[entry.name], entry.leaves[0]
+        if name is None or name in here:
+            continue
+        alike = [table for table in new if table.leaf.shape[1:] == leaf.shape[1:]]
+        alike.sort(key=lambda table: table.rows != entry.rows)
+        for table in [table for table in new if table.path == leaf.path] + alike:
+            found.setdefault(entry.name, table)
+    return found
+
+
+def _match_missing(
+    entry: TableEntry,
+    name: str | None,
+    renamed: Table | None,
+    partial: bool,
+    found: MatchedTables,
+) -> None:
+    """Says what is wrong where the state lacks a stored table.
 
     Args:
-        state: abstract or concrete; gives the structure.
-        wanted: as `match` returned it for this state.
-        tables: gives the paths of table leaves.
-        arrays: the table leaves, by table and leaf name.
-        dense: the restored dense leaves as nested dicts.
+        entry: of the table.
+        name: that it would have in the state; None if it is to be left out.
+        renamed: one of the state that it may be. Left out, it would begin anew without a word.
+        partial: whether the state may lack tables.
+        found: to which it is added.
     """
-    rest = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
-    return merge(state, tables, arrays, nest(rest.items()))
+    if name is None or (partial and renamed is None):
+        return
+    if renamed is None:
+        found.problems.append(f"table {entry.name!r}: not in the state")
+        return
+    new = renamed.name
+    hint = (
+        f"if table {entry.name!r} is {new!r} now, Restore(..., rename={{{entry.name!r}:"
+        f" {new!r}}}); Restore(..., partial=True, rename={{{entry.name!r}: None}}) leaves it"
+        " out"
+    )
+    same = renamed.rows == entry.rows or renamed.path == entry.leaves[0].path
+    if partial and not same:
+        _log.warning(
+            "table %r of the checkpoint is left out, and %r keeps the values of the state; %s",
+            entry.name,
+            new,
+            hint,
+        )
+        return
+    found.problems.append(f"table {entry.name!r}: not in the state")
+    found.hints.append(hint)
+
+
+def _unknown_ids(
+    ids: Mapping[str, object], tables: Tables, named: Mapping[str, str | None]
+) -> Iterator[str]:
+    """What is wrong with ids of tables that are not restored."""
+    for name in ids:
+        if name not in tables:
+            new = named.get(name)
+            yield (
+                f"ids: no table {name!r} in the state, which has {few(map(repr, tables))}"
+                + (f"; {name!r} of the checkpoint is {new!r} there" * (new in tables))
+            )
+        elif name not in named.values():
+            yield f"ids: the checkpoint has no table {name!r} to take rows of"
+
+
+def _match_rows(
+    entry: TableEntry,
+    table: Table,
+    ids: np.ndarray | None,
+    partial: bool,
+    found: MatchedTables,
+) -> int:
+    """Says which stored row each row of a table takes; returns how many take none."""
+    where = f"table {table.name!r}"
+    new_rows = max(0, table.rows - entry.rows)
+    if ids is None:
+        if table.rows != entry.rows and not partial:
+            found.problems.append(
+                f"{where}: {entry.rows:,} rows in the checkpoint,"
+                f" {table.rows:,} in the state"
+            )
+            found.hints.append(
+                "Restore(..., partial=True) takes the rows that both have, and keeps the"
+                f" state's values in new ones; with ids={{{table.name!r}: ids}} row i takes"
+                " row ids[i] of the checkpoint, or none for -1"
+            )
+    elif len(ids) != table.rows:
+        found.problems.append(
+            f"{where}: {len(ids):,} ids for {table.rows:,} rows in the state"
+        )
+    else:
+        wrong = np.flatnonzero((ids < -1) | (ids >= entry.rows))
+        if len(wrong):
+            found.problems.append(
+                f"{where}: ids[{wrong[0]}] is {ids[wrong[0]]}, expected a row of the"
+                f" checkpoint, 0 to {entry.rows - 1}, or -1"
+                + f"; {len(wrong):,} ids are out of range"
+                * (len(wrong) > 1)
+            )
+        new_rows = int(np.count_nonzero(ids < 0))
+    found.exact &= ids is None and table.rows == entry.rows
+    found.targets[table.name] = Target(
+        rows=table.rows,
+        layout=table.layout,
+        padded_rows=table.padded_rows,
+        taken=ids,
+    )
+    return new_rows
+
+
+def _match_leaves(
+    entry: TableEntry,
+    table: Table,
+    new_rows: int,
+    leaves: dict[Path, Any],
+    partial: bool,
+    found: MatchedTables,
+) -> None:
+    """Takes the leaves of one table, of which some rows are new, out of `leaves`."""
+    saved = {leaf.name: leaf for leaf in entry.leaves}
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    found.exact &= layout == table.layout and entry.padded_rows == table.padded_rows
+    for leaf in table.leaves:
+        if leaf.path not in leaves:
+            continue
+        if leaf.name not in saved:
+            continue  # stays among the leaves, and is kept or reported there
+        value = leaves.pop(leaf.path)
+        stored = saved.pop(leaf.name)
+        where = "/".join(leaf.path)
+        if value.shape[:1] != leaf.shape[:1]:
+            found.problems.append(
+                f"{where}: {value.shape[0]:,} rows in the state, but"
+                f" {leaf.shape[0]:,} in the tables of this manager: pass"
+                " Restore(..., tables=find_tables(state, ...))"
+            )
+        if value.shape[1:] != stored.shape[1:]:
+            found.problems.append(
+                f"{where}: rows of shape {list(stored.shape[1:])} in the"
+                f" checkpoint, {list(value.shape[1:])} in the state"
+            )
+            found.hints.append(
+                f"to begin table {table.name!r} anew, Restore(..., partial=True,"
+                f" rename={{{entry.name!r}: None}}) leaves the stored one out"
+            )
+        # What JAX makes of it: without x64, 64 bits are cut to 32.
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        if not holds_all(numpy_dtype(stored.dtype), dtype):
+            found.casts.append(
+                f"{where}: {stored.dtype} in the checkpoint, {dtype.name} in the state"
+            )
+        # A chain is of one set of tables: elsewhere in the state is another one.
+        found.exact &= dtype.name == stored.dtype and leaf.path == stored.path
+        wanted = abstract_of(value)
+        if new_rows:
+            wanted = _with_values(value, leaf, new_rows, found)
+        found.leaves.append((table.name, leaf.name, wanted))
+    for name in saved:
+        found.exact = False
+        if not partial:
+            found.problems.append(
+                f"table {entry.name!r}: slot {name!r} is not in the state"
+            )
+
+
+def _with_values(
+    value: Any, leaf: Leaf, new_rows: int, found: MatchedTables
+) -> Abstract:
+    """The leaf of a state whose new rows keep their values, if it has any."""
+    if isinstance(value, np.ndarray):
+        return jax.device_put(value, abstract_of(value).sharding)
+    if isinstance(value, jax.Array) and not value.is_deleted():
+        return value
+    what = "donated" if isinstance(value, jax.Array) else "abstract"
+    found.problems.append(
+        f"{'/'.join(leaf.path)}: {new_rows:,} rows that take none of the checkpoint's, and"
+        f" {what}: pass values for them to keep"
+    )
+    return abstract_of(value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax import errors
 from cnr_jax.args import (
@@ -30,12 +31,12 @@ from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
-from cnr_jax.checkpointer.restoring import match
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
     tables_of,
 )
+from cnr_jax.checkpointer.restoring.match import Wanted, match
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format import names
@@ -47,11 +48,15 @@ from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.lineage.runs import note_restored
-from cnr_jax.repository.replay.leaves import restored_stamps
+from cnr_jax.repository.replay.leaves import (
+    restore_leaves,
+    restore_stamps,
+    restored_stamps,
+)
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.touched import Touched, lineage_hex, seeded
-from cnr_jax.state.table import Tables, check_tables, nest
+from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
+from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +196,7 @@ class ReadBack:
     chain: tuple[StepReader, ...]
     state: Any
     tables: Tables
-    wanted: match.Wanted
+    wanted: Wanted
     arrays: dict[str, dict[str, jax.Array]]
     dense: Any
     stamps: tuple[dict[str, Sharding], dict[str, Any]]
@@ -202,9 +207,7 @@ class ReadBack:
         With several processes each must make this call: they draw the lineage together.
         """
         touched = seeded(self.tables, *self.stamps, len(self.chain) - 1)
-        whole = match.assemble(
-            self.state, self.wanted, self.tables, self.arrays, self.dense
-        )
+        whole = _assemble(self.state, self.wanted, self.tables, self.arrays, self.dense)
         return Restored(whole, touched)
 
 
@@ -241,22 +244,86 @@ def read_back(
     elif tables is None:
         tables = tables_in(manifest, state)
     check_tables(tables)
-    wanted = match.match(manifest, state, tables, args, place.directory)
+    wanted = match(manifest, state, tables, args, place.directory)
     return ReadBack(
         chain=chain,
         state=state,
         tables=tables,
         wanted=wanted,
-        arrays=match.rebuild(chain, wanted),
+        arrays=_rebuild(chain, wanted),
         dense=_restore_dense(dense, chain[-1].directory, wanted, everything, seal),
-        stamps=match.read_stamps(chain, wanted, tables),
+        stamps=_read_stamps(chain, wanted, tables),
     )
+
+
+def _rebuild(
+    chain: Sequence[StepReader], wanted: Wanted
+) -> dict[str, dict[str, jax.Array]]:
+    """The table leaves, by table and leaf name."""
+    found: dict[str, dict[str, jax.Array]] = {}
+    tables = wanted.tables
+    leaves = [
+        (tables.stored[table], leaf, tables.targets[table], abstract)
+        for table, leaf, abstract in tables.leaves
+    ]
+    # What a cast makes of values that do not fit was asked for, and is warned of once.
+    with np.errstate(over="ignore", invalid="ignore"):
+        arrays = restore_leaves(chain, leaves)
+    for (table, leaf, _), array in zip(tables.leaves, arrays, strict=True):
+        found.setdefault(table, {})[leaf] = array
+    return found
+
+
+def _read_stamps(
+    chain: Sequence[StepReader], wanted: Wanted, tables: Tables
+) -> tuple[dict[str, Sharding], dict[str, Any]]:
+    """Shardings and values of the stamps under which the next delta is right.
+
+    Tables that were not restored get stamps of zero.
+    """
+    shardings: dict[str, Sharding] = {}
+    stamps: dict[str, Any] = {}
+    found = wanted.tables
+    abstract = {table: array for table, leaf, array in found.leaves if leaf == "table"}
+    for name, table in tables.items():
+        array = abstract.get(name)
+        source = array.sharding if array is not None else table.leaf.sharding
+        source = source or SingleDeviceSharding(jax.local_devices()[0])
+        shardings[name] = stamp_sharding(source, table.leaf.shape)
+        if array is None:
+            stamps[name] = np.zeros(table.padded_rows, np.int32)
+    names = [name for name in tables if name not in stamps]
+    restored = restore_stamps(
+        chain, [(found.stored[n], found.targets[n], shardings[n]) for n in names]
+    )
+    stamps |= dict(zip(names, restored, strict=True))
+    return shardings, stamps
+
+
+def _assemble(
+    state: Any,
+    wanted: Wanted,
+    tables: Tables,
+    arrays: Mapping[str, Mapping[str, jax.Array]],
+    dense: Mapping[str, Any],
+) -> Any:
+    """The state, in the structure of the one that was asked for.
+
+    Args:
+        state: abstract or concrete; gives the structure.
+        wanted: as `match` returned it for this state.
+        tables: gives the paths of table leaves.
+        arrays: the table leaves, by table and leaf name.
+        dense: the restored dense leaves as nested dicts.
+    """
+    rest = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
+    return merge(state, tables, arrays, nest(rest.items()))
 
 
 def _restore_dense(
     dense: DenseStore,
     directory: AnyPath,
-    wanted: match.Wanted,
+    wanted: Wanted,
     everything: bool,
     seal: Seal,
 ) -> Any:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository.replay import on_device
@@ -57,6 +59,26 @@ HOST_BYTES = 4 << 30
 BATCH_BYTES = 128 << 20
 # Of an array that is put together: shape, dtype and sharding.
 Abstract = jax.ShapeDtypeStruct | jax.Array
+
+
+def abstract_of(value: Any) -> jax.ShapeDtypeStruct:
+    """What a leaf of a state is put together as: on one device, if it does not say where."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def holds_all(stored: np.dtype, wanted: np.dtype) -> bool:
+    """Whether each value of a dtype is one of another of the same kind."""
+    if stored == wanted:
+        return True
+    if jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating):
+        a, b = jnp.finfo(stored), jnp.finfo(wanted)
+        return b.nmant >= a.nmant and b.maxexp >= a.maxexp and int(b.minexp) <= a.minexp
+    kinds = (jnp.integer, jnp.complexfloating)
+    alike = any(all(jnp.issubdtype(d, k) for d in (stored, wanted)) for k in kinds)
+    return alike and np.can_cast(stored, wanted, "safe")
 
 
 def restore_leaves(
