@@ -276,6 +276,8 @@ def test_a_new_run_moves_the_old_steps_into_a_root_of_their_own(
     assert not earlier(root)
     run.run(manager, [99000, 99001, 99002])
     (folder,) = earlier(root)
+    said = [r.getMessage() for r in caplog.records if str(folder) in r.getMessage()]
+    assert len(said) == 1 and "5 steps and folders" in said[0], said
     assert manager.all_steps() == [99000, 99001, 99002]
     assert run_of(root, 99000) != was
     manager.close()

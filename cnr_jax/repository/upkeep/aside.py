@@ -65,26 +65,32 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
         earlier: folder of the root that they are moved into, with what is noted of steps that
             may lack rows; empty: they stay in the root.
     """
-    why = f"left behind as the run went back, makes way for the save of step {aside.directory}"
-    way = (
-        "to have it back, give that folder its name again, {} in the root, while no"
-        " program saves there and no other folder has that name"
-    )
     if earlier:
-        why = f"of an earlier run, makes way for the new run of step {aside.directory}"
-        way = "restore(directory=) and cnr_jax.verify read the folder that it is in"
         (root / earlier).mkdir()
         sync_directory(root)
         suspects.copy(root, root / earlier)
     # Whichever of these last in a power cut: all are noted, and each comes back by itself.
     for name, now in aside.moved:
         (root / name).rename(root / now)
+        if not earlier:
+            _log.warning(
+                "step %s, left behind as the run went back, makes way for the save of step %s:"
+                " it is now %s. Nothing is deleted: to have it back, give that folder its name"
+                " again, %s in the root, while no program saves there and no other folder has"
+                " that name",
+                name,
+                aside.directory,
+                os.fspath(root / now),
+                name,
+            )
+    if earlier:
         _log.warning(
-            "step %s, %s: it is now %s. Nothing is deleted: %s",
-            name,
-            why,
-            os.fspath(root / now),
-            way.format(name),
+            "%d steps and folders of an earlier run make way for the new run, which begins with"
+            " step %s: they are now in %s. Nothing is deleted: restore(directory=) and"
+            " cnr_jax.verify read that folder",
+            len(aside.moved),
+            aside.directory,
+            os.fspath(root / earlier),
         )
     if earlier:
         sync_directory(root / earlier)
