@@ -5,6 +5,7 @@ By default at some moments of each call, evenly spread; at all of them under the
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import signal
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
@@ -99,6 +101,52 @@ def play(run: Any, root: Path, call: Callable[..., None], nth: int) -> Interrupt
     assert cnr.verify(root) == ()
     wait_for_threads()
     return interrupt
+
+
+class InterruptedHandler(ocp.AsyncCheckpointHandler):
+    """Interrupted by Ctrl-C while its item is saved, after Orbax failed to write metadata."""
+
+    manager: Any = None
+
+    async def async_save(self, directory: Any, args: Any) -> None:
+        store = self.manager._non_blocking_metadata_store
+        # Each wait for them raises one of these errors.
+        for name in ("gone", "gone as well", "and this"):
+            store.write(self.manager.directory / name / "metadata", {})
+        raise KeyboardInterrupt
+
+    def save(self, directory: Any, args: Any) -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: Any, args: Any = None) -> None:
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(InterruptedHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class InterruptedItem(ocp.args.CheckpointArgs):
+    pass
+
+
+def test_errors_of_an_interrupted_save_are_not_those_of_the_next(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path / "root") as manager:
+        monkeypatch.setattr(InterruptedHandler, "manager", manager)
+        for step in (1, 2, 3):
+            run.train(step)
+            items = {"default": cnr.args.Save(run.state, run.touched)}
+            if step == 2:
+                items["other"] = InterruptedItem()
+                with pytest.raises(KeyboardInterrupt):
+                    manager.save(step, args=ocp.args.Composite(**items))
+                continue
+            run.truth[step] = run.values()
+            assert manager.save(step, args=ocp.args.Composite(**items))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+        run.check(manager, 3)
 
 
 def wait_for_threads() -> None:
