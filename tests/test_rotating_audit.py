@@ -267,9 +267,11 @@ def test_row_that_is_recorded_before_its_turn_stops_nothing(windows: Run) -> Non
     ("devices", "spec", "staging"),
     [
         (1, P(), "host"),
-        (8, P("r"), "device"),
+        (2, P("r"), "device"),
+        # A compilation of each program for each device.
+        pytest.param(8, P("r"), "device", marks=pytest.mark.slow),
         (4, P("r"), "host"),
-        (4, P(None, "r"), "device"),
+        (2, P(None, "r"), "device"),
         (4, P(), "host"),
     ],
 )
