@@ -361,12 +361,13 @@ def test_a_table_grows_twice(tmp_path: Path, unsynced: None) -> None:
 
 @pytest.fixture(scope="module")
 def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step without its rows: whoever reads more than manifests comes to an IntegrityError."""
+    """A step of manifests alone: whoever reads more of it comes to an IntegrityError."""
     root = tmp_path_factory.mktemp("unreadable") / "root"
     state = make_state({"user": ROWS, "item": 16})
     with opened(root, tables_of(state)) as manager:
         manager.save(0, args=cnr.args.Save(state))
-    shutil.rmtree(next(root.glob("0/default/rows.p00000")))
+    for folder in ("rows.p00000", "dense"):
+        shutil.rmtree(root / "0" / "default" / folder)
     return root
 
 

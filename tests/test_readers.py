@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax.testing import inprocess
 
+from .conftest import flip
+
 USER, ACC = ("params", "user", "embedding"), ("acc", "user", "embedding")
 
 
@@ -158,6 +160,26 @@ def test_rows_of_another_layout_come_as_they_are_stored(tmp_path: Path) -> None:
 def test_what_does_not_match_is_named(reader: Any, wanted: Any, said: str) -> None:
     with pytest.raises(cnr.errors.StateMismatchError, match=said):
         reader.restore(2, args=cnr.args.Restore(wanted, partial=True))
+
+
+def test_no_dense_file_is_read_before_the_state_fits_nor_for_tables_alone(
+    saved: Any, reader: Any
+) -> None:
+    dense = [path for path in (saved.root / "2/default/dense").rglob("*")]
+    for path in dense:
+        if path.is_file():
+            flip(path)
+    wanted = only(USER, jax.ShapeDtypeStruct((64, 4), np.float32))
+    found = reader.restore(2, args=cnr.args.Restore(wanted, partial=True)).state
+    np.testing.assert_array_equal(
+        found["params"]["user"]["embedding"], saved.truth[2][key_of(USER)]
+    )
+    with pytest.raises(cnr.errors.StateMismatchError):
+        reader.restore(2, args=cnr.args.Restore(wanted))
+    wanted["w"] = jax.ShapeDtypeStruct((3,), np.float32)
+    for args in (cnr.args.Restore(wanted, partial=True), cnr.args.Restore()):
+        with pytest.raises(cnr.errors.IntegrityError):
+            reader.restore(2, args=args)
 
 
 def tree(root: Path) -> dict[str, tuple[int, ...]]:

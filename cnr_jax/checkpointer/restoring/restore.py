@@ -234,7 +234,6 @@ def read_back(
         StateMismatchError: if the state asked for does not match.
     """
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
-    seal = chain[-1].check_dense()
     manifest = chain[-1].manifest
     state, tables = args.state, args.tables or tables
     everything = state is None
@@ -245,6 +244,10 @@ def read_back(
         tables = tables_in(manifest, state)
     check_tables(tables)
     wanted = match(manifest, state, tables, args, place.directory)
+    # Before rows are read: what is damaged is to be known soon. Who wants some tables alone does
+    # not wait until all of dense/ has been compared with its digests.
+    is_read = bool(wanted.dense) or not args.partial
+    seal = chain[-1].check_dense() if is_read else None
     return ReadBack(
         chain=chain,
         state=state,
@@ -325,14 +328,18 @@ def _restore_dense(
     directory: AnyPath,
     wanted: Wanted,
     everything: bool,
-    seal: Seal,
+    seal: Seal | None,
 ) -> Any:
     """The dense leaves from the files that were checked, if they are still the same.
+
+    None are wanted of files that were not: then `seal` is None.
 
     Raises:
         IntegrityError: if the files have changed, or Orbax cannot read them though they are
             as they were saved.
     """
+    if seal is None:
+        return {}
     try:
         if everything:
             found = dense.restore(directory, None)
