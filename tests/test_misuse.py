@@ -333,16 +333,15 @@ def test_partial_restore_of_what_differs_does_not_advise_a_partial_restore(
 
 
 def test_verify_does_not_call_a_missing_root_well(tmp_path: Path) -> None:
+    message = f"no folder {tmp_path / 'typo'}, so no.*\n.*is the path right"
+    with pytest.raises(errors.NoStepError, match=message) as found:
+        cnr.verify(tmp_path / "typo")
+    assert isinstance(found.value, FileNotFoundError)
+    assert (found.value.kind, found.value.path) == ("no_root", str(tmp_path / "typo"))
     (tmp_path / "file").touch()
-    for name in ("typo", "file"):
-        message = f"no folder {tmp_path / name}, so no.*\n.*is the path right"
-        with pytest.raises(errors.NoStepError, match=message) as found:
-            cnr.verify(tmp_path / name)
-        assert isinstance(found.value, FileNotFoundError)
-        assert (found.value.kind, found.value.path) == (
-            "no_root",
-            str(tmp_path / name),
-        )
+    for read in (cnr.verify, cnr.describe, cnr.CheckpointManager):
+        with pytest.raises(errors.OptionError, match="file is a file"):
+            read(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert cnr.verify(tmp_path / "empty") == ()
 

@@ -26,9 +26,9 @@ from cnr_jax.repository.files import (
     sync_made,
 )
 from cnr_jax.repository.layout import (
+    check_can_be_read,
     check_is_no_file,
     check_is_root,
-    check_is_there,
     find_item,
     step_directories,
 )
@@ -87,10 +87,11 @@ class Listing:
             OptionError: if it can be none.
             OSError: if it cannot be seen or listed.
         """
-        if not writes:
-            check_is_there(self._root)
-        check_is_no_file(self._root)
-        check_is_root(self._root)
+        if writes:
+            check_is_no_file(self._root)
+            check_is_root(self._root)
+        else:
+            check_can_be_read(self._root)
         made = missing_directories(self._root)
         if not writes:
             self._read(item)  # maybe on one process alone, to look at it
@@ -261,8 +262,7 @@ class Listing:
         Raises:
             NoStepError: if it is not.
         """
-        check_is_there(root)
-        check_is_root(root)
+        check_can_be_read(root)
         if step is None:
             return
         try:

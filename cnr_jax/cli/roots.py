@@ -10,8 +10,7 @@ from cnr_jax.cli.printing import progress
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import RootDescription, StepDescription, count_of
 from cnr_jax.repository.layout import (
-    check_is_no_file,
-    check_is_there,
+    check_can_be_read,
     is_checkpoint,
     open_root,
     step_directories,
@@ -29,7 +28,10 @@ def read_root(root: str, item: str | None) -> RootDescription:
         found = describe(root, item=item, on_step=tell)
     beside = found.abandoned + found.earlier_runs + found.unfinished + found.removed
     if not found.steps and not beside:
-        raise _no_checkpoint(found.root)
+        raise errors.OptionError(
+            f"{found.root} is no root: no checkpoint lies in it\n"
+            "  hint: pass the folder that the manager was given"
+        )
     return found
 
 
@@ -38,18 +40,13 @@ def check_root(root: str) -> None:
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it holds no checkpoint, or is a file.
+        OptionError: if it holds no checkpoint, or is a file or a step.
     """
     path = open_root(root)
-    check_is_no_file(path)
-    check_is_there(path)
+    check_can_be_read(path)
     if not any(is_checkpoint(path / name) for name in step_directories(path)):
         # What lies beside steps counts as well.
         read_root(root, None)
-
-
-def _no_checkpoint(root: str) -> errors.OptionError:
-    return errors.OptionError(f"{root} is no root: no checkpoint lies in it")
 
 
 def step_of(found: RootDescription, number: int) -> StepDescription:

@@ -39,9 +39,7 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import (
-    check_is_no_file,
-    check_is_root,
-    check_is_there,
+    check_can_be_read,
     find_item,
     open_root,
     step_directories,
@@ -97,9 +95,7 @@ def describe(
         (0, 'full', 8)
     """
     path = open_root(root)
-    check_is_no_file(path)
-    check_is_there(path)
-    check_is_root(path)
+    check_can_be_read(path)
     # Of plain paths where they can be: joining names to others takes longer than to read.
     plain: AnyPath = Path(os.fspath(path)) if is_local(path) else path
     if item is None:

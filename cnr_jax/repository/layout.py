@@ -200,6 +200,19 @@ def check_is_there(root: AnyPath) -> None:
         )
 
 
+def check_can_be_read(root: AnyPath) -> None:
+    """Checks that a root that is to be read is one: a folder, there, and no step of another root.
+
+    Raises:
+        NoStepError: if there is no such folder.
+        OptionError: if it is a file, or a step.
+        OSError: if that cannot be seen.
+    """
+    check_is_no_file(root)
+    check_is_there(root)
+    check_is_root(root)
+
+
 def step_directories(
     root: AnyPath,
     is_step: Callable[[str], bool] | None = None,

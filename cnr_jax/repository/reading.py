@@ -14,8 +14,7 @@ from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.checked import about
 from cnr_jax.repository.layout import (
     Place,
-    check_is_root,
-    check_is_there,
+    check_can_be_read,
     find_item,
     open_root,
     step_directories,
@@ -80,7 +79,8 @@ def read_rows(
         pair: these, and those of the slots by name.
 
     Raises:
-        OptionError: if there is no such table, or ids are no integers or out of range.
+        OptionError: if there is no such table, or ids are no integers or out of range, or the
+            root is a file, or a step of a root.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
         ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
 
@@ -132,7 +132,7 @@ def changed_rows(
         int64, ids as `record` takes them, sorted.
 
     Raises:
-        OptionError: if there is no such table.
+        OptionError: if there is no such table, or the root is a file, or a step of a root.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
         IntegrityError, FormatError: if what is read is damaged or missing.
 
@@ -167,8 +167,7 @@ def changed_rows(
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
     """Where a step lies; None: the newest that can be restored as far as manifests tell."""
     path = open_root(root)
-    check_is_there(path)
-    check_is_root(path)
+    check_can_be_read(path)
     item = item or find_item(path)
     if item is None:
         raise errors.NoStepError(

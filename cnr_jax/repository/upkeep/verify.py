@@ -19,8 +19,7 @@ from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
 from cnr_jax.repository.layout import (
-    check_is_root,
-    check_is_there,
+    check_can_be_read,
     open_root,
     step_directories,
 )
@@ -86,7 +85,7 @@ def verify(
     Raises:
         NoStepError: if there is no such root; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
-            or it is a step of one.
+            or it is a file, or a step of one.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -102,8 +101,7 @@ def verify(
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
-    check_is_there(path)
-    check_is_root(path)
+    check_can_be_read(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
