@@ -231,7 +231,9 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
         with pytest.raises(errors.OptionError, match=said):
             cnr.read_rows(root, "user", ids)
     for call in (cnr.read_rows, lambda *args: cnr.changed_rows(args[0], 0, args[1])):
-        with pytest.raises(errors.OptionError, match="'usr', expected one of 'user'"):
+        with pytest.raises(
+            errors.OptionError, match=r"'usr' in step \d, expected one of"
+        ):
             call(root, "usr", [0])
         with pytest.raises(errors.NoStepError, match="no folder"):
             call(tmp_path / "nowhere", "user", [0])

@@ -170,10 +170,10 @@ def _decoded(
     chain: tuple[StepReader, ...], table: str, rows: int
 ) -> dict[str, np.ndarray]:
     """The first rows of a table and of its slots."""
-    from cnr_jax.repository.compare import check_table, logical_rows
+    from cnr_jax.repository.compare import logical_rows
+    from cnr_jax.repository.reading import table_entry
 
-    check_table(chain, table)
-    entry = chain[-1].tables[table]
+    entry = table_entry(chain[-1].manifest, table)
     stop = min(rows, entry.rows)
     names = [leaf.name for leaf in entry.leaves]
     return {name: logical_rows(chain, table, name, 0, stop) for name in names}

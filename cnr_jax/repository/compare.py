@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from cnr_jax import errors
 from cnr_jax.format.manifest import LeafEntry
 from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.on_host import host_rows
@@ -169,18 +168,3 @@ class _Tally:
             self.measured += len(change)
             self.sum += float(change.sum())
             self.worst = max(self.worst, float(change.max()))
-
-
-def check_table(chain: Sequence[StepReader], table: str) -> None:
-    """Checks that a step has a table.
-
-    Raises:
-        NoStepError: if it has none of that name.
-    """
-    known = chain[-1].tables
-    if table not in known:
-        raise errors.NoStepError(
-            f"no table {table!r} in step {chain[-1].manifest.step};"
-            f" there are {', '.join(known)}",
-            kind="no_table",
-        )

@@ -24,6 +24,7 @@ from cnr_jax.repository.replay.picked import picked_rows
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.state.layouts import layout_from
+from cnr_jax.state.table import few
 
 _SHOWN = 10
 
@@ -97,7 +98,7 @@ def read_rows(
     """
     place = _find(root, step, item)
     chain = open_chain(place.root, place.directory, place.item)
-    entry = _table(chain[-1].manifest, table, place)
+    entry = table_entry(chain[-1].manifest, table)
     wanted = _checked_ids(ids, entry)
     logical, where = np.unique(wanted.reshape(-1), return_inverse=True)
     layout = layout_from(entry.layout.name, entry.layout.configuration)
@@ -149,7 +150,7 @@ def changed_rows(
     """
     place = _find(root, step, item)
     manifest = read_step(place.root, place.directory, place.item)
-    entry = _table(manifest, table, place)
+    entry = table_entry(manifest, table)
     held = np.zeros(entry.padded_rows, bool)
     with about(place.path):
         reader = StepReader(place.path, manifest, verify=True, kept=KeptChunks())
@@ -194,14 +195,20 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     return Place(path, newest.directory, item)
 
 
-def _table(manifest: Manifest, table: str, place: Place) -> TableEntry:
+def table_entry(manifest: Manifest, table: str) -> TableEntry:
+    """What a manifest tells of a table.
+
+    Raises:
+        OptionError: if it has none of that name; its kind is `"no_table"`.
+    """
     for entry in manifest.tables:
         if entry.name == table:
             return entry
-    known = ", ".join(repr(entry.name) for entry in manifest.tables[:_SHOWN])
+    known = few(repr(entry.name) for entry in manifest.tables)
     raise errors.OptionError(
-        f"step {place.directory} of {os.fspath(place.root)} has no table {table!r}\n"
-        f"  got {table!r}, expected one of {known or 'none'}"
+        f"no table {table!r} in step {manifest.step}, expected one of: {known}\n"
+        "  hint: tables have the names that find_tables was given",
+        kind="no_table",
     )
 
 

@@ -297,7 +297,11 @@ def test_what_is_no_root_has_exit_codes_of_its_own(
         (["show", "@", 9], 13, "no step 9 among 4 steps in"),
         (["explain", "@", 9], 13, "which run from 0 to 3"),
         (["diff", "@", 0, 9], 13, "no step 9"),
-        (["show", "@", 1, "usr"], 13, "no table 'usr' in step 1; there are user, item"),
+        (
+            ["show", "@", 1, "usr"],
+            13,
+            "no table 'usr' in step 1, expected one of: 'user'",
+        ),
         (["show", "@", "one"], 2, "Invalid value"),
         (["ls"], 2, "Missing argument"),
     ],
