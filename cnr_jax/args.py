@@ -304,7 +304,7 @@ def planned_args(
     """The arguments of a save, in which the state comes with its plan."""
     if state is None:
         return args
-    own = Save(state.state, state.touched)
+    own = dataclasses.replace(state)
     own._planned = planned
     return _replaced(args, state, own)
 

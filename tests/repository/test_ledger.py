@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry, describe, entry_of
+from cnr_jax.repository.lineage.entries import Entry, entry_of, named
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -239,8 +239,8 @@ def test_step_and_generation_can_be_moved_aside_twice(
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
-def test_steps_are_described_oldest_first(tree: Any) -> None:
-    assert describe([tree.three, tree.one]) == "1, 3"
+def test_steps_are_named_oldest_first(tree: Any) -> None:
+    assert named([tree.three, tree.one]) == "1, 3"
 
 
 class Straight:

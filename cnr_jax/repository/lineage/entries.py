@@ -221,7 +221,7 @@ def is_sound(entry: Entry, damaged: Collection[str]) -> bool:
     return entry.manifest is not None and entry.uuid not in damaged
 
 
-def describe(entries: Collection[Entry]) -> str:
+def named(entries: Collection[Entry]) -> str:
     """Step directories for an error text, oldest first."""
     ordered = sorted(entries, key=lambda entry: entry.order)
     return ", ".join(entry.directory for entry in ordered)

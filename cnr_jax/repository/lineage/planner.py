@@ -18,7 +18,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import full_because
-from cnr_jax.repository.lineage.entries import Entry, describe
+from cnr_jax.repository.lineage.entries import Entry, named
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
 
@@ -336,7 +336,7 @@ class Planner:
             raise errors.DependentsExistError(
                 f"step {request.step} cannot be saved: the folder {request.directory}"
                 f" is in use\n  it belongs to generation {entry.generation} and"
-                f" {describe(kept)} of the restored chain needs it\n"
+                f" {named(kept)} of the restored chain needs it\n"
                 f"  hint: go on with a step number after {branch.tip.step if branch.tip else 0}"
             )
         return [*dependents, entry]
