@@ -61,7 +61,8 @@ def explained(root: RootDescription, step: StepDescription) -> Explanation:
     """Why a step is full or a delta.
 
     A delta lists the saves before it; a full one begins a new list, so they are taken from the
-    save before it in its run, if that is still there.
+    save before it in its branch, if that is still there. One that begins a branch does not name
+    the step that was restored.
 
     Raises:
         IntegrityError, FormatError: if its manifest cannot be read.
@@ -90,14 +91,16 @@ def _manifest(root: RootDescription, step: StepDescription) -> Manifest:
 
 
 def _before(root: RootDescription, step: StepDescription) -> StepDescription | None:
-    """The save before a step in its run, by the time of their manifests."""
+    """The save before a step in its branch, by the time of their manifests."""
     when = step.saved_at
     if when is None:
         return None
     earlier = [
         (each.saved_at, each.step, each)
         for each in root.steps
-        if each.saved_at is not None and each.saved_at < when and each.run == step.run
+        if each.saved_at is not None
+        and each.saved_at < when
+        and (each.run, each.generation) == (step.run, step.generation)
     ]
     return max(earlier, key=lambda found: found[:2])[2] if earlier else None
 
@@ -114,7 +117,7 @@ def lines_of(found: Explanation) -> list[tuple[str, str]]:
     if not found.seen:
         why = "it is the first save of its run"
         if step.kind == "full" and "no baseline" not in step.reason:
-            why = "the save before it is not there any more, or was of another run"
+            why = "the save before it is not there any more, or was of another run or branch"
         return [*lines, (f"seen:    no save: {why}", "")]
     head = f"seen:    {count_of(len(found.seen), 'save')} since the baseline"
     if found.seen_in != step.step:

@@ -221,6 +221,20 @@ def test_explain_finds_what_was_seen_before_a_full_save(
     assert "is not there any more" in call("explain", tmp_path, 3)[1]
 
 
+def test_explain_takes_no_saves_of_another_branch(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.Full()) as manager:
+        run.run(manager, [0, 10, 20])
+        run.restore(manager, 0)
+        run.run(manager, [5, 6])
+    assert as_json("explain", tmp_path, 5)[1]["seen"] == []
+    assert "or was of another run or branch" in call("explain", tmp_path, 5)[1]
+    found = as_json("explain", tmp_path, 6)[1]
+    assert ([each["step"] for each in found["seen"]], found["seen_in"]) == ([5], 5)
+
+
 def test_diff_counts_rows_and_tells_how_far_they_moved(root: Path) -> None:
     assert call("diff", root, 2, 2)[0] == 0
     code, found = as_json("diff", root, 1, 3)
