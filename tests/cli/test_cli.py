@@ -175,6 +175,9 @@ def test_verify_lists_problems_and_ends_with_a_finding(root: Path) -> None:
     lose(root, 0)
     code, out, _ = call("verify", root, "--level", "structure")
     assert code == 3 and "cannot be restored: 0, 1, 2, 3" in out
+    lines = out.splitlines()
+    assert len(lines) == 3 and lines[0].startswith("0/default/rows.p00000/")
+    assert lines[0].count("rows.p00000") == 1 and lines[1].startswith("9.orbax-")
     code, found = as_json("verify", root)
     assert code == 3 and found["lost"] == ["0", "1", "2", "3"]
     problems = cnr.verify(root)

@@ -54,7 +54,10 @@ class Problem:
         """One line."""
         where = "/".join(part for part in (self.directory, self.file) if part)
         harm = ", ".join(self.consequence)
-        text = f"{where}: {self.message.partition(chr(10))[0]} ({self.kind})"
+        line = self.message.partition("\n")[0]
+        # Errors mostly name the file themselves.
+        named = bool(self.file) and where in line
+        text = f"{line if named else f'{where}: {line}'} ({self.kind})"
         return f"{text}; cannot be restored: {harm}" if harm else text
 
 
