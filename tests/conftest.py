@@ -433,6 +433,7 @@ _LIMITS = {
     "restored_small_bytes": "cnr_jax.repository.replay.leaves.SMALL_BYTES",
     "restored_host_bytes": "cnr_jax.repository.replay.leaves.HOST_BYTES",
     "restored_slab_bytes": "cnr_jax.repository.replay.leaves.SLAB_BYTES",
+    "compared_block_bytes": "cnr_jax.repository.compare._BLOCK_BYTES",
     "fetched_block_bytes": "cnr_jax.repository.replay.regions.BLOCK_BYTES",
     "fetched_ahead_bytes": "cnr_jax.repository.replay.regions.AHEAD_BYTES",
     "gathered_small_rows": "cnr_jax.rows.tiling.SMALL_ROWS",

@@ -195,16 +195,19 @@ def test_all_bits_are_saved_whatever_else_decides_on_codecs(
     assert not is_same(run, manager, 2)
 
 
+@each_of("asked", [{}, {"full": True}, {"exact": True}])
 def test_a_last_save_is_full_or_of_all_bits_if_that_was_asked_for(
-    tiny_run: Any, opened: Any
+    tiny_run: Any, opened: Any, tmp_path: Path, asked: dict[str, bool]
 ) -> None:
     run = tiny_run()
-    manager = opened(run, save_on_sigterm=True, policy=cnr.Full())
+    root = tmp_path / "-".join(["root", *asked])
+    manager = opened(run, root, save_on_sigterm=True, policy=cnr.Full(), **ROUNDED)
     save(run, manager, 0)
     signal.raise_signal(signal.SIGTERM)
     assert manager.reached_preemption(1)
-    assert save(run, manager, 1, full=True).kind == "full"
-    run.check(manager, 1)
+    assert save(run, manager, 1, **asked).kind == ("full" if asked else "delta")
+    assert is_same(run, manager, 1) == ("exact" in asked)
+    manager.close()
 
 
 def test_a_plain_manager_of_orbax_saves_so_too(tiny_run: Any, tmp_path: Path) -> None:

@@ -261,11 +261,9 @@ def test_diff_counts_rows_and_tells_how_far_they_moved(root: Path) -> None:
     assert out.splitlines()[0].split()[:4] == ["table", "leaf", "rows", "changed"]
 
 
-def test_diff_of_blocks_is_that_of_the_whole(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diff_of_blocks_is_that_of_the_whole(root: Path, tiny_limits: Any) -> None:
     whole = as_json("diff", root, 0, 3)[1]["leaves"]
-    monkeypatch.setattr("cnr_jax.repository.compare._BLOCK_BYTES", 8 * 4 * 10)
+    tiny_limits(compared_block_bytes=8 * 4 * 10)
     for each, other in zip(
         as_json("diff", root, 0, 3)[1]["leaves"], whole, strict=True
     ):

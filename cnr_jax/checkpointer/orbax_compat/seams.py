@@ -133,7 +133,7 @@ class OrbaxSeams:
         return _Manager.restore(self._manager, step, directory=directory, args=args)
 
     def name_item(self, item: str | None, args: type, handler: Any) -> None:
-        """Says what handles an item, which is known else once it was saved or restored."""
+        """Says what handles an item; Orbax itself knows it only once it was saved or restored."""
         registry = self._manager._checkpointer._handler._handler_registry
         if item is not None and not registry.has(item, args):
             registry.add(item, args, handler)
