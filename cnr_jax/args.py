@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,7 +87,8 @@ class Restore(ocp.args.CheckpointArgs):
             `{"old": "new"}`. None as the new name leaves a table out.
         ids: by name of a table in `state`, integer[rows]: the row of the checkpoint that each
             row takes, where -1 keeps the value of `state`. A row may be taken more than once, or
-            not at all. With several processes alike on all of them.
+            not at all. With several processes `rename`, `ids`, `partial` and `cast` are alike
+            on all of them; else all raise OptionError.
 
     Raises:
         OptionError: if `rename` or `ids` are of another form, or come without a state.
@@ -173,6 +175,34 @@ def _row_ids(table: str, given: Any) -> np.ndarray:
         f"ids of table {table!r} are {got}, expected integers[rows]\n"
         f"  hint: Restore(state, {_FORMS['ids']})"
     )
+
+
+def asked_for(args: Restore) -> dict[str, str]:
+    """What must be the same on all processes: each restores its part of a state by it."""
+    renamed = sorted((args.rename or {}).items())
+    said = {"partial": args.partial, "cast": args.cast, "rename": dict(renamed)}
+    for name, ids in sorted((args.ids or {}).items()):
+        digest = hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest()
+        said[f"ids of table {name!r}"] = f"{len(ids):,} ids, sha256 {digest[:16]}..."
+    return {name: str(value) for name, value in said.items()}
+
+
+def check_asked_alike(told: Sequence[Mapping[str, str]]) -> None:
+    """Checks that all processes restore the same, as `asked_for` says of each.
+
+    Raises:
+        OptionError: naming the first argument that differs.
+    """
+    first, *others = told
+    for process, said in enumerate(others, start=1):
+        for name in [*first, *(name for name in said if name not in first)]:
+            if said.get(name) != first.get(name):
+                raise errors.OptionError(
+                    f"processes are asked for different restores: {name}\n"
+                    f"  got {said.get(name, 'none')} on process {process},"
+                    f" {first.get(name, 'none')} on process 0\n"
+                    "  hint: pass the same to Restore everywhere"
+                )
 
 
 def check_step(step: object) -> None:

@@ -19,7 +19,7 @@ from etils import epath
 
 import cnr_jax.options
 from cnr_jax import errors
-from cnr_jax.args import Restore, Save
+from cnr_jax.args import Restore, Save, asked_for, check_asked_alike
 from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
@@ -352,7 +352,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             return found, self.writer.ledger_to_be(place)
 
-        found, ledger = all_succeed(self.channel, read)
+        # Of several processes each would put together its part of another state.
+        said = asked_for(args) if jax.process_count() > 1 else {}
+        found, ledger = all_succeed(self.channel, read, said, check_asked_alike)
         restored = found.put_together()
         resumption = Resumption(place, found, ledger, restored.touched)
         if attempt is None:

@@ -221,8 +221,19 @@ def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
     return answer["found"]
 
 
-def all_succeed(channel: Channel, attempt: Callable[[], T]) -> T:
+def all_succeed(
+    channel: Channel,
+    attempt: Callable[[], T],
+    said: Any = None,
+    check: Callable[[list[Any]], None] | None = None,
+) -> T:
     """What an attempt gives on this process, once it has succeeded on all of them.
+
+    Args:
+        channel: through which the processes talk.
+        attempt: of this process.
+        said: by this process, of JSON types.
+        check: raises on process 0 if what all have said makes it a failure after all.
 
     Raises:
         BaseException: as `agree`, on all processes, if it failed on one.
@@ -232,7 +243,7 @@ def all_succeed(channel: Channel, attempt: Callable[[], T]) -> T:
     except BaseException as error:
         agree(channel, error, named=True)
         raise
-    agree(channel, None, named=True)
+    agree(channel, None, said, check)
     return found
 
 
