@@ -94,9 +94,11 @@ class Run:
         self.planner.saved(plan, entry)
         return plan
 
-    def restore(self, step: int, lineage: str, *, exact: bool = True) -> list[Entry]:
+    def restore(
+        self, step: int, lineage: str, *, unchanged: bool = True
+    ) -> list[Entry]:
         chain = self.ledger.chain(self.ledger.entries[str(step)])[::-1]
-        self.planner.restored(lineage, chain, exact=exact)
+        self.planner.restored(lineage, chain, unchanged=unchanged)
         return chain
 
 
@@ -183,7 +185,7 @@ def test_step_beside_the_restored_chain_is_no_legal_parent(run: Run) -> None:
 
 def test_state_that_was_not_restored_exactly_is_saved_full(run: Run) -> None:
     run.save(0, clock=3)
-    run.restore(0, OTHER, exact=False)
+    run.restore(0, OTHER, unchanged=False)
     plan = run.plan(1, clock=1, lineage=OTHER)
     assert (plan.kind, plan.generation) == ("full", 1)
 

@@ -120,7 +120,7 @@ class Root:
     def _restored(self, program: Program, entry: Entry) -> None:
         chain = list(reversed(self.ledger.chain(entry)))
         program.lineage, program.clock = secrets.token_hex(16), len(chain)
-        program.planner.restored(program.lineage, chain, exact=True)
+        program.planner.restored(program.lineage, chain, unchanged=True)
         program.joined = self.run_of[entry.uuid]
         self.restored[program.lineage] = entry.run, program.joined
 

@@ -171,7 +171,7 @@ class MatchedTables:
             if some of its rows keep their values.
         targets: rows and layout of each table that is restored.
         stored: name of each of these tables in the checkpoint.
-        exact: these tables are all of the checkpoint's, bit for bit.
+        unchanged: these are all tables of the checkpoint, bit for bit and as they lay there.
         problems: what does not match.
         casts: leaves whose dtypes cannot hold all values that are stored.
         hints: what to do about problems, as far as they are of tables.
@@ -180,7 +180,7 @@ class MatchedTables:
     leaves: list[tuple[str, str, Abstract]] = dataclasses.field(default_factory=list)
     targets: dict[str, Target] = dataclasses.field(default_factory=dict)
     stored: dict[str, str] = dataclasses.field(default_factory=dict)
-    exact: bool = True
+    unchanged: bool = True
     problems: list[str] = dataclasses.field(default_factory=list)
     casts: list[str] = dataclasses.field(default_factory=list)
     hints: list[str] = dataclasses.field(default_factory=list)
@@ -201,7 +201,7 @@ def _match_tables(
         args: what is asked for: `partial`, `rename` and `ids`.
     """
     found, ids = MatchedTables(), args.ids or {}
-    found.exact = set(tables) == {entry.name for entry in entries}
+    found.unchanged = set(tables) == {entry.name for entry in entries}
     named = _names_in_state(entries, tables, args.rename or {}, found)
     renamed = _perhaps_renamed(entries, tables, named, leaves)
     found.problems += _unknown_ids(ids, tables, named)
@@ -211,10 +211,10 @@ def _match_tables(
         # Of a table that is not asked for itself, slots may be.
         asked = () if not table else table.leaves if args.partial else (table.leaf,)
         if table is None or not any(leaf.path in leaves for leaf in asked):
-            found.exact = False
+            found.unchanged = False
             _match_missing(entry, name, renamed.get(entry.name), args.partial, found)
             continue
-        found.exact &= table.name == entry.name
+        found.unchanged &= table.name == entry.name
         found.stored[table.name] = entry.name
         new_rows = _match_rows(entry, table, ids.get(table.name), args.partial, found)
         _match_leaves(entry, table, new_rows, leaves, args.partial, found)
@@ -369,7 +369,7 @@ def _match_rows(
                 * (len(wrong) > 1)
             )
         new_rows = int(np.count_nonzero(ids < 0))
-    found.exact &= ids is None and table.rows == entry.rows
+    found.unchanged &= ids is None and table.rows == entry.rows
     found.targets[table.name] = Target(
         rows=table.rows,
         layout=table.layout,
@@ -390,7 +390,7 @@ def _match_leaves(
     """Takes the leaves of one table, of which some rows are new, out of `leaves`."""
     saved = {leaf.name: leaf for leaf in entry.leaves}
     layout = layout_from(entry.layout.name, entry.layout.configuration)
-    found.exact &= layout == table.layout and entry.padded_rows == table.padded_rows
+    found.unchanged &= layout == table.layout and entry.padded_rows == table.padded_rows
     for leaf in table.leaves:
         if leaf.path not in leaves:
             continue
@@ -421,13 +421,13 @@ def _match_leaves(
                 f"{where}: {stored.dtype} in the checkpoint, {dtype.name} in the state"
             )
         # A chain is of one set of tables: elsewhere in the state is another one.
-        found.exact &= dtype.name == stored.dtype and leaf.path == stored.path
+        found.unchanged &= dtype.name == stored.dtype and leaf.path == stored.path
         wanted = abstract_of(value)
         if new_rows:
             wanted = _with_values(value, leaf, new_rows, found)
         found.leaves.append((table.name, leaf.name, wanted))
     for name in saved:
-        found.exact = False
+        found.unchanged = False
         if not partial:
             found.problems.append(
                 f"table {entry.name!r}: slot {name!r} is not in the state"

@@ -422,13 +422,13 @@ def resume(
     if not writer.is_at(place.root, place.item):
         return  # restored from elsewhere: no parent here
     saved = {entry.name: entry for entry in manifest.tables}
-    exact = found.wanted.tables.exact and saved == {
+    unchanged = found.wanted.tables.unchanged and saved == {
         entry.name: entry for entry in tables
     }
     # What was found by other means may be more, or less, than will be.
     ways = {manifest.tracking, tracker.mode(touched)}
-    exact = exact and (len(ways) == 1 or "fingerprint" not in ways)
-    if exact:
+    unchanged = unchanged and (len(ways) == 1 or "fingerprint" not in ways)
+    if unchanged:
         tracker.restored(
             found.tables,
             found.arrays,
@@ -438,4 +438,4 @@ def resume(
             ),
         )
     entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-    planner.restored(lineage, entries, exact=exact)
+    planner.restored(lineage, entries, unchanged=unchanged)

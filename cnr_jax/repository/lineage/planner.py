@@ -17,7 +17,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
-from cnr_jax.policy.baseline import full_because
+from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.lineage.entries import Entry, named
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
@@ -80,7 +80,7 @@ class Branch:
         history: saves since the latest full one, the tip last.
         restores: how often a run was restored along this branch.
         last_clock: clock of the tip.
-        went_back: why the branch has no legal parents, after a rollback in memory.
+        no_parents: why the branch has no legal parents, where that is known.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -88,7 +88,7 @@ class Branch:
     history: tuple[HistoryEntry, ...] = ()
     restores: int = 0
     last_clock: int = -1
-    went_back: str = ""
+    no_parents: str = ""
 
     def forget_parents(self, ledger: Ledger) -> None:
         """Drops parents that are gone, once they are as many as those that are there."""
@@ -222,9 +222,11 @@ class Planner:
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
         self.runs.saved(plan.lineage, plan.run)
-        branch.history, branch.went_back = entry.manifest.history, ""
+        branch.history, branch.no_parents = entry.manifest.history, ""
 
-    def restored(self, lineage: str, chain: Sequence[Entry], *, exact: bool) -> None:
+    def restored(
+        self, lineage: str, chain: Sequence[Entry], *, unchanged: bool
+    ) -> None:
         """Notes that the state of `chain[-1]` goes on as `lineage`.
 
         All other lineages end: whoever goes on with the restored state but with touched rows
@@ -233,18 +235,24 @@ class Planner:
         Args:
             lineage: the fresh lineage of the restored touched rows.
             chain: the full checkpoint first, the restored one last; clocks count 0, 1, ...
-            exact: whether the state is what the chain holds. If not (another dtype, not all
-                leaves, another layout), no checkpoint is a legal parent.
+            unchanged: whether the tables are those that the chain holds, and changed rows found
+                as they were. If not (other rows, dtypes, names, not all leaves), no checkpoint
+                is a legal parent.
         """
         tip = chain[-1]
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run)
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
         self.end_lineages(branch.restores)
-        if exact:
+        if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
             branch.history = tip.manifest.history
             branch.last_clock = len(chain) - 1
+        else:
+            branch.no_parents = (
+                f"what was restored from step {tip.step} differs from it,"
+                " or tracking does"
+            )
         self.branches = {lineage: branch}
 
     def end_lineages(self, restores: int) -> None:
@@ -276,7 +284,7 @@ class Planner:
                 f"the clock of the stamps went back, from {branch.last_clock}"
                 f" to {request.clock}"
             )
-            branch = Branch(restores=branch.restores, went_back=why)
+            branch = Branch(restores=branch.restores, no_parents=why)
             self.branches[request.lineage] = branch
         return branch
 
@@ -369,10 +377,10 @@ class Planner:
     ) -> str | None:
         """Why no delta is possible, whatever the policy says; None if one is."""
         if not branch.parents:
-            if branch.went_back:
-                return branch.went_back
+            if branch.no_parents:
+                return branch.no_parents
             if ledger.head() is None:
-                return "no baseline yet"
+                return NO_BASELINE
             if begins:
                 return "a new run begins"
             return "the stamps are not counted from any checkpoint here"
