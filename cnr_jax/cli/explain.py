@@ -115,9 +115,8 @@ def lines_of(found: Explanation) -> list[tuple[str, str]]:
         (f"chain:   {' <- '.join(f'{s.step} ({s.kind})' for s in found.chain)}", ""),
     ]
     if not found.seen:
-        why = "it is the first save of its run"
-        if step.kind == "full" and "no baseline" not in step.reason:
-            why = "the save before it is not there any more, or was of another run or branch"
+        # Which of these it is no manifest tells.
+        why = "it is the first of its run or branch, or the one before it is not there any more"
         return [*lines, (f"seen:    no save: {why}", "")]
     head = f"seen:    {count_of(len(found.seen), 'save')} since the baseline"
     if found.seen_in != step.step:

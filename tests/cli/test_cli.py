@@ -206,7 +206,7 @@ def test_explain_says_what_the_policy_saw(root: Path) -> None:
     assert found["is_due"] is False
     assert found["average_bytes"] == sum(each.bytes for each in seen) / 2
     out = call("explain", root, 0)[1]
-    assert "seen:    no save: it is the first save of its run" in out
+    assert "seen:    no save: it is the first of its run or branch, or" in out
     assert "none yet, without a delta to go by" in call("explain", root, 1)[1]
 
 
@@ -233,7 +233,7 @@ def test_explain_takes_no_saves_of_another_branch(
         run.restore(manager, 0)
         run.run(manager, [5, 6])
     assert as_json("explain", tmp_path, 5)[1]["seen"] == []
-    assert "or was of another run or branch" in call("explain", tmp_path, 5)[1]
+    assert "it is the first of its run or branch" in call("explain", tmp_path, 5)[1]
     found = as_json("explain", tmp_path, 6)[1]
     assert ([each["step"] for each in found["seen"]], found["seen_in"]) == ([5], 5)
 
