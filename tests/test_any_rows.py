@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.errors import AuditError
+from cnr_jax.errors import AuditError, TableError
 from cnr_jax.repository.step import read_manifest
 
 SHAPES = {"bias": (16,), "experts": (8, 4, 16), "kernel": (24, 16)}
@@ -328,3 +328,76 @@ def test_numbers_of_any_kind_are_kept(dtype, tmp_path):
             assert restored.dtype == dtype
             truth = saved.truth[step]["params/counts"]
             assert restored.tobytes() == truth.tobytes()
+
+
+# ---- of any dtype ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "staging", "tracking"),
+    [
+        ("bool", "device", "recorded"),
+        ("int4", "host", "audited"),
+        ("float8_e4m3fn", "device", "fingerprint"),
+        slowly("bool", "host", "fingerprint"),
+        slowly("int4", "device", "fingerprint"),
+        slowly("float8_e4m3fn", "host", "recorded"),
+        *[
+            slowly(dtype, staging, "audited")
+            for dtype in """
+                int2 float4_e2m1fn float8_e3m4 float8_e4m3fnuz float8_e4m3b11fnuz
+                float8_e5m2 float8_e5m2fnuz
+            """.split()
+            for staging in ("host", "device")
+        ],
+    ],
+)
+def test_rows_of_few_bits_come_back_bit_for_bit(
+    tmp_path: Path, tiny_limits: Any, dtype: str, staging: Any, tracking: Any
+) -> None:
+    """With the default codec, which rounds no dtype but floats of 16 bits or more."""
+    if staging == "device":
+        tiny_limits(restored_small_bytes=0)  # decoded there too
+    rng = np.random.default_rng(5)
+    bits = 1 if dtype == "bool" else int("".join(filter(str.isdigit, dtype))[0])
+    codes = rng.integers(0, 2**bits, (24, 5)).astype(np.uint8)
+    if dtype.startswith("int"):
+        codes = codes - (codes >= 2 ** (bits - 1)) * np.uint8(2**bits)
+    table = codes.view(np.int8).astype(dtype) if bits < 8 else codes.view(dtype)
+    if dtype.startswith("float4"):
+        table = (codes.astype(np.float32) - 3).astype(dtype)
+
+    def put(values: np.ndarray, *spec: Any) -> Any:
+        return {"user": jax.device_put(values, placed(*spec)), "step": 0}
+
+    state = put(table, "x")
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(
+        staging=staging, tracking=tracking, policy=cnr.Consecutive(), bits=4
+    )
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        for step in range(3):
+            rows = [step, 23 - 2 * step]
+            table[rows] = table[rows[::-1]][:, ::-1]
+            touched = cnr.record(touched, {"user": jnp.array(rows)})
+            given = None if tracking == "fingerprint" else touched
+            manager.save(step, args=cnr.args.Save(put(table, "x"), given))
+            manager.wait_until_finished()
+            assert manager.last_report.kind == ("delta" if step else "full")
+            assert manager.last_report.worst_row_error in (None, 0.0)
+        for spec in ([], ["y"], [None, None], ["x"]):
+            asked = put(np.zeros_like(table), *spec)
+            got = manager.restore(None, args=cnr.args.Restore(asked)).state["user"]
+            assert got.dtype == table.dtype and got.sharding == asked["user"].sharding
+            assert np.asarray(got).tobytes() == table.tobytes()
+    assert cnr.verify(tmp_path) == ()
+    some = cnr.read_rows(tmp_path, "user", [23, 0, 5])
+    assert some.tobytes() == table[[23, 0, 5]].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "uint4"])
+def test_rows_of_other_dtypes_are_refused_by_name(dtype: str) -> None:
+    state = {"user": jnp.zeros((4, 2), dtype)}
+    with pytest.raises(TableError, match=rf"(?s)a table of {dtype}.*expected.*hint: "):
+        cnr.find_tables(state, ["user"])

@@ -339,7 +339,19 @@ def compiled(
     """
     where = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(*each, sharding=where) for each in arrays]
-    return jax.jit(work).lower(*shapes).compile()
+    return ahead_of_time(jax.jit(work), *shapes)
+
+
+def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
+    """A jitted function, compiled for arrays like these.
+
+    Where one of them has elements of less than a byte, only at its first call: such arrays have
+    another layout than programs that were compiled before, which refuse them (jax 0.10).
+    """
+    leaves = jax.tree.leaves(arguments)
+    if any(jax.dtypes.itemsize_bits(leaf.dtype) < 8 for leaf in leaves):
+        return program
+    return program.lower(*arguments).compile()
 
 
 def host_device() -> jax.Device:

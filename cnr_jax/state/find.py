@@ -28,11 +28,14 @@ from cnr_jax.state.table import (
     flatten_paths,
 )
 
+# Those of numbers that TensorStore stores in zarr v3 and rows can be hashed in. Of what has fewer
+# bits than a byte each element is stored as a byte.
 _TABLE_DTYPES = frozenset(
     jnp.dtype(name)
     for name in """
-    bfloat16 float16 float32 float64
-    int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    float4_e2m1fn float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz
+    float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64
     """.split()
 )
 
@@ -58,10 +61,10 @@ def find_tables(
         The tables in the order of `spec`. Print it to see what was matched.
 
     Raises:
-        TableError: if a name matches nothing, or several leaves; if the leaf is not a
-            array of floats or integers with a row and an element; if a leaf would
-            belong to two tables, or may be a slot or not; if explicit rows or slots do
-            not fit.
+        TableError: if a name matches nothing, or several leaves; if the leaf is not an
+            array with a row and an element, or of a dtype that rows cannot have, such as
+            complex numbers; if a leaf would belong to two tables, or may be a slot or
+            not; if explicit rows or slots do not fit.
 
     Example:
         >>> state = {
@@ -158,11 +161,21 @@ def _table(
     parameters: Collection[tuple[str, ...]],
 ) -> Table:
     leaf = _leaf("table", entry, name)
-    if not leaf.shape or 0 in leaf.shape or leaf.dtype not in _TABLE_DTYPES:
+    if not leaf.shape or 0 in leaf.shape:
         raise TableError(
             f"table {name!r} at {'/'.join(leaf.path)} is not a table\n"
-            f"  got {leaf.dtype}{list(leaf.shape)}, expected [rows, ...] of floats of 16 "
-            "to 64 bits or integers of 8 to 64, at least one row and one element"
+            f"  got {leaf.dtype}{list(leaf.shape)}, expected [rows, ...], at least one row and"
+            " one element"
+        )
+    if leaf.dtype not in _TABLE_DTYPES:
+        hint = "leave it out: it is saved whole then, with the dense leaves"
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            hint = "keep real and imaginary parts as two columns of floats; or " + hint
+        raise TableError(
+            f"table {name!r} at {'/'.join(leaf.path)} cannot be a table of {leaf.dtype}\n"
+            f"  got {leaf.dtype}{list(leaf.shape)}, expected floats of 4 to 64 bits, signed"
+            " integers of 2 to 64, unsigned ones of 8 to 64, or bool\n"
+            f"  hint: {hint}"
         )
     rows = leaf.shape[0] if spec.rows is None else spec.rows
     _check_rows(name, rows, leaf, spec.layout)

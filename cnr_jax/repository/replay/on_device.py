@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.repository.replay.encoded import Encoding, Merged, Patch
-from cnr_jax.rows.tiling import padded
+from cnr_jax.rows.tiling import ahead_of_time, padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ def _compile(program: ProgramKey) -> Any:
         check_vma=False,
     )
     donated = () if program.into is None else (2,)
-    return jax.jit(mapped, donate_argnums=donated).lower(*_arguments(program)).compile()
+    decoding = jax.jit(mapped, donate_argnums=donated)
+    return ahead_of_time(decoding, *_arguments(program))
 
 
 def _wanted_rows(encoding: Encoding, parts: Mapping[str, jax.Array]) -> jax.Array:
