@@ -272,7 +272,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             ledger, tables = self.open(place.root, place.item), self.tables
             if tables is None:
                 raise errors.OptionError(
-                    "this handler was made without tables and can only restore\n"
+                    "this manager was made without tables and can only restore\n"
                     "  hint: pass tables=cnr_jax.find_tables(state, ...)"
                 )
             tracking = self._tracker.mode(args.touched)

@@ -344,9 +344,16 @@ class CheckpointManager(ocp.CheckpointManager):
 
         `item_metadata(step)` gives of a state what it gives of those that Orbax saved: nested
         dicts by path, with a `shape` (of a table with its padding) and `dtype` for each leaf.
+
+        Raises:
+            NoStepError: if there is no such step, or no more.
         """
         self._orbax.name_item(self._listing.item, Restore, self._handler)
-        return super().metadata(step)
+        try:
+            return super().metadata(step)
+        except FileNotFoundError as error:
+            text = f"step {step} does not exist in {self.directory}\n  hint: reload(), all_steps()"
+            raise errors.NoStepError(text) from error
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:

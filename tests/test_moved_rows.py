@@ -579,3 +579,40 @@ def test_a_restore_that_was_refused_changes_nothing(tmp_path: Path) -> None:
             manager.restore(0, args=cnr.args.Restore(state, ids={"user": [0]}))
         run(manager, state, touched, [1])
     assert kinds(tmp_path, 0, 1) == ["full", "delta"]
+
+
+def test_a_dense_leaf_with_the_rows_of_a_table_is_not_left_in_another_order(
+    tmp_path: Path, unsynced: None
+) -> None:
+    """A slot whose path does not end with the table's is dense, and `ids` do not reach it."""
+
+    def make(rows: int = 6) -> Any:
+        table = jnp.arange(rows * 4.0).reshape(rows, 4)
+        return {"emb": {"item": table}, "acc": {"item": jnp.arange(float(rows))}}
+
+    def found(state: Any, **spec: Any) -> cnr.Tables:
+        return cnr.find_tables(state, {"item": cnr.TableSpec(**spec)})
+
+    back = np.arange(6)[::-1]
+    state = make()
+    with opened(tmp_path, found(state), codec="raw") as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        for args in (
+            cnr.args.Restore(state, ids={"item": back}),
+            cnr.args.Restore(state, ids={"item": back}, partial=True),
+            cnr.args.Restore(make(8), tables=found(make(8)), partial=True),
+        ):
+            with pytest.raises(errors.StateMismatchError) as caught:
+                manager.restore(0, args=args)
+            assert "acc/item: " in str(caught.value)
+            assert "TableSpec(slots=['acc/item'])" in str(caught.value)
+        # The way out that the hint names.
+        state = manager.restore(0, args=cnr.args.Restore(state)).state
+    own = found(state, slots=["acc/item"])
+    with opened(tmp_path, own, codec="raw") as manager:
+        as_saved = cnr.args.Restore(state, tables=found(state))
+        state = manager.restore(0, args=as_saved).state
+        manager.save(1, args=cnr.args.Save(state, cnr.init_touched(state, own)))
+        got = manager.restore(1, args=cnr.args.Restore(state, ids={"item": back})).state
+    assert got["acc"]["item"].tolist() == list(back)
+    assert got["emb"]["item"][:, 0].tolist() == list(4 * back)

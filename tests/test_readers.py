@@ -182,6 +182,11 @@ def test_no_dense_file_is_read_before_the_state_fits_nor_for_tables_alone(
             reader.restore(2, args=args)
 
 
+def test_shapes_of_a_step_that_is_not_there_are_refused(reader: Any) -> None:
+    with pytest.raises(cnr.errors.NoStepError, match="step 9 does not exist in"):
+        reader.item_metadata(9)
+
+
 def tree(root: Path) -> dict[str, tuple[int, ...]]:
     """Every file and folder of a root: its size, and when it and what is in it was changed."""
     paths = [root, *sorted(root.rglob("*"))]

@@ -119,14 +119,16 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
         verdict += "; an audit found later that rows may be missing in it"
     lines = [(f"step {step.step}: {what}", "bold")]
     if step.kind != "unreadable":
+        less = step.reduction
+        times = f"{less:.1f} times fewer than" if less >= 1 else f"{1 / less:.1f} times"
         saved = f"{step.saved_at:%Y-%m-%d %H:%M:%S} UTC" if step.saved_at else "?"
         lines += [
             (f"saved:       {saved}, in {step.secs or 0:.2f} s", ""),
             (f"reason:      {step.reason}", ""),
             (f"chain:       {' <- '.join(map(str, chain))}", ""),
             (
-                f"bytes:       {amount(step.total_bytes)}, {step.reduction:.1f} times"
-                f" fewer than all in float32 ({amount(step.full_fp32_bytes)})",
+                f"bytes:       {amount(step.total_bytes)}, {times} all in float32"
+                f" ({amount(step.full_fp32_bytes)})",
                 "",
             ),
             (

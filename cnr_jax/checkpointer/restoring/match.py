@@ -3,15 +3,14 @@
 Everything is compared with the manifest before anything is read, so a state that does not match
 is refused with all its differences at once.
 
-Tables go by name and rows by number, unless `Restore` says otherwise: `rename` for tables, `ids`
-for rows.
+Tables go by name and rows by number, unless `Restore` says otherwise: see moved.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +19,18 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.args import Restore
+from cnr_jax.checkpointer.restoring.moved import (
+    match_ids,
+    match_missing,
+    match_rows_of_dense_leaves,
+    names_in_state,
+)
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.leaves import Abstract, abstract_of, holds_all
 from cnr_jax.state.layouts import layout_from
-from cnr_jax.state.table import Leaf, Table, Tables, few, flatten_paths
+from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths
 
 _log = logging.getLogger(__name__)
 _CAST_HINT = (
@@ -76,11 +81,12 @@ def match(
         StateMismatchError: with every difference.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
-    found = _match_tables(manifest.tables, tables, leaves, args)
+    saved = manifest.dense_leaves
+    found = _match_tables(manifest.tables, saved, tables, leaves, args)
     problems, casts = found.problems, found.casts
     if not args.cast:
         problems += casts
-    dense, texts = _match_dense(manifest.dense_leaves, leaves, problems, args.partial)
+    dense, texts = _match_dense(saved, leaves, problems, args.partial)
     kept = _kept(leaves, problems, args.partial)
     if problems:
         hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
@@ -188,6 +194,7 @@ class MatchedTables:
 
 def _match_tables(
     entries: Sequence[TableEntry],
+    dense: Sequence[DenseLeaf],
     tables: Tables,
     leaves: dict[Path, Any],
     args: Restore,
@@ -196,15 +203,19 @@ def _match_tables(
 
     Args:
         entries: tables of the checkpoint.
+        dense: its other leaves.
         tables: of the state.
         leaves: of the state, by path; those that are restored are taken out.
         args: what is asked for: `partial`, `rename` and `ids`.
     """
     found, ids = MatchedTables(), args.ids or {}
+    problems, hints = found.problems, found.hints
     found.unchanged = set(tables) == {entry.name for entry in entries}
-    named = _names_in_state(entries, tables, args.rename or {}, found)
-    renamed = _perhaps_renamed(entries, tables, named, leaves)
-    found.problems += _unknown_ids(ids, tables, named)
+    named: dict[str, str | None] = {entry.name: entry.name for entry in entries}
+    if args.rename:
+        named = names_in_state(entries, tables, args.rename, problems, hints)
+    if ids:
+        match_ids(ids, tables, named, problems)
     for entry in entries:
         name = named[entry.name]
         table = tables.get(name) if name else None
@@ -212,126 +223,18 @@ def _match_tables(
         asked = () if not table else table.leaves if args.partial else (table.leaf,)
         if table is None or not any(leaf.path in leaves for leaf in asked):
             found.unchanged = False
-            _match_missing(entry, name, renamed.get(entry.name), args.partial, found)
+            match_missing(entry, named, tables, leaves, args.partial, problems, hints)
             continue
         found.unchanged &= table.name == entry.name
         found.stored[table.name] = entry.name
-        new_rows = _match_rows(entry, table, ids.get(table.name), args.partial, found)
+        taken = ids.get(table.name)
+        if taken is not None or table.rows != entry.rows:
+            match_rows_of_dense_leaves(
+                entry, table, taken is not None, dense, leaves, problems, hints
+            )
+        new_rows = _match_rows(entry, table, taken, args.partial, found)
         _match_leaves(entry, table, new_rows, leaves, args.partial, found)
     return found
-
-
-def _names_in_state(
-    entries: Sequence[TableEntry],
-    tables: Tables,
-    rename: Mapping[str, str | None],
-    found: MatchedTables,
-) -> dict[str, str | None]:
-    """The name that each stored table has in the state; None: it is to be left out."""
-    stored = [entry.name for entry in entries]
-    for old, new in rename.items():
-        if old not in stored:
-            found.problems.append(
-                f"rename: no table {old!r} in the checkpoint, which has {few(map(repr, stored))}"
-            )
-        if new is not None and new not in tables:
-            found.problems.append(
-                f"rename: {old!r} to {new!r}, which is no table of the state: it has"
-                f" {few(map(repr, tables))}"
-            )
-    named = {old: rename.get(old, old) for old in stored}
-    for new in tables:
-        old = [name for name in stored if named[name] == new]
-        if len(old) > 1:
-            found.problems.append(
-                f"rename: tables {' and '.join(map(repr, old))} of the checkpoint would"
-                f" both be {new!r}"
-            )
-            other = next((name for name in old if name not in rename), old[0])
-            found.hints.append(
-                f"rename {other!r} too, or leave it out: rename={{..., {other!r}: None}}"
-            )
-    return named
-
-
-def _perhaps_renamed(
-    entries: Sequence[TableEntry],
-    tables: Tables,
-    named: Mapping[str, str | None],
-    leaves: Collection[Path],
-) -> dict[str, Table]:
-    """Stored tables that the state lacks, each with one like it that the checkpoint lacks."""
-    here = {
-        name
-        for name, table in tables.items()
-        if any(leaf.path in leaves for leaf in table.leaves)
-    }
-    new = [tables[name] for name in tables if name in here - set(named.values())]
-    found: dict[str, Table] = {}
-    for entry in entries:
-        name, leaf = named[entry.name], entry.leaves[0]
-        if name is None or name in here:
-            continue
-        alike = [table for table in new if table.leaf.shape[1:] == leaf.shape[1:]]
-        alike.sort(key=lambda table: table.rows != entry.rows)
-        for table in [table for table in new if table.path == leaf.path] + alike:
-            found.setdefault(entry.name, table)
-    return found
-
-
-def _match_missing(
-    entry: TableEntry,
-    name: str | None,
-    renamed: Table | None,
-    partial: bool,
-    found: MatchedTables,
-) -> None:
-    """Says what is wrong where the state lacks a stored table.
-
-    Args:
-        entry: of the table.
-        name: that it would have in the state; None if it is to be left out.
-        renamed: one of the state that it may be. Left out, it would begin anew without a word.
-        partial: whether the state may lack tables.
-        found: to which it is added.
-    """
-    if name is None or (partial and renamed is None):
-        return
-    if renamed is None:
-        found.problems.append(f"table {entry.name!r}: not in the state")
-        return
-    new = renamed.name
-    hint = (
-        f"if table {entry.name!r} is {new!r} now, Restore(..., rename={{{entry.name!r}:"
-        f" {new!r}}}); Restore(..., partial=True, rename={{{entry.name!r}: None}}) leaves it"
-        " out"
-    )
-    same = renamed.rows == entry.rows or renamed.path == entry.leaves[0].path
-    if partial and not same:
-        _log.warning(
-            "table %r of the checkpoint is left out, and %r keeps the values of the state; %s",
-            entry.name,
-            new,
-            hint,
-        )
-        return
-    found.problems.append(f"table {entry.name!r}: not in the state")
-    found.hints.append(hint)
-
-
-def _unknown_ids(
-    ids: Mapping[str, object], tables: Tables, named: Mapping[str, str | None]
-) -> Iterator[str]:
-    """What is wrong with ids of tables that are not restored."""
-    for name in ids:
-        if name not in tables:
-            new = named.get(name)
-            yield (
-                f"ids: no table {name!r} in the state, which has {few(map(repr, tables))}"
-                + (f"; {name!r} of the checkpoint is {new!r} there" * (new in tables))
-            )
-        elif name not in named.values():
-            yield f"ids: the checkpoint has no table {name!r} to take rows of"
 
 
 def _match_rows(
@@ -359,6 +262,9 @@ def _match_rows(
         found.problems.append(
             f"{where}: {len(ids):,} ids for {table.rows:,} rows in the state"
         )
+        found.hints.append(
+            "each row of the state takes one id; -1: none, and keeps its value"
+        )
     else:
         wrong = np.flatnonzero((ids < -1) | (ids >= entry.rows))
         if len(wrong):
@@ -367,6 +273,9 @@ def _match_rows(
                 f" checkpoint, 0 to {entry.rows - 1}, or -1"
                 + f"; {len(wrong):,} ids are out of range"
                 * (len(wrong) > 1)
+            )
+            found.hints.append(
+                "row i takes row ids[i] of the checkpoint, or none for -1"
             )
         new_rows = int(np.count_nonzero(ids < 0))
     found.unchanged &= ids is None and table.rows == entry.rows
@@ -402,8 +311,10 @@ def _match_leaves(
         if value.shape[:1] != leaf.shape[:1]:
             found.problems.append(
                 f"{where}: {value.shape[0]:,} rows in the state, but"
-                f" {leaf.shape[0]:,} in the tables of this manager: pass"
-                " Restore(..., tables=find_tables(state, ...))"
+                f" {leaf.shape[0]:,} in the tables that this restore goes by"
+            )
+            found.hints.append(
+                "Restore(..., tables=find_tables(state, ...)) says what the state has"
             )
         if value.shape[1:] != stored.shape[1:]:
             found.problems.append(
@@ -446,5 +357,8 @@ def _with_values(
     found.problems.append(
         f"{'/'.join(leaf.path)}: {new_rows:,} rows that take none of the checkpoint's, and"
         f" {what}: pass values for them to keep"
+    )
+    found.hints.append(
+        "pass arrays where rows are new, such as a state that was just made"
     )
     return abstract_of(value)
