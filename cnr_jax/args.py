@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -214,7 +215,7 @@ def check_step(step: object) -> None:
     if isinstance(step, Tracer):
         raise errors.OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise errors.OptionError(f"a step is an integer, got {step!r}")
+        raise errors.OptionError(f"a step is an integer, got {reprlib.repr(step)}")
     if step.__index__() < 0:  # type: ignore[attr-defined]
         raise errors.OptionError(f"a step is at least 0, got {step}")
 

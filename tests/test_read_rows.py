@@ -240,6 +240,8 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
         (tmp_path / "file").write_text("")
         with pytest.raises(errors.OptionError, match="is a file"):
             call(tmp_path / "file", "user", [0])
+        with pytest.raises(errors.OptionError, match="a step is an integer, got 'no'"):
+            cnr.read_rows(root, "user", [0], step="no")
         with pytest.raises(errors.OptionError, match="is a step of the root"):
             call(root / "1", "user", [0])
         (tmp_path / "empty").mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -80,8 +81,8 @@ def read_rows(
         pair: these, and those of the slots by name.
 
     Raises:
-        OptionError: if there is no such table, or ids are no integers or out of range, or the
-            root is a file, or a step of a root.
+        OptionError: if there is no such table, ids are no integers or out of range, the step is
+            no integer, or the root is a file, or a step of a root.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
         ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
 
@@ -167,6 +168,11 @@ def changed_rows(
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
     """Where a step lies; None: the newest that can be restored as far as manifests tell."""
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise errors.OptionError(
+            f"a step is an integer, got {reprlib.repr(step)}\n"
+            "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table)"
+        )
     path = open_root(root)
     check_can_be_read(path)
     item = item or find_item(path)
