@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from cnr_jax import errors
+from cnr_jax.cli.printing import printable
 
 # Of the documents that `--json` prints; rises when a field goes or changes its meaning.
 SCHEMA = 1
@@ -67,6 +68,7 @@ def verb(work: Callable[..., Exit]) -> Callable[..., None]:
                 kind = error.kind if isinstance(error, errors.CnrError) else "os_error"
                 told = {"kind": kind, "message": str(error)}
                 print_json(work.__name__, {"error": told})
+            line = printable(line, sys.stderr.encoding)
             print(f"cnr-jax: {line}", file=sys.stderr)
         raise typer.Exit(code)
 

@@ -19,14 +19,30 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
     """
     if not sys.stdout.isatty():
         for text, _ in lines:
-            print(text)
+            print(printable(text, sys.stdout.encoding))
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
     for text, style in lines:
-        console.print(Text(text, style), soft_wrap=True)
+        console.print(Text(printable(text, console.encoding), style), soft_wrap=True)
+
+
+def printable(text: str, encoding: str | None) -> str:
+    r"""One line of a text: what a terminal would act on, or cannot show, as escapes.
+
+    Names of tables and files are of whoever wrote the root.
+
+    Example:
+        >>> printable("user", "utf-8") == "user"
+        True
+        >>> print(printable("\x1b[31m", "utf-8"), printable("\u00e9", "ascii"))
+        \x1b[31m \xe9
+    """
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    encoding = encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextlib.contextmanager

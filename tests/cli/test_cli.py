@@ -238,6 +238,27 @@ def test_explain_takes_no_saves_of_another_branch(
     assert ([each["step"] for each in found["seen"]], found["seen_in"]) == ([5], 5)
 
 
+def test_names_do_not_act_on_the_terminal(tmp_path: Path) -> None:
+    name = "us\x1b[31m\n\u202eer"
+    state = {name: jnp.zeros((4, 2))}
+    tables = cnr.find_tables(state, [name])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    (tmp_path / "0.abandoned-\x1b[0m\udcff").mkdir()
+    escaped = r"us\x1b[31m\n\u202eer"
+    assert escaped in call("show", tmp_path, 0)[1]
+    code, out, said = call("show", tmp_path, 0, "\x1b[31m")
+    assert (code, out) == (13, "") and escaped in said
+    for encoding in ("ascii", "utf-8:strict"):
+        done = subprocess.run(
+            [sys.executable, "-m", "cnr_jax", "ls", str(tmp_path)],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+        )
+        assert done.returncode == 0 and not done.stderr
+        assert b"\x1b" not in done.stdout
+
+
 def test_diff_counts_rows_and_tells_how_far_they_moved(root: Path) -> None:
     assert call("diff", root, 2, 2)[0] == 0
     code, found = as_json("diff", root, 1, 3)
