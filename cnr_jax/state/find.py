@@ -88,7 +88,23 @@ def find_tables(
     }
     owner = _owners(tables)
     dense = [(p, x) for p, x in flatten_paths(state) if p not in owner]
-    return Tables(tables, [path for path, _ in dense], dense_lines(dense))
+
+    def perhaps_of(path: tuple[str, ...], leaf: Any) -> str | None:
+        found = (t for t in tables.values() if perhaps_slot(path, leaf, t))
+        return next((table.name for table in found), None)
+
+    lines = dense_lines(dense, perhaps_of)
+    return Tables(tables, [path for path, _ in dense], lines)
+
+
+def perhaps_slot(path: tuple[str, ...], leaf: Any, table: Table) -> bool:
+    """Whether a dense leaf looks like a slot of a table: by its name, and a row for each row.
+
+    Its path does not end with the table's, as those of slots do.
+    """
+    shape = getattr(leaf, "shape", ())
+    is_alike = tuple(shape[:1]) in {(table.rows,), (table.padded_rows,)}
+    return is_alike and normalise(path)[-1:] == normalise(table.path)[-1:]
 
 
 def _owners(tables: Mapping[str, Table]) -> dict[tuple[str, ...], str]:

@@ -9,7 +9,7 @@ Every leaf of a state is either of a table or dense, so that a checkpoint holds 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -224,10 +224,23 @@ def _rows(table: Table) -> str:
     )
 
 
-def dense_lines(dense: Sequence[tuple[tuple[str, ...], Any]]) -> list[str]:
-    """Describes the largest dense leaves: a table that was missed stands out."""
+def dense_lines(
+    dense: Sequence[tuple[Path, Any]], perhaps_of: Callable[[Path, Any], str | None]
+) -> list[str]:
+    """Describes the largest dense leaves: a table that was missed stands out.
+
+    Args:
+        dense: leaves by path.
+        perhaps_of: the table that a leaf looks like a slot of, if any; such leaves come first.
+    """
     lines = []
     for path, value in dense:
+        if table := perhaps_of(path, value):
+            text = (
+                f"{'/'.join(path)}  a slot of table {table!r}? TableSpec(slots=[...])"
+            )
+            lines.append((math.inf, text))
+            continue
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None:
             lines.append((0, f"{'/'.join(path)}  {type(value).__name__}"))

@@ -6,6 +6,7 @@ is restored as it was saved.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cnr_jax.format.manifest import DenseLeaf, TableEntry
-from cnr_jax.state.paths import normalise
+from cnr_jax.state.find import perhaps_slot
 from cnr_jax.state.table import Table, Tables, few
 
 _log = logging.getLogger(__name__)
@@ -177,11 +178,13 @@ def match_rows_of_dense_leaves(
         problems: to which it is added.
         hints: to which it is added what to do about it.
     """
-    rows = {entry.rows, entry.padded_rows}
+    stored = dataclasses.replace(
+        table,
+        rows=entry.rows,
+        leaf=dataclasses.replace(table.leaf, shape=entry.leaves[0].shape),
+    )
     for leaf in dense:
-        if leaf.path not in leaves or not leaf.shape or leaf.shape[0] not in rows:
-            continue
-        if normalise(leaf.path)[-1:] != normalise(table.path)[-1:]:
+        if leaf.path not in leaves or not perhaps_slot(leaf.path, leaf, stored):
             continue
         where, shape = "/".join(leaf.path), tuple(np.shape(leaves[leaf.path]))
         if not by_ids and shape == leaf.shape:
