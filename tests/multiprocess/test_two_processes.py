@@ -6,16 +6,12 @@ usually fail.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,19 +22,13 @@ import pytest
 from cnr_jax.format.tiles import ProcessManifest, load_process
 from cnr_jax.repository.step import read_manifest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from forks import Child, server_of
+
 WORKER = Path(__file__).parent / "worker.py"
-PROJECT = Path(__file__).parents[2]
 # Long enough for a machine that does much else; a hang is told by it, nothing else.
 DEADLINE_SECS = 400.0
 STEPS = 10
-
-
-@functools.cache
-def compiled() -> str:
-    """Where children keep what they compile: they train and save the same tables."""
-    folder = tempfile.mkdtemp(prefix="cnr-compiled-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 class Processes:
@@ -55,22 +45,12 @@ class Processes:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
-        env["JAX_PLATFORMS"] = "cpu"
-        env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-        env["JAX_COMPILATION_CACHE_DIR"] = compiled()
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
         common = ["--processes", count, "--port", port, "--root", root, "--out", out]
         self.out, self.logs = out, [Path(f"{out}.{i}.log") for i in range(count)]
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Child] = []
         for i, log in enumerate(self.logs):
-            command = [sys.executable, worker, "--process", i, *common, *options]
-            with log.open("wb") as output:
-                child = subprocess.Popen(
-                    [*map(str, command)], env=env, stdout=output, stderr=output
-                )
-            self.children.append(child)
+            given = [str(each) for each in ("--process", i, *common, *options)]
+            self.children.append(server_of(i).start(worker, given, log))
         self._deadline = time.monotonic() + DEADLINE_SECS
 
     def __enter__(self) -> Processes:
