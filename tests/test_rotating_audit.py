@@ -178,7 +178,7 @@ def _decay(run: Run, met: list[np.ndarray]) -> None:
 
 
 # Staging "device" on a CPU goes the way of accelerators.
-@pytest.mark.parametrize(("devices", "staging"), [(1, "device"), (8, "host")])
+@pytest.mark.parametrize(("devices", "staging"), [(1, "device"), (2, "host")])
 @pytest.mark.parametrize("late", [_adam, _momentum, _decay])
 def test_what_begins_late_stops_one_of_the_next_three_saves(
     start: Any, late: Any, devices: int, staging: str
@@ -266,13 +266,21 @@ def test_row_that_is_recorded_before_its_turn_stops_nothing(windows: Run) -> Non
 @pytest.mark.parametrize(
     ("devices", "spec", "staging"),
     [
-        (1, P(), "host"),
+        # Each goes on where another number of devices is: those of two devices on one.
         (2, P("r"), "device"),
+        (2, P(None, "r"), "host"),
+        (2, P(), "host"),
         # A compilation of each program for each device.
-        pytest.param(8, P("r"), "device", marks=pytest.mark.slow),
-        (4, P("r"), "host"),
-        (2, P(None, "r"), "device"),
-        (4, P(), "host"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (1, P(), "host"),
+                (8, P("r"), "device"),
+                (4, P("r"), "host"),
+                (4, P(None, "r"), "device"),
+                (4, P(), "host"),
+            )
+        ),
     ],
 )
 def test_right_run_is_never_stopped(
@@ -337,11 +345,11 @@ def test_reads_and_memory_are_bounded(
         return looks[-1]
 
     monkeypatch.setattr(rotation.Rotation, "look", seen)
-    run = start(make_state(4), audit_bytes=2000)
+    run = start(make_state(2), audit_bytes=2000)
     for number in range(50):
         run.go_on(1)
         assert len(looks) == number + 1
-        assert len(looks[-1].read_bytes) == 4
+        assert len(looks[-1].read_bytes) == 2
         assert all(0 < size <= 2000 for size in looks[-1].read_bytes.values())
     # Four bytes a row, one a row and leaf, eight a block, and what is read at once.
     most = ROWS * (4 + 2) + SMALL * (4 + 1) + 8 * ROWS
