@@ -120,13 +120,15 @@ ON_DEVICE = {"user": cnr.TableSpec(slots=["opt_state/acc/user"])}
 ON_HOST = {name: cnr.TableSpec() for name in ROWS}
 
 
-# Slots are raw whatever the codec, so that of the table may be the one that compiles soonest.
+# Slots are raw whatever the codec, so that of the table may be the one that compiles soonest:
+# how many programs there are is a matter of staging, not of what a codec does in them.
 @pytest.mark.parametrize(
     ("staging", "codec"),
     [
         ("host", "raw"),
-        ("host", "adaptive"),
+        ("host", "asymmetric"),
         ("device", "asymmetric"),
+        pytest.param("host", "adaptive", marks=pytest.mark.slow),
         pytest.param("device", "raw", marks=pytest.mark.slow),
         pytest.param("device", "adaptive", marks=pytest.mark.slow),
     ],
@@ -257,15 +259,15 @@ def test_restores_compile_what_wider_saves_need(
 def test_many_tables_of_distinct_shapes_share_their_programs_on_the_host(
     tmp_path: Path,
 ) -> None:
-    rng = np.random.default_rng(0)
+    rng, count = np.random.default_rng(0), 12
     state = {
         f"table{i}": jax.device_put(
             rng.normal(size=(8 * (i + 1), 16)).astype(np.float32),
             _sharding(("r", "c")),
         )
-        for i in range(40)
+        for i in range(count)
     }
-    tables = cnr.find_tables(state, [f"table{i}" for i in range(40)])
+    tables = cnr.find_tables(state, list(state))
     touched = cnr.init_touched(state, tables)
     jax.clear_caches()
     options = cnr.Options(staging="host")
@@ -274,4 +276,4 @@ def test_many_tables_of_distinct_shapes_share_their_programs_on_the_host(
             manager.save(0, args=cnr.args.Save(state, touched))
             manager.wait_until_finished()
     # A small chunk and a large one, encoded and hashed; and the part of the rows that is audited.
-    assert len(found) <= 2 + 2 + 1
+    assert len(found) <= 2 + 2 + 1 < count
