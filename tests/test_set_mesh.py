@@ -38,7 +38,11 @@ def test_a_run_within_a_mesh_saves_and_restores(
     rows = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
     rows[3] = 1.5
     options = cnr.Options(
-        bits=8, staging=staging, tracking=tracking, policy=cnr.OneShot()
+        codec="asymmetric",
+        bits=8,
+        staging=staging,
+        tracking=tracking,
+        policy=cnr.OneShot(),
     )
     with jax.set_mesh(mesh):
         state = {"user": jax.device_put(rows, NamedSharding(mesh, P("rows")))}
