@@ -25,7 +25,7 @@ NAMES = {
     "kernel": "params/head/kernel",
 }
 # Devices along each axis.
-MESH = (4, 2)
+MESH = (2, 2)
 # How the parameters lie on the mesh. Slots lie as their tables do, as far as they have the
 # axes.
 LAYOUTS = {
@@ -213,8 +213,11 @@ def slowly(*case: Any) -> Any:
         ("rows", "columns", "raw", "auto", MESH),
         slowly("columns", "rows", "raw", "auto", MESH),
         slowly("rows", "both", "adaptive", "auto", MESH),
-        ("columns", "both", "adaptive", "auto", MESH),
-        ("both", "rows", "adaptive", "auto", MESH),
+        ("columns", "both", "asymmetric", "auto", MESH),
+        ("both", "rows", "asymmetric", "auto", MESH),
+        slowly("both", "rows", "adaptive", "auto", MESH),
+        slowly("rows", "columns", "raw", "auto", (4, 2)),
+        slowly("columns", "both", "adaptive", "auto", (4, 2)),
         # Here each device has programs of its own.
         ("both", "columns", "raw", "device", (2, 1)),
     ],
