@@ -71,11 +71,10 @@ def step_of(codec: Asymmetric, rows: np.ndarray) -> np.ndarray:
     return (wide.max(1) - wide.min(1)) / (2**codec.bits - 1)
 
 
-# Each width with one dtype, and the ends with the others. More fits go on from there in one way.
+# Each width with one dtype, and an end with each other one. More fits go on from there in one way.
 FITTED = {
     *((2, DTYPES[0], bits) for bits in BITS),
-    *((2, dtype, bits) for dtype, bits in zip(DTYPES[1:], (2, 4), strict=True)),
-    *((2, dtype, 8) for dtype in DTYPES[1:]),
+    *((2, dtype, bits) for dtype, bits in zip(DTYPES[1:], (2, 8), strict=True)),
     (5, DTYPES[0], 3),
 }
 
