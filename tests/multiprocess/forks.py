@@ -134,7 +134,8 @@ def server_of(process: int) -> Server:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
     env["JAX_PLATFORMS"] = "cpu"
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    flags = ["force_host_platform_device_count=4", "backend_optimization_level=0"]
+    env["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in flags)
     env["JAX_COMPILATION_CACHE_DIR"] = compiled()
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
