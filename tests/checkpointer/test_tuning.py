@@ -206,6 +206,6 @@ def test_saves_use_and_store_what_was_chosen(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "1" / "default").kind == "full"
     text = (tmp_path / "1" / "default" / "manifest.p00000.json").read_text()
     assert f'"refits":{chosen.refits}' in text
-    encoded = chosen.encode(state["user"])
+    encoded = jax.jit(chosen.encode)(state["user"])
     want = chosen.decode(encoded.parts, dim=16, dtype=np.float32)
     np.testing.assert_array_equal(restored["user"], want)
