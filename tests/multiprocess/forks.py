@@ -134,6 +134,7 @@ def server_of(process: int) -> Server:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
     env["JAX_PLATFORMS"] = "cpu"
+    # What they compile runs for a moment only.
     flags = ["force_host_platform_device_count=4", "backend_optimization_level=0"]
     env["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in flags)
     env["JAX_COMPILATION_CACHE_DIR"] = compiled()
