@@ -4,7 +4,7 @@ Each is trained for fifty steps on a sharded table and looked at now and then, a
 With fingerprints the rows found are those that changed; with recorded rows the audit raises at the
 first save that would lie. Which that is follows from the true states, which are kept in numpy.
 
-Five, one for each way in which states differ, are saved and restored too; `-m slow` does so with
+Ten, one for each way in which states differ, are saved and restored too; `-m slow` does so with
 all: with fingerprints every step comes back bit for bit, with recorded rows all before the lie.
 """
 
@@ -554,14 +554,19 @@ def _first_lie(tables: cnr.Tables, saves: list[Saved]) -> int | None:
 # ---- tests --------------------------------------------------------------------------------
 
 
-# Slots of few bits, smaller than the table or of other rows, keys, parameters twice. Those of
-# the table's own shape, sums of several steps and late updates are saved by the tests below.
+# Rows that stay, slots that move, of few bits, smaller than the table or of other rows, keys,
+# sums of several steps, parameters twice, copies beside them, updates that come late.
 SAVED = [
+    "sgd",
+    "adagrad",
     "adam, bfloat16 mu",
     "adafactor, factored",
     "lbfgs",
     "noisy_sgd",
+    "MultiSteps, sgd",
     "lookahead",
+    "sgd, parameters' average",
+    "sgd, pipelined, wrong ids",
 ]
 
 
