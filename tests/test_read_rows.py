@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,17 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
             call(tmp_path / "file", "user", [0])
         with pytest.raises(errors.OptionError, match="a step is an integer, got 'no'"):
             cnr.read_rows(root, "user", [0], step="no")
+        with pytest.raises(errors.OptionError, match="a step is an integer, got None"):
+            cnr.changed_rows(root, None, "user")  # type: ignore[arg-type]
+        with pytest.raises(errors.OptionError, match="are of no one shape"):
+            cnr.read_rows(root, "user", [[1], [1, 2]])
+        for read in (cnr.describe, cnr.verify):
+            with pytest.raises(
+                errors.OptionError, match=r"item '\.\./0/default' cannot"
+            ):
+                read(root, item="../0/default")
+        with pytest.raises(errors.OptionError, match=r"item '\.\./0/default' cannot"):
+            cnr.read_rows(root, "user", [0], item="../0/default")
         with pytest.raises(errors.OptionError, match="is a step of the root"):
             call(root / "1", "user", [0])
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -315,3 +327,42 @@ def test_files_of_other_tables_are_not_missed(tmp_path: Path, unsynced: None) ->
     np.testing.assert_array_equal(cnr.read_rows(tmp_path, "user", [7]), np.ones((1, 4)))
     with pytest.raises(errors.IntegrityError):
         cnr.read_rows(tmp_path, "wide", [7])
+
+
+def test_a_step_that_is_taken_away_meanwhile_is_gone_and_not_damaged(
+    tiny_run: Any, opened: Any, tmp_path: Path, storage: Any
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with opened(run) as manager:
+        run.run(manager, [0, 1, 2])
+    kept = tmp_path / "kept"
+    shutil.copytree(root, kept)
+
+    def taken_away(call: Any) -> None:
+        """As retention and rollbacks do it."""
+        if (root / "2").exists():
+            (root / "2").rename(root / "2.removed-00")
+
+    def reading(read: Callable[[], Any]) -> Any:
+        shutil.rmtree(root)
+        shutil.copytree(kept, root)
+        with storage.calling(taken_away, "/root/2/default/rows.p00000", "open_read"):
+            return read()
+
+    ids = np.arange(64)
+    want = run.truth[1]["['params']['user']['embedding']"]
+    got = reading(lambda: cnr.read_rows(root, "user", ids))
+    np.testing.assert_array_equal(got, want)
+    for read in (
+        lambda: cnr.read_rows(root, "user", ids, step=2),
+        lambda: cnr.changed_rows(root, 2, "user"),
+    ):
+        with pytest.raises(errors.NoStepError, match="step 2 was taken from"):
+            reading(read)
+    # What is damaged and still there is damaged.
+    shutil.rmtree(root)
+    shutil.copytree(kept, root)
+    flip(next((root / "2/default").rglob("raw.rows.float32/c/0")))
+    for step in (2, None):
+        with pytest.raises(errors.IntegrityError, match="is damaged"):
+            cnr.read_rows(root, "user", ids, step=step)

@@ -40,6 +40,7 @@ from cnr_jax.repository.files import (
 from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import (
     check_can_be_read,
+    check_is_item,
     find_item,
     open_root,
     step_directories,
@@ -94,6 +95,7 @@ def describe(
         >>> found.latest_step, found.steps[0].kind, found.steps[0].tables[0].saved_rows
         (0, 'full', 8)
     """
+    check_is_item(item)
     path = open_root(root)
     check_can_be_read(path)
     # Of plain paths where they can be: joining names to others takes longer than to read.

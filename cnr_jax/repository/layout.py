@@ -213,6 +213,21 @@ def check_can_be_read(root: AnyPath) -> None:
     check_is_root(root)
 
 
+def check_is_item(item: str | None) -> None:
+    """Checks that an item is one folder of a step; None: it is not named.
+
+    Raises:
+        OptionError: if it would lead elsewhere.
+    """
+    if item is None:
+        return
+    if not isinstance(item, str) or item in ("", ".", "..") or set(item) & set("/\\\0"):
+        raise errors.OptionError(
+            f"item {item!r} cannot be the name of a folder in a step\n"
+            "  hint: without one the only item that this library saved is taken"
+        )
+
+
 def step_directories(
     root: AnyPath,
     is_step: Callable[[str], bool] | None = None,

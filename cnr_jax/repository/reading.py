@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.checked import about
+from cnr_jax.repository.files import is_directory
 from cnr_jax.repository.layout import (
     Place,
     check_can_be_read,
+    check_is_item,
     find_item,
     open_root,
     step_directories,
@@ -28,6 +31,9 @@ from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import few
 
 _SHOWN = 10
+# How often the newest step is chosen again, where each was taken away while it was read.
+_TRIES = 5
+T = TypeVar("T")
 
 
 @overload
@@ -83,7 +89,7 @@ def read_rows(
     Raises:
         OptionError: if there is no such table, ids are no integers or out of range, the step is
             no integer, or the root is a file, or a step of a root.
-        NoStepError: if there is no such root or step; it is a FileNotFoundError too.
+        NoStepError: if there is no such root or step, or no more; it is a FileNotFoundError too.
         ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
 
     Example:
@@ -97,7 +103,11 @@ def read_rows(
         >>> cnr.read_rows(root, "user", [4, 1, 4]).tolist()
         [[8.0, 9.0], [2.0, 3.0], [8.0, 9.0]]
     """
-    place = _find(root, step, item)
+    return _of_step(root, step, item, lambda place: _rows(place, table, ids, slots))
+
+
+def _rows(place: Place, table: str, ids: Any, slots: bool) -> Any:
+    """Rows as `read_rows` returns them."""
     chain = open_chain(place.root, place.directory, place.item)
     entry = table_entry(chain[-1].manifest, table)
     wanted = _checked_ids(ids, entry)
@@ -135,7 +145,7 @@ def changed_rows(
 
     Raises:
         OptionError: if there is no such table, or the root is a file, or a step of a root.
-        NoStepError: if there is no such root or step; it is a FileNotFoundError too.
+        NoStepError: if there is no such root or step, or no more; it is a FileNotFoundError too.
         IntegrityError, FormatError: if what is read is damaged or missing.
 
     Example:
@@ -149,7 +159,13 @@ def changed_rows(
         >>> cnr.changed_rows(root, 1, "user").tolist()
         [1, 4]
     """
-    place = _find(root, step, item)
+    if step is None:
+        raise errors.OptionError("a step is an integer, got None")
+    return _of_step(root, step, item, lambda place: _held_rows(place, table))
+
+
+def _held_rows(place: Place, table: str) -> np.ndarray:
+    """Ids of the rows that a step holds itself, sorted."""
     manifest = read_step(place.root, place.directory, place.item)
     entry = table_entry(manifest, table)
     held = np.zeros(entry.padded_rows, bool)
@@ -166,6 +182,47 @@ def changed_rows(
     return np.sort(logical[logical < entry.rows])
 
 
+def _of_step(
+    root: str | os.PathLike[str],
+    step: int | None,
+    item: str | None,
+    read: Callable[[Place], T],
+) -> T:
+    """What is read of a step; None: of another one if that is taken away meanwhile.
+
+    Retention and rollbacks give a step another name before anything of it is deleted, and those
+    that rest on it before it: then it is gone, and not damaged.
+
+    Raises:
+        NoStepError: if there is none, or no more.
+        ChainError, IntegrityError, FormatError: as `read` raises them, of what is still there.
+    """
+    for _ in range(_TRIES):
+        place = _find(root, step, item)
+        uuid = _uuid(place)
+        try:
+            return read(place)
+        except errors.DAMAGE:
+            is_there = is_directory(place.root / place.directory)
+            if is_there and _uuid(place) == uuid:
+                raise
+            if step is not None:
+                break
+    raise errors.NoStepError(
+        f"step {place.directory} was taken from {os.fspath(place.root)} while it was read\n"
+        "  hint: who saves there has deleted it, or moved it aside",
+        path=os.fspath(place.root),
+    )
+
+
+def _uuid(place: Place) -> str | None:
+    """Which checkpoint a step is; None if it cannot be told."""
+    try:
+        return read_step(place.root, place.directory, place.item).uuid
+    except (errors.CnrError, OSError):
+        return None
+
+
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
     """Where a step lies; None: the newest that can be restored as far as manifests tell."""
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
@@ -173,6 +230,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
             f"a step is an integer, got {reprlib.repr(step)}\n"
             "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table)"
         )
+    check_is_item(item)
     path = open_root(root)
     check_can_be_read(path)
     item = item or find_item(path)
@@ -220,7 +278,12 @@ def table_entry(manifest: Manifest, table: str) -> TableEntry:
 
 def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
     """Row ids as they were given, int64; all of them are rows of the table."""
-    given = np.asarray(ids)
+    try:
+        given = np.asarray(ids)
+    except ValueError as error:
+        raise errors.OptionError(
+            f"row ids of table {entry.name!r} are of no one shape\n  {error}"
+        ) from error
     if given.size and given.dtype.kind not in "iu":
         raise errors.OptionError(
             f"row ids of table {entry.name!r} are {given.dtype}, expected integers"
