@@ -17,7 +17,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import ParentRef, dump, load
 from cnr_jax.testing import inprocess
 
-from .conftest import flip
+from .conftest import each_of, flip
 
 ALL = ("0", "1", "2", "3")
 Damage = Callable[[Path], None]
@@ -359,6 +359,39 @@ def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
     with storage.calling(late, "/root/3/default/rows.p00000", "open_read"):
         assert found(root) == []
     assert replaced
+
+
+@each_of("first", ["there", "not there"])
+def test_parents_that_are_replaced_meanwhile_are_looked_at_again(
+    root: Path, tiny_run: Any, tmp_path: Path, storage: Any, first: str
+) -> None:
+    """A run goes back and saves steps 2 and 3 of another branch, step 2 after it was looked at."""
+    other, run, kept = tmp_path / "other", tiny_run(salt=1), tmp_path / "kept"
+    for copy in (other, kept):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(root, copy)
+    with run.open(other) as manager:
+        run.restore(manager, 1)
+        run.run(manager, [2, 3])
+    if first == "not there":  # as of a listing that has met step 3 alone
+        shutil.rmtree(root / "2")
+    saved: list[Any] = []
+
+    def late(call: Any) -> None:
+        if not saved:
+            saved.append(call)
+            for step in ("2", "3"):
+                shutil.rmtree(root / step, ignore_errors=True)
+                shutil.copytree(other / step, root / step)
+
+    with storage.calling(late, "/root/3/default/manifest.json", "open_read"):
+        assert found(root) == []
+    assert saved
+    # What is missing and stays so is a problem.
+    shutil.rmtree(root / "2")
+    assert [each[2] for each in found(root)] == ["parent_missing"]
+    shutil.rmtree(root)
+    shutil.copytree(kept, root)
 
 
 def test_save_meanwhile_is_no_problem(tiny_run: Any, tmp_path: Path) -> None:

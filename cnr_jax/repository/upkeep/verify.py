@@ -29,6 +29,8 @@ from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 
 # Of what Orbax notes of a step, far more than it does.
 _ORBAX_BYTES = 64 << 20
+# How often what has changed meanwhile is looked at again: a run saves seldom.
+_LOOKS = 5
 Level = Literal["structure", "data"]
 
 
@@ -56,9 +58,10 @@ class Problem:
         where = "/".join(part for part in (self.directory, self.file) if part)
         harm = ", ".join(self.consequence)
         line = self.message.partition("\n")[0]
-        # Errors mostly name the file themselves.
-        named = bool(self.file) and where in line
-        text = f"{line if named else f'{where}: {line}'} ({self.kind})"
+        # Errors mostly begin with the file, below the root or from wherever that is.
+        at = line.find(where) if self.file else -1
+        is_named = at == 0 or (at > 0 and line[at - 1] == "/")
+        text = f"{line[at:] if is_named else f'{where}: {line}'} ({self.kind})"
         return f"{text}; cannot be restored: {harm}" if harm else text
 
 
@@ -191,15 +194,43 @@ class _Item:
         for step in (name for name, items in steps.items() if self._item in items):
             found[step] = self._look(step)
             looked()
-        # What was removed since it was looked at is no problem. Until no more is found to be
-        # gone: a parent goes after its children.
-        while gone := [step for step in found if not is_directory(self._root / step)]:
-            for step in gone:
-                del found[step]
-                self._manifests.pop(step, None)
+        self._catch_up(found)
         for step, findings in found.items():
             for finding in (*findings, *self._parent_problems(step, found)):
                 yield self._problem(step, finding, found)
+
+    def _catch_up(self, found: dict[str, list[Finding]]) -> None:
+        """Looks again at what was removed, saved or replaced while other steps were looked at."""
+        for _ in range(_LOOKS):
+            # Until no more is found to be gone: a parent goes after its children.
+            while gone := [
+                step for step in found if not is_directory(self._root / step)
+            ]:
+                for step in gone:
+                    del found[step]
+                    self._manifests.pop(step, None)
+            apart = [step for step in found if self._parent_problems(step, found)]
+            stale = [step for step in apart if self._is_stale(step)]
+            for step in stale:
+                manifest = self._manifests.get(step)
+                parent = manifest.parent if manifest else None
+                for name in (step, *([parent.directory] if parent else [])):
+                    found.pop(name, None)
+                    if self._item in _items(self._root, name):
+                        found[name] = self._look(name)
+            if not stale:
+                return
+
+    def _is_stale(self, step: str) -> bool:
+        """Whether a step or its parent is another by now than those that were compared."""
+        manifest = self._manifests[step]
+        assert manifest.parent is not None
+        known = self._manifests.get(manifest.parent.directory)
+        # In this order: a step goes before what it rests on.
+        now = self._uuid(manifest.parent.directory)
+        if self._uuid(step) != manifest.uuid:
+            return True
+        return now != (known.uuid if known else None)
 
     def _look(self, step: str) -> list[Finding]:
         """Looks at one step; again if it was replaced meanwhile."""
