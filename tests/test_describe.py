@@ -391,3 +391,23 @@ def test_a_step_that_looks_damaged_once_is_looked_at_again(
     fault = Fault("open_read", action="EIO", match="/1/default/manifest.p00000.json")
     with inprocess.failing(tmp_path, fault):
         assert [step.restorable for step in cnr.describe(tmp_path).steps] == [True] * 2
+
+
+def test_what_no_restore_takes_is_not_said_to_be_restorable(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with opened(run) as manager:
+        run.run(manager, [0, 1, 2])
+    (root / "2/default/dense/more").symlink_to(tmp_path)
+    (root / "1/_CHECKPOINT_METADATA").unlink()
+    os.mkfifo(root / "1/_CHECKPOINT_METADATA")
+    found = cnr.describe(root)
+    assert found.latest_step == 0
+    for step in found.steps[1:]:
+        assert step.problem
+        with (
+            cnr.CheckpointManager(root, tables=run.tables) as reader,
+            pytest.raises(cnr.errors.IntegrityError),
+        ):
+            reader.restore(step.step, args=cnr.args.Restore(run.state))

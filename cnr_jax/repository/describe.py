@@ -23,6 +23,7 @@ from cnr_jax.repository.checked import (
     check_size,
     file_bytes,
     numpy_dtype,
+    refuse_pipe,
     unnamed_files,
 )
 from cnr_jax.repository.description import (
@@ -200,6 +201,7 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
         check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
         if is_local(root):
             _check_dense(where, manifest)
+            refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
         spoilt = str(error)
     return _Found(step=step, manifest=manifest, spoilt=spoilt)
@@ -317,9 +319,9 @@ def _check_dense(item: AnyPath, manifest: Manifest) -> None:
         _check_file(item, digest.path, digest.bytes)
     top = os.fspath(item)
     held = {
-        f"{folder[len(top) + 1 :]}/{file}"
-        for folder, _, files in os.walk(f"{top}/{names.DENSE}")
-        for file in files
+        f"{folder[len(top) + 1 :]}/{name}"
+        for folder, folders, files in os.walk(f"{top}/{names.DENSE}")
+        for name in [*files, *(n for n in folders if os.path.islink(f"{folder}/{n}"))]
     }
     # Not all that is found this way is too much: named files may lie behind a link.
     for path in unnamed_files(item, names.DENSE, named) if held != named else ():

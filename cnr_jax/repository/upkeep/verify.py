@@ -21,6 +21,7 @@ from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
 from cnr_jax.repository.layout import (
     check_can_be_read,
     check_is_item,
+    is_checkpoint,
     open_root,
     step_directories,
 )
@@ -124,6 +125,9 @@ def verify(
     for each in wanted:
         found += _Item(path, each, level).problems(steps, looked)
     for name, items in steps.items():
+        # A folder of others may end in a number, as a step may under a name of its own.
+        if not items and not name.isdigit() and not is_checkpoint(path / name):
+            continue
         if not items and is_directory(path / name):
             message = "holds no checkpoint of cnr_jax"
             found.append(Problem(name, "", "no_checkpoint", (name,), message))
