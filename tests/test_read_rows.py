@@ -249,10 +249,13 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
             cnr.read_rows(root, "user", [[1], [1, 2]])
         for read in (cnr.describe, cnr.verify):
             with pytest.raises(
-                errors.OptionError, match=r"item '\.\./0/default' cannot"
+                errors.OptionError,
+                match=r"one folder of each step, got '\.\./0/default'",
             ):
                 read(root, item="../0/default")
-        with pytest.raises(errors.OptionError, match=r"item '\.\./0/default' cannot"):
+        with pytest.raises(
+            errors.OptionError, match=r"one folder of each step, got '\.\./0/default'"
+        ):
             cnr.read_rows(root, "user", [0], item="../0/default")
         with pytest.raises(errors.OptionError, match="is a step of the root"):
             call(root / "1", "user", [0])

@@ -41,7 +41,6 @@ from cnr_jax.repository.files import (
 from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import (
     check_can_be_read,
-    check_is_item,
     find_item,
     open_root,
     step_directories,
@@ -96,9 +95,8 @@ def describe(
         >>> found.latest_step, found.steps[0].kind, found.steps[0].tables[0].saved_rows
         (0, 'full', 8)
     """
-    check_is_item(item)
     path = open_root(root)
-    check_can_be_read(path)
+    check_can_be_read(path, item)
     # Of plain paths where they can be: joining names to others takes longer than to read.
     plain: AnyPath = Path(os.fspath(path)) if is_local(path) else path
     if item is None:

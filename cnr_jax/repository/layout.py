@@ -200,32 +200,26 @@ def check_is_there(root: AnyPath) -> None:
         )
 
 
-def check_can_be_read(root: AnyPath) -> None:
+def check_can_be_read(root: AnyPath, item: str | None = None) -> None:
     """Checks that a root that is to be read is one: a folder, there, and no step of another root.
+
+    Args:
+        root: to be read.
+        item: of its steps, as a user names it; None: not named.
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it is a file, or a step.
+        OptionError: if it is a file, or a step, or an item is not the name of one folder.
         OSError: if that cannot be seen.
     """
+    if item is not None and not (isinstance(item, str) and names.is_component(item)):
+        raise errors.OptionError(
+            f"an item is the name of one folder of each step, got {item!r}\n"
+            "  hint: without one the only item that this library saved is taken"
+        )
     check_is_no_file(root)
     check_is_there(root)
     check_is_root(root)
-
-
-def check_is_item(item: str | None) -> None:
-    """Checks that an item is one folder of a step; None: it is not named.
-
-    Raises:
-        OptionError: if it would lead elsewhere.
-    """
-    if item is None:
-        return
-    if not isinstance(item, str) or item in ("", ".", "..") or set(item) & set("/\\\0"):
-        raise errors.OptionError(
-            f"item {item!r} cannot be the name of a folder in a step\n"
-            "  hint: without one the only item that this library saved is taken"
-        )
 
 
 def step_directories(

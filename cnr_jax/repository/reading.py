@@ -18,7 +18,6 @@ from cnr_jax.repository.files import is_directory
 from cnr_jax.repository.layout import (
     Place,
     check_can_be_read,
-    check_is_item,
     find_item,
     open_root,
     step_directories,
@@ -230,9 +229,8 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
             f"a step is an integer, got {reprlib.repr(step)}\n"
             "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table)"
         )
-    check_is_item(item)
     path = open_root(root)
-    check_can_be_read(path)
+    check_can_be_read(path, item)
     item = item or find_item(path)
     if item is None:
         raise errors.NoStepError(

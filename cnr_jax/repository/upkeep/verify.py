@@ -20,7 +20,6 @@ from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
 from cnr_jax.repository.layout import (
     check_can_be_read,
-    check_is_item,
     is_checkpoint,
     open_root,
     step_directories,
@@ -108,9 +107,8 @@ def verify(
     if level not in get_args(Level):
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
-    check_is_item(item)
     path = open_root(root)
-    check_can_be_read(path)
+    check_can_be_read(path, item)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
