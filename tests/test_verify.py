@@ -295,6 +295,16 @@ def test_roots_that_are_empty_or_of_others(tmp_path: Path) -> None:
         cnr.verify(str(tmp_path), "deep")  # type: ignore[arg-type]
 
 
+def test_an_empty_folder_counts_as_a_step_if_it_is_named_as_steps_are(
+    root: Path,
+) -> None:
+    for name in ("ck_9", "9"):
+        (root / name).mkdir()
+    assert [each[:2] for each in found(root)] == [("9", "")]
+    (root / "9").rmdir()
+    assert found(root) == []
+
+
 def test_every_item_is_looked_at(root: Path) -> None:
     for step in ALL:
         shutil.copytree(root / step / "default", root / step / "more")

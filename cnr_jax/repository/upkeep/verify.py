@@ -122,15 +122,22 @@ def verify(
 
     for each in wanted:
         found += _Item(path, each, level).problems(steps, looked)
+    prefixes = {_prefix(name) for name, items in steps.items() if items} or {""}
     for name, items in steps.items():
-        # A folder of others may end in a number, as a step may under a name of its own.
-        if not items and not name.isdigit() and not is_checkpoint(path / name):
+        # Folders of others may end in a number too: steps of a root are named alike.
+        is_named = _prefix(name) in prefixes
+        if not items and not is_named and not is_checkpoint(path / name):
             continue
         if not items and is_directory(path / name):
             message = "holds no checkpoint of cnr_jax"
             found.append(Problem(name, "", "no_checkpoint", (name,), message))
         found += _of_orbax(path, name)
     return tuple(sorted(found))
+
+
+def _prefix(directory: str) -> str:
+    """What stands before the number of a step."""
+    return directory.rstrip("0123456789")
 
 
 def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
