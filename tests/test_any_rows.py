@@ -213,7 +213,7 @@ def slowly(*case: Any) -> Any:
         ("rows", "columns", "raw", "auto", MESH),
         slowly("columns", "rows", "raw", "auto", MESH),
         slowly("rows", "both", "adaptive", "auto", MESH),
-        ("columns", "both", "asymmetric", "auto", MESH),
+        slowly("columns", "both", "asymmetric", "auto", MESH),
         ("both", "rows", "asymmetric", "auto", MESH),
         slowly("both", "rows", "adaptive", "auto", MESH),
         slowly("rows", "columns", "raw", "auto", (4, 2)),

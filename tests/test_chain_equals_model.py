@@ -536,7 +536,7 @@ def slowly(*case: str) -> Any:
 @pytest.mark.parametrize(
     "policy", [slowly("full"), "one_shot", "consecutive", "intermittent"]
 )
-@_settings(5)
+@_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_exact_chains_equal_model_for_any_placement(
     policy: str, data: st.DataObject, staging_bytes: int
@@ -578,7 +578,7 @@ QUANTIZED_SPECS = ["rows", "columns", "both", "replicated", "zero", "device"]
         slowly("intermittent", "adaptive"),
     ],
 )
-@_settings(4)
+@_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_quantized_chains_hold_decoded_rows_and_leave_others_alone(
     policy: str, codec: str, data: st.DataObject, staging_bytes: int
@@ -597,7 +597,7 @@ DEVICE_WORLDS = [
 
 
 @pytest.mark.parametrize("policy", [slowly("one_shot"), "consecutive"])
-@_settings(6)
+@_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_exact_chains_encoded_on_the_device_equal_model(
     policy: str, data: st.DataObject, staging_bytes: int
@@ -611,7 +611,7 @@ def test_exact_chains_encoded_on_the_device_equal_model(
     play(data, options, st.sampled_from(DEVICE_WORLDS))
 
 
-@_settings(4)
+@_settings(2)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_quantized_chains_encoded_on_the_device_equal_model(
     data: st.DataObject, staging_bytes: int
@@ -623,7 +623,7 @@ def test_quantized_chains_encoded_on_the_device_equal_model(
 
 
 @pytest.mark.parametrize("policy", ["one_shot", slowly("consecutive")])
-@_settings(7)
+@_settings(4)
 @hypothesis.given(data=st.data())
 def test_fingerprint_chains_equal_model_for_any_placement(
     policy: str, data: st.DataObject

@@ -126,8 +126,8 @@ ON_HOST = {name: cnr.TableSpec() for name in ROWS}
     ("staging", "codec"),
     [
         ("host", "raw"),
-        ("host", "asymmetric"),
         ("device", "asymmetric"),
+        pytest.param("host", "asymmetric", marks=pytest.mark.slow),
         pytest.param("host", "adaptive", marks=pytest.mark.slow),
         pytest.param("device", "raw", marks=pytest.mark.slow),
         pytest.param("device", "adaptive", marks=pytest.mark.slow),

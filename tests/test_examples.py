@@ -15,7 +15,15 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "train_linen.py", "drop_in.py"])
+# The last one trains twice, and takes as long as the others together.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quickstart.py",
+        "train_linen.py",
+        pytest.param("drop_in.py", marks=pytest.mark.slow),
+    ],
+)
 def test_example_runs_to_its_end(name):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(

@@ -101,6 +101,8 @@ def test_variants_keep_what_reading_needs() -> None:
     assert not variants(Asymmetric(refits=0)), "plain quantization is asked for"
 
 
+# Each of the searches that it compares is compiled for all rows.
+@pytest.mark.slow
 def test_optimum_of_a_sample_is_that_of_all_rows_within_one_percent(
     values: np.ndarray, caplog: pytest.LogCaptureFixture
 ) -> None:

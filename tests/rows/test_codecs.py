@@ -97,7 +97,7 @@ def test_bound_holds_and_only_rows_that_must_are_escaped(bits, dtype, refits, ro
     )
 
     @settings(
-        max_examples=15,
+        max_examples=10,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

@@ -79,7 +79,7 @@ def wide(array) -> np.ndarray:
 def forall_rows(rows_of, dtype: np.dtype, check) -> None:
     """Calls `check` with batches of rows of every kind."""
     quietly = settings(
-        max_examples=15,
+        max_examples=10,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
