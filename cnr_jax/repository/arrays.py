@@ -31,9 +31,14 @@ from cnr_jax.repository.checked import (
 )
 from cnr_jax.repository.files import AnyPath, is_local, size_of
 
-# Bytes of a chunk at most. 16 MiB chunks write at disk speed, and a read of part of a
-# tile costs at most one chunk more than the part; 1 MiB chunks are 2 to 3 times slower.
+# Bytes of a chunk at most. 16 MiB chunks write at disk speed; 1 MiB chunks alone are 2 to 3 times
+# slower, as each is a file that is synced.
 CHUNK_BYTES = 16 << 20
+# An array is cut into so many chunks while they have `LEAST_CHUNK_BYTES`, because who wants a few
+# rows reads whole chunks. Of 4 M x 64 at 4 bits 100 neighbours take 6 % of the bytes so, and 22 %
+# from chunks of 16 MiB; a save takes 1.05 times as long until it is durable, a restore 0.85.
+CHUNKS = 24
+LEAST_CHUNK_BYTES = 2 << 20
 # Least bytes of an array that is compressed. What says so takes about 100 bytes of metadata and
 # manifest, and zstd seldom gains 10 % of codes.
 COMPRESSED_LEAST_BYTES = 1 << 10
@@ -107,8 +112,11 @@ def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> 
     Example:
         >>> chunk_length(17, 1, limit_bytes=16)
         9
+        >>> [chunk_length(mib << 20, 1) >> 20 for mib in (1, 8, 48, 1024)]
+        [1, 2, 2, 16]
     """
-    chunks = -(-length * itemsize // limit_bytes)
+    nbytes = length * itemsize
+    chunks = max(-(-nbytes // limit_bytes), min(CHUNKS, nbytes // LEAST_CHUNK_BYTES))
     return max(1, -(-length // max(1, chunks)))
 
 

@@ -81,7 +81,7 @@ def _reader(what: str, path: Path, run: dict[str, Any]) -> Any:
 
     rows, step = run["rows"], run["deltas"]
     if what != "restore":
-        at = rows // 3 + np.arange(ROWS)
+        at = rows // 5 * 2 + np.arange(ROWS)
         if what == "scattered":
             at = np.random.default_rng(0).choice(rows, ROWS, replace=False)
         return partial(cnr.read_rows, path, "table", at, step)
