@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cnr_jax.cli.arguments import AsJson, Item, Root, Step
 from cnr_jax.cli.outcome import Exit, print_json, verb
 from cnr_jax.cli.printing import print_lines, progress
 
@@ -25,16 +26,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Looks into a root of checkpoints of cnr_jax. Changes nothing.",
 )
-
-Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")
-]
-Step = Annotated[int, typer.Argument(metavar="STEP", help="Number of a step.")]
-Item = Annotated[
-    str | None,
-    typer.Option("--item", help="The item to look at, where steps hold several."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 # Elements of a decoded row that are shown.
 _SHOWN = 6
