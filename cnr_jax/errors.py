@@ -3,6 +3,9 @@
 Every error has a `kind`, a stable string to branch on, beside its class; the classes also
 inherit the builtin a caller would catch. Errors of Orbax and TensorStore pass through unwrapped
 unless a fact about a checkpoint can be added.
+
+The docstrings say what each means, what to do, and which other kinds there are of it;
+`docs/generate.py` makes the page of errors of them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,12 @@ from typing import Any
 
 class CnrError(Exception):
     """Base of all errors raised by `cnr_jax`.
+
+    What means a damaged step, and nothing else, is in the tuple `DAMAGE`.
+
+    Kinds:
+        error: no class fits better.
+        process_failed: another process has failed for a reason of its own, which the text tells.
 
     Attributes:
         kind: stable, append-only identifier of the trouble, such as `"parent_missing"`.
@@ -63,37 +72,72 @@ class CnrError(Exception):
 
 
 class ChainError(CnrError):
-    """The parents of a checkpoint do not lead to a full one: restore another step."""
+    """The parents of a checkpoint do not lead to a full one.
+
+    Restore another step; `restore(None)` does.
+
+    Kinds:
+        circle: the parents lead back to the checkpoint.
+    """
 
     kind = "chain"
 
 
 class NoStepError(CnrError, FileNotFoundError):
-    """There is no such root, no such step in it, or none at all that can be restored."""
+    """There is no such root, no such step in it, or none at all that can be restored.
+
+    The text lists the steps that there are, and what is wrong with each. Look at the path, or
+    ask for another step. A manager lists what it saw when it was opened and what it saved;
+    `reload()` looks again, at what another process has saved or deleted since.
+
+    Kinds:
+        no_root: there is no such folder.
+    """
 
     kind = "no_step"
 
 
 class ParentMissingError(ChainError, FileNotFoundError):
-    """A checkpoint names a parent that is not there, or is another than the named one."""
+    """A checkpoint names a parent that is not there, or is another than the named one.
+
+    If folders were moved or copied, bring the parent back; else restore another step.
+
+    Kinds:
+        foreign_parent: a checkpoint is in the parent's place, and is another one.
+    """
 
     kind = "parent_missing"
 
 
 class DependentsExistError(ChainError):
-    """A checkpoint cannot be removed or replaced while others depend on it."""
+    """A checkpoint cannot be removed or replaced while others depend on it.
+
+    The text names them. Delete these first. In a save: go on with a higher step number, or in
+    another root.
+
+    Kinds:
+        step_exists: a step, or a folder, of the number of a save is there already.
+    """
 
     kind = "dependents_exist"
 
 
 class FormatError(CnrError, ValueError):
-    """Bytes on disk are not what the format allows: corruption, or another version."""
+    """Bytes on disk are not what the format allows: damage, or another version.
+
+    Restore another step, or upgrade `cnr_jax`.
+
+    Kinds:
+        row_ids: of the ids of rows.
+    """
 
     kind = "format"
 
 
 class ManifestError(FormatError):
     """A manifest breaks the format's rules.
+
+    `problems` lists each of them. Restore another step.
 
     Attributes:
         problems: every problem found, each one line, `field: expected ..., got ...`.
@@ -115,37 +159,81 @@ class ManifestError(FormatError):
 
 
 class UnsupportedVersionError(FormatError):
-    """A checkpoint needs a newer reader: upgrade `cnr_jax`."""
+    """A checkpoint needs a newer reader, such as for compressed arrays.
+
+    Upgrade `cnr_jax`.
+    """
 
     kind = "unsupported_version"
 
 
 class IntegrityError(CnrError):
-    """Stored data does not match its checksum, or a stored file is missing."""
+    """Stored data does not match its checksum, or a stored file is missing.
+
+    The text names the file. Restore another step, and look at the disk.
+
+    Kinds:
+        file_missing: a file or folder is not there.
+        file_damaged: it is cut, longer, of another kind, or its digest differs.
+        file_changed: it was written while it was read.
+        file_unknown: it is there, and no manifest names it.
+        file_unreadable: storage gave an I/O error; the next time it may read the file.
+        data_damaged: rows do not match their checksum.
+        dense_unfinished: Orbax has not written what it finds dense leaves by.
+        dense_unreadable: Orbax cannot read them.
+        foreign_chunk: a chunk of rows is whole, and is one of another array, step or run.
+        foreign_step: the folder is of another step than the manifest in it.
+        manifest_missing: there is no manifest: no step of ours, or one that was never whole.
+        not_committed: the save of this step was cut short.
+        not_ours: plain Orbax has saved this step; docs/guides/from-orbax.md.
+        process_missing: not all processes have written their part of it.
+        rows_missing: a full checkpoint does not hold all rows of a table.
+    """
 
     kind = "integrity"
 
 
 class StateMismatchError(CnrError, ValueError):
-    """The state that was passed and the tables or the checkpoint disagree."""
+    """The state that was passed and the tables or the checkpoint disagree.
+
+    All differences are listed. In a save: pass a state of the structure in which the tables were
+    found. In a restore: pass the state that was saved, or `Restore(..., partial=True)` to restore
+    what both have, or `cast=True` to convert dtypes. Tables with another number of rows, other
+    ids or another name: docs/guides/grow-a-table.md. Nothing but manifests was read.
+    """
 
     kind = "state_mismatch"
 
 
 class TableError(CnrError, ValueError):
-    """A table specification does not single out tables and slots in a state."""
+    """A table specification does not single out tables and slots in a state.
+
+    A name matches no leaf, or several; the leaf is no array of numbers with rows; a slot may
+    belong to two tables. Print the tables, and give the full path of the leaf, or a `TableSpec`
+    that lists rows and slots.
+    """
 
     kind = "table"
 
 
 class TouchedError(CnrError, ValueError):
-    """Row ids or a `touched` value that cannot be used with these tables."""
+    """Row ids or a `touched` value that cannot be used with these tables.
+
+    An unknown table, ids that are no integers, a mask that does not fit them, a sharding that
+    does not split rows evenly, or a recorded run that saves without `touched`. Pass what `record`
+    returned, in the order `Save(state, touched)`.
+    """
 
     kind = "touched"
 
 
 class AuditError(CnrError, ValueError):
     """A row changed that was not recorded: the delta would have missed it.
+
+    No step was written, and those in doubt are noted in the root. The text names tables, rows and
+    the likely cause. Save by fingerprints (`Options(tracking="fingerprint")`), or give tables an
+    optimizer that leaves other rows alone, or record what is missing; after putting back an older
+    state by hand call `reset_touched`; docs/guides/choose-tracking.md.
 
     Attributes:
         steps: committed deltas that may lack such rows: those of this run since the rows were
@@ -177,6 +265,9 @@ class WriterError(CnrError, RuntimeError):
     """Another manager saves to this root: nothing was saved or deleted by this one.
 
     Stop one of them. `CheckpointManager.reload()` lets this one take the root over again.
+
+    Kinds:
+        writer_busy: the other one is still writing.
     """
 
     kind = "writer"
@@ -186,7 +277,7 @@ class UsedRootError(CnrError, RuntimeError):
     """A root holds checkpoints, and none was restored: saving there would mix two runs.
 
     Nothing was saved, moved or deleted. Restore first, save into another root, or set the
-    checkpoints aside with `Options(new_run=True)`.
+    checkpoints aside with `Options(new_run=True)`; docs/guides/sweeps.md.
     """
 
     kind = "used_root"
@@ -195,15 +286,26 @@ class UsedRootError(CnrError, RuntimeError):
 class CallError(CnrError, RuntimeError):
     """A call of a manager that would wait for itself, or that comes after its end.
 
-    By `kind`: `"inside_on_save"` or `"nested"`: call it elsewhere, or later. `"closed"`: call it
-    before `close()`.
+    Kinds:
+        inside_on_save: call it after `on_save` has returned.
+        nested: call it elsewhere than in a signal handler that interrupts another call.
+        closed: call it before `close()`.
     """
 
     kind = "call"
 
 
 class OptionError(CnrError, ValueError):
-    """An option or an argument has a value that cannot work."""
+    """An option or an argument has a value that cannot work.
+
+    An unknown name, options of the wrong library, a state given by position, a step that is no
+    integer, a root that is no folder or in another store, `rename` or `ids` of a restore that are
+    no dicts of names or of lists of integers. The hint names the form that works.
+
+    Kinds:
+        no_table: there is no table of that name.
+        faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
+    """
 
     kind = "option"
 
@@ -211,7 +313,18 @@ class OptionError(CnrError, ValueError):
 class SaveError(CnrError, OSError):
     """A save failed; what was committed before it is untouched.
 
-    The run can go on: the rows of the failed save are in the next one.
+    The run can go on: the rows of the failed save are in the next one. With several processes all
+    raise it. Make room, or look at storage, and save again; docs/guides/full-disk-and-failures.md.
+
+    Kinds:
+        timeout: what a save waits for, its directories or room in memory, did not come within
+            `timeout_secs`.
+        process_silent: another process did not answer; it may have been killed, hang, or be late.
+            Look at its log.
+        coordination_lost: the processes do not reach each other; jax's service in process 0 may
+            have ended.
+        after_commit: the step *is* saved, and what comes after it failed, such as syncing it.
+            Older steps may still be there.
 
     Attributes:
         step: of the failed save; None if it had none yet.

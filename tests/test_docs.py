@@ -236,18 +236,27 @@ def test_every_option_has_an_entry_with_its_default() -> None:
         assert eval(stated[1], scope) == default_of(fields[name]), name
 
 
-def test_every_error_has_an_entry_with_its_kind() -> None:
+def test_every_error_and_every_kind_has_an_entry(modules_in: Any) -> None:
+    generate = modules_in(ROOT / "docs")("generate")
+    assert (ROOT / "docs/reference/errors.md").read_text() == generate.page(), (
+        "python docs/generate.py"
+    )
     classes = {
         name: each
         for name, each in inspect.getmembers(cnr.errors, inspect.isclass)
-        if issubclass(each, cnr.errors.CnrError) and not name.startswith("_")
+        if issubclass(each, cnr.errors.CnrError)
     }
-    found = entries("errors.md")
-    assert set(found) == set(classes)
-    for name, text in found.items():
-        # Of a call it is always a kind of its own.
-        if name != "CallError":
-            assert f'`"{classes[name].kind}"`' in text, name
-        for base in classes[name].__bases__:
-            if base not in (cnr.errors.CnrError, Exception):
-                assert f"`{base.__name__}`" in text, name
+    assert {each for group in generate.GROUPS.values() for each in group} == set(
+        classes.values()
+    )
+    kinds = {
+        name: {each.kind, *generate.docstring(each)[1].get("Kinds", {})}
+        for name, each in classes.items()
+    }
+    raised = generate.raised_kinds(ROOT / "cnr_jax")
+    assert "foreign_chunk" in raised["IntegrityError"]
+    for name in classes:
+        assert raised.get(name, set()) <= kinds[name], name
+    literals = " ".join(p.read_text() for p in (ROOT / "cnr_jax").rglob("*.py"))
+    for name, some in kinds.items():
+        assert all(f'"{kind}"' in literals for kind in some), name
