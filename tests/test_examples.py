@@ -1,6 +1,6 @@
 """The small examples run as a user would run them; each asserts at its end.
 
-`train_dlrm.py` is the README's main job and runs on its own, in `.ci/run`.
+`kill_and_resume.py`, with `train_dlrm.py`, is the README's main job and runs on its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 # The last one trains twice, and takes as long as the others together.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "quickstart.py",
-        "train_linen.py",
-        pytest.param("drop_in.py", marks=pytest.mark.slow),
-    ],
-)
+NAMES = [
+    "quickstart.py",
+    "train_linen.py",
+    "evaluate.py",
+    "sweep.py",
+    pytest.param("drop_in.py", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_example_runs_to_its_end(name):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(

