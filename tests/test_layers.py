@@ -37,7 +37,7 @@ TABLE = {
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "cnr_jax": ("manager optim", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository", "typer rich numpy"),
+    "cli": ("repository", "typer rich numpy matplotlib"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only.

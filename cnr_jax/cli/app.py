@@ -10,6 +10,7 @@ import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, Step
 from cnr_jax.cli.outcome import Exit, print_json, verb
+from cnr_jax.cli.pictures import plot, report
 from cnr_jax.cli.printing import print_lines, progress
 
 if TYPE_CHECKING:
@@ -321,3 +322,7 @@ def diff(
 
 def _percent(change: float | None) -> str:
     return "-" if change is None else f"{100 * change:.3g} %"
+
+
+app.command()(verb(report))
+app.command()(verb(plot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,3 +16,7 @@ Item = Annotated[
     typer.Option("--item", help="The item to look at, where steps hold several."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]

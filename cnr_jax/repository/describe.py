@@ -283,6 +283,7 @@ def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescri
         full_fp32_bytes=full,
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=_time(manifest.written_at_unix_secs),
+        restores=manifest.restores,
     )
 
 

@@ -78,6 +78,7 @@ class StepDescription:
         full_fp32_bytes: what a plain full save would have written, as in a `SaveReport`.
         secs: from the start of the save until its manifest was written.
         saved_at: when the manifest was written, in UTC.
+        restores: how often a run was restored along its branch.
         tables: what it holds of each table; empty where that cannot be read.
         problem: why it cannot be restored, in a line; empty if it can, as far as manifests and
             the sizes of files tell.
@@ -100,6 +101,7 @@ class StepDescription:
     full_fp32_bytes: int = 0
     secs: float | None = None
     saved_at: datetime.datetime | None = None
+    restores: int = 0
     tables: tuple[TableDescription, ...] = ()
     problem: str = ""
     may_lack_rows: bool = False

@@ -1,0 +1,107 @@
+"""The verbs that draw a run: `report` and `plot`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import typer
+
+from cnr_jax.cli.arguments import AsJson, Force, Item, Output, Root
+from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.printing import print_lines
+
+
+def report(
+    root: Root,
+    output: Output,
+    force: Force = False,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Draw a run as a page of HTML that needs nothing beside it.
+
+    Bytes of each save and what plain full saves would take, capacity, the share of rows that
+    changed, seconds, and the chains.
+    """
+    from cnr_jax.cli.report.course import course_of
+    from cnr_jax.cli.report.page import page_of
+    from cnr_jax.cli.roots import read_root
+
+    _check_output(output, root, force)
+    course = course_of(read_root(root, item))
+    page = page_of(course, datetime.datetime.now(tz=datetime.UTC))
+    return _written("report", output, page.encode(), force, len(course.saves), as_json)
+
+
+def plot(
+    root: Root,
+    output: Output,
+    force: Force = False,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Draw a run as a picture: the charts of `report` as PNG or SVG, by the name of FILE.
+
+    Needs matplotlib: `pip install 'cnr-jax[plot]'`.
+    """
+    from cnr_jax.cli.report.course import course_of
+    from cnr_jax.cli.report.plot import check_matplotlib, picture_of
+    from cnr_jax.cli.roots import read_root
+
+    form = output.suffix.lower().removeprefix(".")
+    if form != "png" and form != "svg":
+        raise typer.BadParameter(f"{output} has to end in .png or .svg")
+    check_matplotlib()
+    _check_output(output, root, force)
+    course = course_of(read_root(root, item))
+    picture = picture_of(course, form)
+    return _written("plot", output, picture, force, len(course.saves), as_json)
+
+
+def _check_output(output: Path, root: str, force: bool) -> None:
+    """Checks that a file may be written: before anything is read, which may take seconds.
+
+    Raises:
+        OSError: if it is there already, its folder is not, or it would lie in the root.
+    """
+    from cnr_jax.repository.layout import open_root
+
+    above = output.resolve()
+    if Path(os.fspath(open_root(root))).resolve() in (above, *above.parents):
+        raise PermissionError(
+            f"{output} would lie in the root, where nothing is written; name another folder"
+        )
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder; name a file")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {output.parent} to write to")
+    if not force and os.path.lexists(output):
+        raise FileExistsError(f"{output} is there already; --force replaces it")
+
+
+def _written(
+    verb: str, output: Path, data: bytes, force: bool, saves: int, as_json: bool
+) -> Exit:
+    """Writes a file as a whole, and says so."""
+    if force:
+        beside = output.with_name(f".{output.name}.{os.getpid()}")
+        try:
+            beside.write_bytes(data)
+            beside.replace(output)
+        finally:
+            beside.unlink(missing_ok=True)
+    else:
+        # It may have come while the root was read: that one is left alone.
+        with output.open("xb") as file:
+            file.write(data)
+    if as_json:
+        told = {"output": os.fspath(output), "bytes": len(data), "saves": saves}
+        print_json(verb, told)
+        return Exit.FINE
+    from cnr_jax.repository.description import amount, count_of
+
+    line = f"{output}: {count_of(saves, 'save')}, {amount(len(data))}"
+    print_lines([(line, "")])
+    return Exit.FINE

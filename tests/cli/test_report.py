@@ -1,0 +1,328 @@
+"""The pictures of a run: what they show, that names do not act in them, what is written where."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import hashlib
+import html.parser
+import importlib.resources
+import json
+import re
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax.cli.app import app
+from cnr_jax.cli.report.course import course_of
+from cnr_jax.cli.report.page import page_of
+from cnr_jax.cli.report.panels import panels_of
+from cnr_jax.repository.description import amount
+
+# What a page is made of. None of them loads anything; `script` and `style` go by their digests.
+TAGS = set(
+    "html head meta title style body main h1 h2 p code dl div dt dd section strong ul li"
+    " figure svg path text table caption thead tbody tr th td details summary pre footer"
+    " script".split()
+)
+
+
+class Page(html.parser.HTMLParser):
+    """A page taken apart: its tags with their attributes, and the cells of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables[dict(attrs)["id"] or ""] = []
+        if tag == "tr":
+            list(self.tables.values())[-1].append([])
+        if tag in ("td", "th"):
+            list(self.tables.values())[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        tag = self.open[-1] if self.open else ""
+        self.texts[tag] = self.texts.get(tag, "") + data
+        if tag in ("td", "th"):
+            list(self.tables.values())[-1][-1][-1] += data
+
+    def column(self, table: str, name: str) -> list[str]:
+        head, *rows = self.tables[table]
+        return [row[head.index(name)] for row in rows]
+
+
+def call(*words: Any) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def report(root: Path, *words: Any) -> Page:
+    output = root.with_name("report.html")
+    code, out, err = call("report", root, "-o", output, "--force", *words)
+    assert (code, err) == (0, ""), err
+    assert out.startswith(f"{output}: ")
+    return Page(output.read_text("utf-8"))
+
+
+def tree(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in (root, *root.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the root lies that is saved once for all tests."""
+    return tmp_path_factory.mktemp("saved") / "root"
+
+
+@pytest.fixture
+def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
+    """Steps 0 to 3, after a restore 4 and 5; each on the one before."""
+    if not first.exists():
+        run = tiny_run()
+        for steps in (range(4), range(4, 6)):
+            with run.open(first) as manager:
+                if steps[0]:
+                    run.restore(manager, None)
+                run.run(manager, steps)
+    return Path(shutil.copytree(first, tmp_path / "root"))
+
+
+def test_a_page_shows_the_saves_of_a_run(root: Path) -> None:
+    before = tree(root)
+    page = report(root)
+    assert tree(root) == before
+    found = cnr.describe(root)
+    assert page.column("saves", "step") == [str(step) for step in range(6)]
+    assert page.column("saves", "parent") == ["", "0", "1", "2", "3", "4"]
+    sizes = [amount(step.total_bytes) for step in found.steps]
+    assert page.column("saves", "bytes") == sizes
+    notes = page.column("saves", "note")
+    assert [i for i, note in enumerate(notes) if note == "restored before it"] == [4]
+    assert page.column("tables", "table") == ["user", "item"]
+    charts = [attrs for tag, attrs in page.tags if attrs.get("class") == "chart"]
+    assert len(charts) == 6
+    # A line through the charts where the run was restored, between the fourth save and the fifth.
+    left, wide = (float(charts[0][f"data-{name}"] or 0) for name in ("left", "wide"))
+    marks = [a["d"] for tag, a in page.tags if a.get("class") == "restores"]
+    assert len(marks) == 6
+    assert {re.findall(r"M([\d.]+)", mark or "")[0] for mark in marks} == {
+        f"{left + 4 * wide:.1f}"
+    }
+    assert sum(tag == "li" for tag, _ in page.tags) >= 6
+    assert "restore(None) takes 5" in page.texts["p"]
+
+
+def test_panels_hold_what_manifests_tell(root: Path) -> None:
+    found = cnr.describe(root)
+    panels = {panel.title: panel for panel in panels_of(course_of(found))}
+    sizes = [step.total_bytes for step in found.steps]
+    by_name = {
+        (title, series.name): series.values
+        for title, panel in panels.items()
+        for series in panel.series
+    }
+    assert by_name["Bytes of each save", "full"] == (sizes[0], *[None] * 5)
+    assert by_name["Bytes of each save", "delta"] == (None, *sizes[1:])
+    assert by_name["Capacity", "as they are"][-1] == sum(sizes) == found.total_bytes
+    plain = [step.full_fp32_bytes for step in found.steps]
+    assert by_name["Capacity", "had all been plain full saves"][-1] == sum(plain)
+    user = [step.tables[0].saved_rows / 64 for step in found.steps]
+    assert by_name["Share of rows in deltas, by table", "user"] == (None, *user[1:])
+    assert by_name["Chains", "delta"] == (None, 2, 3, 4, 5, 6)
+    assert panels["Chains"].links == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    parts = [by_name["What the bytes are", p] for p in ("tables", "slots", "dense")]
+    first = found.steps[0]
+    assert [part[0] for part in parts] == [
+        first.table_bytes,
+        first.slot_bytes,
+        first.dense_bytes,
+    ]
+
+
+def test_saves_that_retention_removed_are_shown_from_histories(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    orbax = {"max_to_keep": 2}
+    with run.open(root, orbax, policy=cnr.OneShot()) as manager:
+        run.run(manager, range(6))
+    kept = [step.step for step in cnr.describe(root).steps]
+    assert kept == [0, 4, 5]
+    page = report(root)
+    assert page.column("saves", "step") == [str(step) for step in range(6)]
+    gone = [i for i, n in enumerate(page.column("saves", "note")) if "removed" in n]
+    assert gone == [1, 2, 3]
+    assert page.column("saves", "rows")[1:4] == sorted(
+        page.column("saves", "rows")[1:4]
+    )
+
+
+def test_damage_is_named_and_marked(root: Path) -> None:
+    (root / "2" / "default" / "manifest.json").write_text("{")
+    next((root / "4" / "default" / "rows.p00000").rglob("c/0")).unlink()
+    page = report(root)
+    # Each step once, though a history tells of the one that cannot be read.
+    assert page.column("saves", "step") == [str(step) for step in range(6)]
+    notes = page.column("saves", "note")
+    lost = [i for i, note in enumerate(notes) if "cannot be restored" in note]
+    assert lost == [2, 3, 4, 5]
+    assert "2/default/manifest.json is damaged" in page.texts["li"]
+    (crosses,) = [
+        series
+        for panel in panels_of(course_of(cnr.describe(root)))
+        for series in panel.series
+        if series.name == "cannot be restored"
+    ]
+    assert [value is not None for value in crosses.values] == [False] * 2 + [True] * 4
+
+
+def test_names_do_not_act_in_a_page(tmp_path: Path, unsynced: None) -> None:
+    name = (
+        "</title></script><script>alert(1)</script><img src=x onerror='a'>\"&\u202e$_{"
+    )
+    state = {name: jnp.ones((4, 2)), "_b": jnp.ones((4, 2))}
+    tables = cnr.find_tables(state, [name, "_b"])
+    options = cnr.Options(codec="raw", policy=cnr.OneShot())
+    # A folder may have such a name too, but for the slash.
+    root = tmp_path / "<script>alert(2)<script>\x1b'\""
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        for step in range(3):
+            state = {**state, name: state[name].at[step].add(1.0)}
+            manager.save(step, args=cnr.args.Save(state))
+    (root / "7.abandoned-<script>").mkdir()
+    text = page_of(course_of(cnr.describe(root)), datetime.datetime.now(datetime.UTC))
+    page = Page(text)
+    shown = name.replace("\u202e", r"\u202e")
+    assert shown in page.column("tables", "table")
+    assert {tag for tag, _ in page.tags} <= TAGS
+    tags = [tag for tag, _ in page.tags]
+    assert (tags.count("script"), tags.count("style"), tags.count("title")) == (1, 1, 1)
+    loading = {"src", "href", "style", "action", "srcset", "data", "xlink:href"}
+    names = {name for _, attrs in page.tags for name in attrs}
+    assert not names & loading and not any(name.startswith("on") for name in names)
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+
+
+def test_only_what_the_page_came_with_runs_in_it(root: Path) -> None:
+    report(root)
+    text = root.with_name("report.html").read_text("utf-8")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none';")
+    for tag in ("style", "script"):
+        (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    # As it is in the library: a script that is shown no name.
+    own = importlib.resources.files("cnr_jax.cli.report") / "page.js"
+    assert inner == own.read_text("utf-8")
+
+
+def test_nothing_is_replaced_nor_written_into_a_root(root: Path) -> None:
+    output = root.with_name("there.html")
+    output.write_text("mine")
+    before = tree(root)
+    code, out, err = call("report", root, "-o", output)
+    assert (code, out) == (1, "") and "is there already; --force replaces it" in err
+    assert output.read_text() == "mine"
+    manifest = root / "0" / "default" / "manifest.json"
+    for inside in (manifest, root / "report.html", root):
+        code, out, err = call("report", root, "-o", inside, "--force")
+        assert (code, out) == (1, "") and "would lie in the root" in err
+    code, _, err = call("report", root, "-o", root.parent / "no" / "x.html")
+    assert code == 1 and "there is no folder" in err
+    assert tree(root) == before
+    assert call("report", root.parent / "missing", "-o", output, "--force")[0] == 10
+    assert output.read_text() == "mine"
+    code, out, _ = call("report", root, "-o", output, "--force", "--json")
+    told = json.loads(out)
+    assert code == 0 and (told["verb"], told["saves"]) == ("report", 6)
+    assert told["bytes"] == output.stat().st_size
+    assert sorted(path.name for path in root.parent.iterdir()) == ["root", "there.html"]
+
+
+def test_a_root_without_a_step_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "root" / "3.abandoned-g1-0").mkdir(parents=True)
+    page = report(tmp_path / "root")
+    assert page.column("saves", "step") == []
+    assert "no steps" in page.texts["pre"]
+
+
+def test_the_page_of_a_thousand_steps_is_small(root: Path) -> None:
+    full, delta = cnr.describe(root).steps[:2]
+    tables = [dataclasses.replace(delta.tables[0], name=f"t{i}") for i in range(26)]
+    steps = [full]
+    for step in range(1, 1000):
+        each = dataclasses.replace(
+            delta, step=step, parent=step - 1, tables=tuple(tables)
+        )
+        steps.append(each)
+    found = dataclasses.replace(cnr.describe(root), steps=tuple(steps))
+    text = page_of(course_of(found), datetime.datetime.now(datetime.UTC))
+    assert len(Page(text).column("saves", "step")) == 1000
+    assert len(text.encode()) < 2e6
+
+
+# ---- plot -----------------------------------------------------------------------------------
+
+
+def test_plot_draws_png_and_svg(root: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png, svg = root.with_name("x.png"), root.with_name("x.svg")
+    assert call("plot", root, "-o", png)[0] == 0
+    assert png.read_bytes().startswith(b"\x89PNG\r\n")
+    assert call("plot", root, "-o", svg)[0] == 0
+    first = svg.read_bytes()
+    texts = {"".join(e.itertext()).strip("\u200b") for e in ET.fromstring(first).iter()}
+    assert {"Chains", "user", "item", "a plain full save"} <= texts
+    assert call("plot", root, "-o", svg, "--force")[0] == 0
+    assert svg.read_bytes() == first
+
+
+def test_plot_shows_any_name(tmp_path: Path, unsynced: None) -> None:
+    pytest.importorskip("matplotlib")
+    name = "_$\\frac{</text>\u4e2d"
+    state = {name: jnp.ones((4, 2))}
+    tables = cnr.find_tables(state, [name])
+    options = cnr.Options(codec="raw", policy=cnr.OneShot())
+    with cnr.CheckpointManager(tmp_path / "r", tables=tables, options=options) as m:
+        for step in range(2):
+            m.save(step, args=cnr.args.Save({name: state[name] + step}))
+    output = tmp_path / "x.svg"
+    assert call("plot", tmp_path / "r", "-o", output)[::2] == (0, "")
+    elements = ET.fromstring(output.read_bytes()).iter()
+    assert name in {"".join(each.itertext()).strip("\u200b") for each in elements}
+
+
+def test_plot_says_what_it_lacks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = call("plot", root, "-o", root.with_name("x.pdf"))
+    assert code == 2 and "has to end in .png or .svg" in err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = root.with_name("x.png")
+    code, out, err = call("plot", root, "-o", output)
+    assert (code, out) == (1, "") and "pip install 'cnr-jax[plot]'" in err
+    assert not output.exists()
