@@ -21,6 +21,7 @@ class CnrError(Exception):
 
     Kinds:
         error: no class fits better.
+        not_installed: what was asked for needs a package that is missing; the text names it.
         process_failed: another process has failed for a reason of its own, which the text tells.
 
     Attributes:

@@ -11,15 +11,16 @@
     const cursor = document.createElementNS("http://www.w3.org/2000/svg", "path");
     cursor.setAttribute("class", "cursor");
     chart.append(cursor);
-    return { chart, cursor, left: Number(chart.dataset.left), wide: Number(chart.dataset.wide) };
+    const { left, wide, span } = chart.dataset;
+    return { chart, cursor, left: Number(left), wide: Number(wide), span };
   });
   const hide = () => {
     box.hidden = true;
     for (const { cursor } of charts) cursor.removeAttribute("d");
   };
   const show = (place, event) => {
-    for (const { cursor, left, wide } of charts) {
-      cursor.setAttribute("d", `M${left + (place + 0.5) * wide} 10V196`);
+    for (const { cursor, left, wide, span } of charts) {
+      cursor.setAttribute("d", `M${left + (place + 0.5) * wide} ${span}`);
     }
     box.replaceChildren();
     [...rows[place].cells].forEach((cell, i) => {

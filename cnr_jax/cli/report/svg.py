@@ -34,7 +34,7 @@ def drawn(
     lines = [
         f'<svg id="{name}" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
         f' aria-labelledby="{name}-title {name}-about"'
-        f' data-left="{_LEFT}" data-wide="{wide:.6g}">',
+        f' data-left="{_LEFT}" data-wide="{wide:.6g}" data-span="{_TOP}V{_BASE}">',
         *_grid(axis, panel.unit),
         f'<text class="beside" x="{_LEFT - 30}" y="{HEIGHT - 8}">step</text>',
         *(
