@@ -305,7 +305,7 @@ def test_plot_draws_png_and_svg(root: Path) -> None:
 
 def test_plot_shows_any_name(tmp_path: Path, unsynced: None) -> None:
     pytest.importorskip("matplotlib")
-    name = "_$\\frac{</text>\u4e2d"
+    name = "_$\\frac{$</text>\u4e2d"
     state = {name: jnp.ones((4, 2))}
     tables = cnr.find_tables(state, [name])
     options = cnr.Options(codec="raw", policy=cnr.OneShot())
