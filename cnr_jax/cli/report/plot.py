@@ -100,8 +100,7 @@ def _draw(axis: Any, panel: Panel, course: Course) -> None:
 
 
 def _legend(axis: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    # A name that begins with `_` would be left out, but for the space of no width.
-    labels = [f"\u200b{printable(name, 'utf-8')}" for name in names]
+    labels = [printable(name, "utf-8") for name in names]
     axis.legend(
         handles,
         labels,
