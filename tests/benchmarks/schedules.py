@@ -7,61 +7,18 @@ optimum relies on: then parents need not cross, as the tree of saves can be draw
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from cnr_jax.policy import Policy, SaveRecord, since_baseline
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Schedule:
-    """What was written, save by save.
-
-    Attributes:
-        parents: of each save; its own number for a full one.
-        written: int64[saves], bytes of each save.
-        steady: int64[saves], bytes that the restore of each save needs.
-        transient: int64[saves], bytes held until the save is committed: its own chain, and
-            that of the save before.
-    """
-
-    parents: tuple[int, ...]
-    written: np.ndarray
-    steady: np.ndarray
-    transient: np.ndarray
-
-    @property
-    def fulls(self) -> list[int]:
-        """Numbers of the full saves."""
-        return [save for save, parent in enumerate(self.parents) if save == parent]
-
-    @property
-    def so_far(self) -> np.ndarray:
-        """int64[saves], bytes written up to and with each save."""
-        return np.cumsum(self.written)
+from cnr_jax.simulation import Schedule
 
 
 def schedule_of(parents: Sequence[int], cost: np.ndarray) -> Schedule:
     """The schedule with the given parents."""
     written = np.array([cost[parent, save] for save, parent in enumerate(parents)])
-    chains = [_chain(save, parents) for save in range(len(parents))]
-    before = [set[int](), *chains]
-    both = [chain | held for chain, held in zip(chains, before, strict=False)]
-    steady, transient = (
-        np.array([sum(written[s] for s in saves) for saves in held])
-        for held in (chains, both)
-    )
-    return Schedule(tuple(parents), written, steady, transient)
-
-
-def _chain(save: int, parents: Sequence[int]) -> set[int]:
-    chain = {save}
-    while parents[save] != save:
-        save = parents[save]
-        chain.add(save)
-    return chain
+    return Schedule(tuple(parents), written)
 
 
 def follow(policy: Policy, cost: np.ndarray) -> Schedule:

@@ -17,18 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cnr_jax.format.rowids import encode_rowids
-from cnr_jax.rows.codecs import bytes_of, make_codec
+from cnr_jax.simulation import ByteModel, bytes_of_ids
 
 NAMES = ("scarab", "orm-busy", "flights")
 DATA = Path(__file__).parents[3] / "shared" / "data"
-
-SLOT_BYTES = 4
-# `zarr.json` and the checksum of an array of one chunk, and both manifests; `real_saves.py`
-# holds the whole against real saves.
-_ARRAY_BYTES = 280
-_MANIFEST_BYTES = 2_100
-_TABLE_MANIFEST_BYTES = 900
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,38 +46,6 @@ class Trace:
         bounds = np.linspace(0, len(self.ids), count + 1).astype(np.int64)
         for start, end in itertools.pairwise(bounds.tolist()):
             yield self.ids[start:end]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ByteModel:
-    """Bytes of a save: rows of a quantized table and a row-wise float32 slot, and the rest."""
-
-    dim: int = 64
-    bits: int = 4
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row: codes, scale and offset, and its slot."""
-        codec = make_codec("adaptive", self.bits)
-        return bytes_of(codec.parts(self.dim, np.float32)) + SLOT_BYTES
-
-    @property
-    def float32_row_bytes(self) -> int:
-        """Bytes of a row as it is in memory."""
-        return 4 * self.dim + SLOT_BYTES
-
-    def save_bytes(self, rows: int, id_bytes: int, tables: int) -> int:
-        """All bytes that this package writes for a save of `rows` rows.
-
-        Args:
-            rows: rows of all tables.
-            id_bytes: bytes of all row ids.
-            tables: number of tables.
-        """
-        arrays = 5 if id_bytes else 4
-        manifests = _MANIFEST_BYTES + tables * _TABLE_MANIFEST_BYTES
-        fixed = arrays * _ARRAY_BYTES + manifests
-        return rows * self.row_bytes + id_bytes + fixed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,20 +81,8 @@ def find_touched(trace: Trace, saves: int) -> Touched:
             after = np.bincount(seen + 1, minlength=saves + 1)[::-1].cumsum()[::-1]
             for i in range(j):
                 rows[i, j] += after[i + 2]
-                id_bytes[i, j] += _id_bytes(seen, i, int(after[i + 2]))
+                id_bytes[i, j] += bytes_of_ids(seen, i, int(after[i + 2]))
     return Touched(rows, id_bytes, len(trace.rows))
-
-
-def _id_bytes(last: np.ndarray, since: int, count: int) -> int:
-    """Bytes of the ids of rows with a last look-up after `since`, `count` of them."""
-    if count in (0, len(last)):
-        return 0
-    bitmap_bytes = (len(last) + 7) // 8
-    if (
-        count >= bitmap_bytes
-    ):  # a gap takes a byte at least: encoding would show the same
-        return bitmap_bytes
-    return len(encode_rowids(np.flatnonzero(last > since), len(last))[1])
 
 
 class Cache:

@@ -1,0 +1,320 @@
+"""What the saves of a run would take under each policy, from the rows that were looked up.
+
+A trace of look-ups is enough: which rows a delta holds follows from it, and how many bytes they
+take follows from their number. Nothing is saved, and neither jax nor Orbax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cnr_jax.errors import OptionError
+from cnr_jax.format.rowids import encode_rowids
+from cnr_jax.policy import (
+    Consecutive,
+    Full,
+    Intermittent,
+    OneShot,
+    Policy,
+    SaveRecord,
+    since_baseline,
+)
+
+# `zarr.json` and the checksum of an array of one chunk, and both manifests, as real saves of one
+# to ten tables have them.
+_ARRAY_BYTES = 280
+_MANIFEST_BYTES = 2_100
+_TABLE_MANIFEST_BYTES = 900
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteModel:
+    """Bytes of a save of tables that are alike: rows, row ids, slots, and what describes them.
+
+    Attributes:
+        dim: elements of a row.
+        bits: of each element as it is stored, with a scale and an offset of 2 bytes a row; 32:
+            as it is.
+        slot_bytes: of each row, for the slots of its optimizer; 4 for one float32 a row.
+    """
+
+    dim: int = 64
+    bits: int = 4
+    slot_bytes: int = 4
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is stored, with its slots."""
+        packed = -(-self.dim * self.bits // 8)
+        return packed + (4 if self.bits < 32 else 0) + self.slot_bytes
+
+    @property
+    def float32_row_bytes(self) -> int:
+        """Bytes of a row as it is in memory, with its slots."""
+        return 4 * self.dim + self.slot_bytes
+
+    def save_bytes(self, rows: int, id_bytes: int, tables: int) -> int:
+        """All bytes of a save.
+
+        Args:
+            rows: rows of all tables.
+            id_bytes: bytes of all row ids.
+            tables: number of tables.
+        """
+        arrays = 5 if id_bytes else 4
+        manifests = _MANIFEST_BYTES + tables * _TABLE_MANIFEST_BYTES
+        fixed = arrays * _ARRAY_BYTES + manifests
+        return rows * self.row_bytes + id_bytes + fixed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """What was written, save by save.
+
+    Attributes:
+        parents: of each save; its own number for a full one.
+        written: int64[saves], bytes of each save.
+    """
+
+    parents: tuple[int, ...]
+    written: np.ndarray
+
+    @property
+    def fulls(self) -> list[int]:
+        """Numbers of the full saves."""
+        return [save for save, parent in enumerate(self.parents) if save == parent]
+
+    @property
+    def so_far(self) -> np.ndarray:
+        """int64[saves], bytes written up to and with each save."""
+        return np.cumsum(self.written)
+
+    @property
+    def steady(self) -> np.ndarray:
+        """int64[saves], bytes that the restore of each save needs."""
+        return np.array([self._bytes(self._chain(s)) for s in range(len(self.parents))])
+
+    @property
+    def transient(self) -> np.ndarray:
+        """int64[saves], bytes held until a save is committed: its chain, and that before."""
+        chains = [set[int](), *(self._chain(s) for s in range(len(self.parents)))]
+        both = [a | b for a, b in itertools.pairwise(chains)]
+        return np.array([self._bytes(held) for held in both])
+
+    def _chain(self, save: int) -> set[int]:
+        chain = {save}
+        while self.parents[save] != save:
+            save = self.parents[save]
+            chain.add(save)
+        return chain
+
+    def _bytes(self, saves: set[int]) -> int:
+        return sum(int(self.written[s]) for s in saves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Simulation:
+    """What each policy makes of a trace; prints as a table.
+
+    Attributes:
+        schedules: by the name of the policy.
+        float32_bytes: of all rows and slots as they are in memory.
+        rows: of all tables.
+        touched_share: share of the rows that the mean interval between two saves touches.
+    """
+
+    schedules: Mapping[str, Schedule]
+    float32_bytes: int
+    rows: int
+    touched_share: float
+
+    def asdict(self) -> dict[str, Any]:
+        """All figures as plain values, for JSON."""
+        return {
+            "rows": self.rows,
+            "float32_bytes": self.float32_bytes,
+            "touched_share": self.touched_share,
+            "policies": {
+                name: {
+                    "bytes": int(found.written.sum()),
+                    "fulls": len(found.fulls),
+                    "saves": len(found.parents),
+                    "restore_bytes": int(found.steady.max()),
+                    "stored_bytes": int(found.transient.max()),
+                    "parents": list(found.parents),
+                    "written": found.written.tolist(),
+                }
+                for name, found in self.schedules.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        head = ("policy", "bytes", "smaller", "fulls", "restore reads", "disk holds")
+        lines: list[tuple[str, ...]] = [head]
+        for name, found in self.schedules.items():
+            written = int(found.written.sum())
+            less = self.float32_bytes * len(found.parents) / written
+            lines.append(
+                (
+                    name,
+                    f"{written / 1e6:,.1f} MB",
+                    f"{less:.1f}x",
+                    str(len(found.fulls)),
+                    f"{found.steady.max() / 1e6:,.1f} MB",
+                    f"{found.transient.max() / 1e6:,.1f} MB",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )
+
+
+def simulate(
+    accesses: Mapping[str, np.ndarray],
+    every: int,
+    *,
+    rows: Mapping[str, int] | None = None,
+    model: ByteModel | None = None,
+    policies: Sequence[Policy] | None = None,
+) -> Simulation:
+    """What saves of a run would take under each of some policies.
+
+    The first save comes after the first interval, as in a run, and is full. A delta holds the
+    rows looked up since its parent; a policy sees the bytes of the saves before, and nothing
+    of what is to come.
+
+    Args:
+        accesses: by table the ids of the rows that were looked up, int[steps, ...]: one entry of
+            the first axis a train step, padded by negative ids where steps differ.
+        every: train steps between two saves.
+        rows: of tables; of others the largest id and all below it.
+        model: of bytes; None: rows of 64 elements in 4 bits, with one float32 slot.
+        policies: by which full saves are chosen; None: all that there are.
+
+    Raises:
+        OptionError: if a trace is no array of integers, has an id past the rows of its table,
+            or tables differ in steps; if there are fewer than `every` steps.
+
+    Example:
+        >>> ids = np.random.default_rng(0).zipf(1.5, (100, 50)) % 1000
+        >>> found = simulate({"user": ids}, 10)
+        >>> found.schedules["consecutive"].fulls
+        [0]
+        >>> print(found)  # doctest: +SKIP
+        policy          bytes  smaller  fulls  restore reads  disk holds
+    """
+    model = model or ByteModel()
+    # A name for each: two of a kind are told apart by their place.
+    chosen = list(policies or (Intermittent(), OneShot(), Consecutive(), Full()))
+    tables = _checked(accesses, every, rows or {})
+    sizes = {name: size for name, (_, size) in tables.items()}
+    saves = len(next(iter(tables.values()))[0]) // every
+    # The save before which each row was last looked up.
+    last = {name: np.full(size, -1, np.int32) for name, size in sizes.items()}
+    followed = [_Followed(policy) for policy in chosen]
+    all_rows, share = sum(sizes.values()), 0.0
+    for save in range(saves):
+        touched = 0
+        for name, (ids, _) in tables.items():
+            found = np.unique(ids[save * every : (save + 1) * every])
+            found = found[found >= 0]
+            last[name][found] = save
+            touched += len(found)
+        share += touched / all_rows / saves
+        for each in followed:
+            each.save(save, last, model)
+    names = [policy.name for policy in chosen]
+    return Simulation(
+        {
+            name if names.count(name) == 1 else f"{name} {i}": each.schedule()
+            for i, (name, each) in enumerate(zip(names, followed, strict=True))
+        },
+        all_rows * model.float32_row_bytes,
+        all_rows,
+        share,
+    )
+
+
+class _Followed:
+    """A policy, and what it has made of the saves so far."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._history: list[SaveRecord] = []
+        self._parents: list[int] = []
+
+    def save(self, save: int, last: Mapping[str, np.ndarray], model: ByteModel) -> None:
+        decision = self._policy.decide(since_baseline(self._history))
+        parent = save if decision.parent is None else decision.parent
+        rows = id_bytes = 0
+        for seen in last.values():
+            count = len(seen) if parent == save else int((seen > parent).sum())
+            rows += count
+            id_bytes += bytes_of_ids(seen, parent, count)
+        size = model.save_bytes(rows, id_bytes, len(last))
+        self._history.append(
+            SaveRecord(step=save, kind=decision.kind, bytes=size, rows=rows, secs=1.0)
+        )
+        self._parents.append(parent)
+
+    def schedule(self) -> Schedule:
+        written = np.array([record.bytes for record in self._history])
+        return Schedule(tuple(self._parents), written)
+
+
+def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
+    """Bytes of the ids of the rows with a last look-up after `since`, `count` of them."""
+    if count in (0, len(last)):
+        return 0
+    bitmap_bytes = (len(last) + 7) // 8
+    if count >= bitmap_bytes:  # a gap takes a byte at least
+        return bitmap_bytes
+    return len(encode_rowids(np.flatnonzero(last > since), len(last))[1])
+
+
+def _checked(
+    accesses: Mapping[str, np.ndarray], every: int, rows: Mapping[str, int]
+) -> dict[str, tuple[np.ndarray, int]]:
+    """The ids of each table, and its rows."""
+    found: dict[str, tuple[np.ndarray, int]] = {}
+    for name, given in accesses.items():
+        ids = np.asarray(given)
+        if ids.dtype.kind not in "iu" or ids.ndim == 0 or not ids.size:
+            raise OptionError(
+                f"the trace of table {name!r} is no array of row ids\n"
+                f"  got {ids.dtype}{list(ids.shape)}, expected int[steps, ...]"
+            )
+        size = int(rows.get(name, ids.max() + 1))
+        if ids.max() >= size:
+            raise OptionError(
+                f"the trace of table {name!r} has ids past its rows\n"
+                f"  got {int(ids.max()):,}, expected less than {size:,}"
+            )
+        found[name] = (ids, size)
+    steps = {name: len(ids) for name, (ids, _) in found.items()}
+    if len(set(steps.values())) != 1:
+        raise OptionError(
+            "the traces of tables must have the same number of train steps\n"
+            f"  got {steps or 'no table'}"
+        )
+    unknown = sorted(set(rows) - set(found))
+    if unknown:
+        raise OptionError(
+            f"rows are given of tables that the trace lacks: {', '.join(unknown)}"
+        )
+    if every < 1 or min(steps.values()) < every:
+        raise OptionError(
+            f"there is no save in the trace\n  got {every} train steps between two saves,"
+            f" expected 1 to {min(steps.values()):,}, the steps of the trace"
+        )
+    return found
