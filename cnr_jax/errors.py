@@ -305,6 +305,7 @@ class OptionError(CnrError, ValueError):
 
     Kinds:
         no_table: there is no table of that name.
+        no_row: the command line was asked for a row that the table does not have.
         faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
     """
 

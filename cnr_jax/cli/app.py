@@ -12,6 +12,7 @@ from cnr_jax.cli.arguments import AsJson, Item, Root, Step
 from cnr_jax.cli.outcome import Exit, print_json, verb
 from cnr_jax.cli.pictures import plot, report
 from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.cli.rows import rows, rows_json, rows_lines
 from cnr_jax.cli.trying import simulate
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Looks into a root of checkpoints of cnr_jax. Changes nothing.",
 )
-
-# Elements of a decoded row that are shown.
-_SHOWN = 6
 
 
 @app.command()
@@ -94,8 +92,9 @@ def show(
     if table is not None:
         read = _opened(found, chosen)
         decoded = _decoded(read, table, rows)
-        document = {"step": step, "table": table, "leaves": _rows_json(decoded)}
-        lines = [(line, "") for line in _rows_lines(decoded)]
+        document = {"step": step, "table": table, "leaves": rows_json(decoded)}
+        count = len(decoded["table"])
+        lines = [(line, "") for line in rows_lines(decoded, range(count))]
     if as_json:
         print_json("show", document)
     else:
@@ -172,37 +171,6 @@ def _decoded(
     stop = min(rows, entry.rows)
     names = [leaf.name for leaf in entry.leaves]
     return {name: logical_rows(chain, table, name, 0, stop) for name in names}
-
-
-def _rows_json(decoded: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Rows as lists; what is no number of JSON as texts."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(each) for each in value]
-        finite = not isinstance(value, float) or abs(value) < float("inf")
-        return value if finite else str(value)
-
-    return {name: plain(_numbers(rows).tolist()) for name, rows in decoded.items()}
-
-
-def _numbers(rows: np.ndarray) -> np.ndarray:
-    """Rows of a dtype of Python's own numbers."""
-    return rows if rows.dtype.kind in "biuf" else rows.astype("float32")
-
-
-def _rows_lines(decoded: dict[str, np.ndarray]) -> list[str]:
-    from cnr_jax.repository.description import aligned
-
-    cells = [["row", *decoded]]
-    for i in range(len(next(iter(decoded.values())))):
-        row = [str(i)]
-        for rows in decoded.values():
-            flat = _numbers(rows[i : i + 1]).reshape(-1).tolist()
-            more = " ..." if len(flat) > _SHOWN else ""
-            row.append(" ".join(f"{x:.4g}" for x in flat[:_SHOWN]) + more)
-        cells.append(row)
-    return aligned(cells, right={0})
 
 
 @app.command()
@@ -325,6 +293,7 @@ def _percent(change: float | None) -> str:
     return "-" if change is None else f"{100 * change:.3g} %"
 
 
+app.command()(verb(rows))
 app.command()(verb(report))
 app.command()(verb(plot))
 app.command()(verb(simulate))

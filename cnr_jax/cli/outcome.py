@@ -43,7 +43,8 @@ def code_of(error: Exception) -> Exit:
     if isinstance(error, errors.NoStepError):
         return Exit.NO_ROOT if error.kind == "no_root" else Exit.NO_STEP
     if isinstance(error, errors.OptionError):
-        return Exit.NO_STEP if error.kind == "no_table" else Exit.NOT_A_ROOT
+        named = error.kind in ("no_table", "no_row")
+        return Exit.NO_STEP if named else Exit.NOT_A_ROOT
     return Exit.DAMAGED if isinstance(error, errors.DAMAGE) else Exit.FAILED
 
 

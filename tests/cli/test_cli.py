@@ -133,6 +133,29 @@ def test_show_decodes_the_first_rows_of_a_table(root: Path) -> None:
     assert out.splitlines()[-1].split()[:2] == ["31", f"{value:.4g}"]
 
 
+def test_rows_shows_those_that_are_asked_for(root: Path) -> None:
+    code, found = as_json("rows", root, "user", 40, "3:6", 40)
+    assert code == 0 and (found["step"], found["ids"]) == (3, [40, 3, 4, 5, 40])
+    slot = found["leaves"].keys() - {"table"}
+    want = truth_of(root, 3, "params/user")[found["ids"]]
+    np.testing.assert_array_equal(np.float32(found["leaves"]["table"]), want)
+    want = truth_of(root, 3, "acc/user")[found["ids"]]
+    np.testing.assert_array_equal(np.float32(found["leaves"][slot.pop()]), want)
+    code, out, _ = call("rows", root, "item", 31, "--step", 1)
+    value = truth_of(root, 1, "params/item")[31, 0]
+    assert code == 0 and out.splitlines()[1].split()[:2] == ["31", f"{value:.4g}"]
+    code, out, err = call("rows", root, "item", 5, "30:33")
+    assert (code, out) == (13, "") and "'item' has rows 0 to 31, got 32" in err
+    assert call("rows", root, "other", 5)[0] == 13
+    assert call("rows", root, "user", 5, "--step", 9)[0] == 13
+    for wrong in ("x", "5:2", "3:3", "1:", "\u0663"):
+        assert call("rows", root, "user", wrong)[0] == 2, wrong
+    lose(root, 3)
+    assert as_json("rows", root, "user", 5)[1]["step"] == 2
+    code, out, err = call("rows", root, "user", 5, "--step", 3)
+    assert (code, out) == (14, "") and "is missing" in err
+
+
 def test_rows_are_shown_by_their_logical_ids(tmp_path: Path, unsynced: None) -> None:
     rows = np.arange(12 * 4, dtype=np.float32).reshape(12, 4)
     layout = cnr.ModSharded(shards=3, rows_per_shard=4)
@@ -150,6 +173,8 @@ def test_rows_are_shown_by_their_logical_ids(tmp_path: Path, unsynced: None) -> 
         m.save(0, args=cnr.args.Save(state))
     _, found = as_json("show", tmp_path / "root", 0, "t", "--rows", 12)
     np.testing.assert_array_equal(found["leaves"]["table"], rows)
+    _, found = as_json("rows", tmp_path / "root", "t", 7, 2)
+    np.testing.assert_array_equal(found["leaves"]["table"], rows[[7, 2]])
 
 
 def test_values_that_json_has_no_number_for_are_texts(
