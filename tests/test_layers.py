@@ -63,6 +63,7 @@ PLAIN = (
     "holdings",
     "layout",
     "lineage",
+    "orbax_steps",
     "step",
     "upkeep",
 )

@@ -290,7 +290,7 @@ def test_roots_that_are_empty_or_of_others(tmp_path: Path) -> None:
     for name in ("tensorboard2", "logs-2024", "-3"):
         (tmp_path / name).mkdir()
     (tmp_path / "logs-2024" / "events").write_text("")
-    assert found(tmp_path) == [("0", "", "no_checkpoint", ("0",))]
+    assert found(tmp_path) == [("0", "", "orbax", ())]
     with pytest.raises(cnr.errors.OptionError, match="'structure' or 'data'"):
         cnr.verify(str(tmp_path), "deep")  # type: ignore[arg-type]
 

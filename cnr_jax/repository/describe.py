@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -32,10 +31,8 @@ from cnr_jax.repository.description import (
 )
 from cnr_jax.repository.files import (
     AnyPath,
-    exists,
     is_directory,
     is_local,
-    read_small,
     size_of,
 )
 from cnr_jax.repository.holdings import held_tables
@@ -46,14 +43,12 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import read_processes, read_step, without_collections
 
-# Far more than Orbax notes of a step.
-_ORBAX_BYTES = 64 << 20
-_HANDLER = "cnr_jax."
-# What Orbax leaves in the folder of an item.
-_BY_ORBAX = {"_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas"}
-OF_ORBAX = "of plain Orbax, which restores it"
+OF_ORBAX = (
+    "of plain Orbax, which restores it, as does a manager with Options(adopt=True)"
+)
 
 
 def describe(
@@ -175,7 +170,7 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
     """A step by itself; None for a folder that is no step."""
     number = names.step_number(directory)
     where = root / directory / (item or "default")
-    kind = _kind(root / directory, where.name)
+    kind = saved_by(root / directory, where.name)
     if kind == "orbax":
         step = StepDescription(step=number, directory=directory, kind="orbax")
         return _Found(step=step, spoilt=OF_ORBAX)
@@ -215,44 +210,6 @@ def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
     ]:
         for name in gone:
             del found[name]
-
-
-def _kind(step: AnyPath, item: str) -> str | None:
-    """Whether this library (`"own"`) or plain Orbax (`"orbax"`) has saved a folder; None: neither.
-
-    A folder that cannot be seen is taken for one of ours, and then said to be unreadable.
-    """
-    try:
-        if exists(step / item / names.MANIFEST):
-            return "own"
-        held = {path.name: path for path in step.iterdir()}
-        below: set[str] = set()
-        for path in held.values():
-            if is_directory(path):
-                below.update(inner.name for inner in path.iterdir())
-    except OSError:
-        return "own"
-    if any(map(names.is_own, below)):
-        return "own"
-    if names.ORBAX_METADATA in held:
-        try:
-            text = read_small(step / names.ORBAX_METADATA, _ORBAX_BYTES)
-            handlers = json.loads(text)["item_handlers"]
-            told = [*handlers.values()] if isinstance(handlers, dict) else [handlers]
-        except (
-            errors.CnrError,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            RecursionError,
-        ):
-            told = []
-        # One of ours of which nothing else is left.
-        return (
-            "own" if any(str(each).startswith(_HANDLER) for each in told) else "orbax"
-        )
-    return "orbax" if _BY_ORBAX & {*held, *below} else None
 
 
 def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:

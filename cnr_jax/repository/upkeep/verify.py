@@ -24,6 +24,7 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
+from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 
@@ -129,8 +130,7 @@ def verify(
         if not items and not is_named and not is_checkpoint(path / name):
             continue
         if not items and is_directory(path / name):
-            message = "holds no checkpoint of cnr_jax"
-            found.append(Problem(name, "", "no_checkpoint", (name,), message))
+            found.append(_without_item(path, name))
         found += _of_orbax(path, name)
     return tuple(sorted(found))
 
@@ -138,6 +138,15 @@ def verify(
 def _prefix(directory: str) -> str:
     """What stands before the number of a step."""
     return directory.rstrip("0123456789")
+
+
+def _without_item(root: AnyPath, step: str) -> Problem:
+    """A step directory in which nothing is of this library."""
+    if saved_by(root / step, "") == "orbax":
+        message = "a step of plain Orbax: what it holds is not looked at here"
+        return Problem(step, "", "orbax", (), message)
+    message = "holds no checkpoint of cnr_jax"
+    return Problem(step, "", "no_checkpoint", (step,), message)
 
 
 def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:

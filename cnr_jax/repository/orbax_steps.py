@@ -1,0 +1,178 @@
+"""Steps that plain Orbax saved: told from ours by names, without Orbax.
+
+A manager with `Options(adopt=True)` restores them and counts them; what is in their files is
+Orbax's to read, and nothing here changes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_local,
+    read_small,
+)
+from cnr_jax.repository.layout import step_directories
+
+# Far more than Orbax notes of a step.
+_MOST_BYTES = 64 << 20
+_OURS = "cnr_jax."
+# In which the API that Orbax calls v1 saves a state as an item of its own naming.
+_V1 = "orbax.checkpoint.experimental.v1."
+# What Orbax leaves in the folder of a pytree; the first of them says what leaves it has.
+_TREE = "_METADATA"
+_BY_ORBAX = {_TREE, "_sharding", "manifest.ocdbt", "array_metadatas"}
+_DEFAULT = "default"
+
+
+def saved_by(step: AnyPath, item: str) -> Literal["own", "orbax"] | None:
+    """Whether this library (`"own"`) or plain Orbax saved a folder; None: neither.
+
+    A folder that cannot be seen is taken for one of ours, and then said to be unreadable.
+
+    Args:
+        step: the step directory.
+        item: of this library, in it.
+    """
+    try:
+        if exists(step / item / names.MANIFEST):
+            return "own"
+        held = {path.name: path for path in step.iterdir()}
+        below: set[str] = set()
+        for path in held.values():
+            if is_directory(path):
+                below.update(inner.name for inner in path.iterdir())
+    except OSError:
+        return "own"
+    if any(map(names.is_own, below)):
+        return "own"
+    if names.ORBAX_METADATA in held:
+        # One of ours of which nothing else is left.
+        is_own = any(each.startswith(_OURS) for each in _handlers(step).values())
+        return "own" if is_own else "orbax"
+    return "orbax" if _BY_ORBAX & {*held, *below} else None
+
+
+def is_state_of_orbax(item: AnyPath) -> bool:
+    """Whether the folder of an item holds a pytree that plain Orbax saved."""
+    return exists(item / _TREE) and not any(
+        names.is_own(path.name) for path in item.iterdir()
+    )
+
+
+class OrbaxStep(NamedTuple):
+    """A step of plain Orbax that can be adopted.
+
+    Attributes:
+        item: that holds the state.
+        uuid: 32 hex digits, the same whenever and by whichever process it is read.
+    """
+
+    item: str
+    uuid: str
+
+
+def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
+    """A step of plain Orbax as it can be adopted; None where plain Orbax saved none.
+
+    Args:
+        root: holds the step directories.
+        directory: name of the one in question.
+        item: which item is the state, if there are several; a single one is, whatever it is
+            called.
+
+    Raises:
+        IntegrityError: if it holds no state, or several of other names, or was not committed.
+        OSError: if it cannot be seen.
+    """
+    step = root / directory
+    if saved_by(step, item) != "orbax":
+        return None
+    where = os.fspath(step)
+    commit = step / names.COMMITTED
+    if not is_local(root) and not exists(commit):
+        raise errors.IntegrityError(
+            f"step {directory} was never committed: {os.fspath(commit)} is missing",
+            kind="not_committed",
+            path=os.fspath(commit),
+        )
+    held = _states(step)
+    if item not in held and len(held) != 1:
+        got = f"items {', '.join(held)}" if held else "no item that holds a pytree"
+        raise errors.IntegrityError(
+            f"{where} is a step of plain Orbax of which it is not clear what the state is\n"
+            f"  got {got}, expected one, or {item!r}\n"
+            "  hint: CheckpointManager(root, item=...) names it",
+            kind="not_ours",
+            path=where,
+        )
+    found = item if item in held else held[0]
+    note, said = step / names.ORBAX_METADATA, b""
+    if exists(note):
+        said = read_small(note, _MOST_BYTES)
+    digest = hashlib.sha256(b"orbax\0" + directory.encode() + b"\0" + said)
+    return OrbaxStep(item=found, uuid=digest.hexdigest()[:32])
+
+
+def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | None:
+    """The item in which this library saves beside the steps of plain Orbax in a root.
+
+    That of their states, so that arguments of saves change in their class alone; but for what
+    Orbax's v1 names of itself, which is `"default"` here. None where there are no such steps.
+
+    Raises:
+        OptionError: if the newest of them holds several states.
+        OSError: if the root cannot be seen or listed.
+    """
+    if not exists(root):
+        return None
+    directories = sorted(step_directories(root, is_step), key=names.step_number)
+    for directory in reversed(directories):
+        step = root / directory
+        if saved_by(step, _DEFAULT) != "orbax":
+            continue
+        held = _states(step)
+        if len(held) > 1:
+            raise errors.OptionError(
+                f"{os.fspath(step)} holds several states of plain Orbax\n"
+                f"  got items {', '.join(held)}, expected one\n"
+                f"  hint: CheckpointManager(root, item={held[0]!r}) says which one to go on with"
+            )
+        if held:
+            by_v1 = _handlers(step).get(held[0], "").startswith(_V1)
+            return _DEFAULT if by_v1 else held[0]
+    return None
+
+
+def _states(step: AnyPath) -> list[str]:
+    """Items of a step of plain Orbax that are pytrees."""
+    held = [path for path in step.iterdir() if is_directory(path)]
+    return sorted(path.name for path in held if is_state_of_orbax(path))
+
+
+def _handlers(step: AnyPath) -> Mapping[str, str]:
+    """What handles which item, as Orbax noted it; nothing where that cannot be understood."""
+    try:
+        text = read_small(step / names.ORBAX_METADATA, _MOST_BYTES)
+        handlers = json.loads(text)["item_handlers"]
+    except (
+        errors.CnrError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):
+        return {}
+    # Of a step without items there is one handler.
+    told = handlers if isinstance(handlers, dict) else {"": handlers}
+    return {str(item): str(handler) for item, handler in told.items()}
