@@ -327,6 +327,31 @@ def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:
     return isinstance(args, Restore)
 
 
+def in_item(args: ocp.args.CheckpointArgs, item: str, held: str) -> ocp.args.Composite:
+    """What to restore of a step in which the state is called otherwise than here.
+
+    Args:
+        args: as they were given.
+        item: that holds the state in other steps.
+        held: that holds it in this step.
+    """
+    if not isinstance(args, ocp.args.Composite):
+        return ocp.args.Composite(**{held: args})
+    given = {held if key == item else key: each for key, each in args.items()}
+    return ocp.args.Composite(**given)
+
+
+def out_of_item(
+    found: ocp.args.Composite, args: ocp.args.CheckpointArgs, item: str, held: str
+) -> Any:
+    """What was restored by `in_item`, under the names that were asked for."""
+    if not isinstance(args, ocp.args.Composite):
+        return found[held]
+    return ocp.args.Composite(
+        **{key: found[held if key == item else key] for key in args.keys()}
+    )
+
+
 def planned_args(
     args: ocp.args.CheckpointArgs | None,
     state: Save | None,

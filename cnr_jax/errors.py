@@ -187,6 +187,7 @@ class IntegrityError(CnrError):
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.
         not_ours: plain Orbax has saved this step; docs/guides/from-orbax.md.
+        orbax_unreadable: plain Orbax has saved this step, and cannot read it any more.
         process_missing: not all processes have written their part of it.
         rows_missing: a full checkpoint does not hold all rows of a table.
     """
@@ -277,8 +278,9 @@ class WriterError(CnrError, RuntimeError):
 class UsedRootError(CnrError, RuntimeError):
     """A root holds checkpoints, and none was restored: saving there would mix two runs.
 
-    Nothing was saved, moved or deleted. Restore first, save into another root, or set the
-    checkpoints aside with `Options(new_run=True)`; docs/guides/sweeps.md.
+    Nothing was saved, moved or deleted. Restore first (what plain Orbax saved, with
+    `Options(adopt=True)`), save into another root, or set the checkpoints aside with
+    `Options(new_run=True)`; docs/guides/sweeps.md.
     """
 
     kind = "used_root"

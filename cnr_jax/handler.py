@@ -23,6 +23,8 @@ from cnr_jax.args import Restore, Save, asked_for, check_asked_alike
 from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
+from cnr_jax.checkpointer.orbax_compat.plain import PlainState
+from cnr_jax.checkpointer.restoring import adopted
 from cnr_jax.checkpointer.restoring.from_manifest import metadata_of
 from cnr_jax.checkpointer.restoring.restore import (
     ReadBack,
@@ -51,6 +53,7 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin, run_restored
+from cnr_jax.repository.orbax_steps import is_state_of_orbax
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import outside_mesh
@@ -92,7 +95,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             check_tables(tables)
             self.options.check_tables(tables)
         self._entries = table_entries(tables or Tables({}))
-        self.writer = RootWriter(lambda: jax.process_index() == 0)
+        self.writer = RootWriter(
+            lambda: jax.process_index() == 0, adopts=self.options.adopt
+        )
         self.guarded = False
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
@@ -346,7 +351,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         place = place_of(directory, opened=attempt is not None)
         self.channel.name = f"saves in {place.root.name}"
 
-        def read() -> tuple[ReadBack, Ledger | None]:
+        def read() -> tuple[ReadBack | adopted.AdoptedState, Ledger | None]:
+            if self.options.adopt and is_state_of_orbax(directory):
+                return adopted.read_adopted(place, directory, args, self.tables), None
             found = read_back(
                 place, args, self.tables, self._dense, verify=self.options.verify_reads
             )
@@ -356,7 +363,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         said = asked_for(args) if jax.process_count() > 1 else {}
         found, ledger = all_succeed(self.channel, read, said, check_asked_alike)
         restored = found.put_together()
-        resumption = Resumption(place, found, ledger, restored.touched)
+        if isinstance(found, adopted.AdoptedState):
+            resumption = adopted.Adoption(place, restored.touched)
+        else:
+            resumption = Resumption(place, found, ledger, restored.touched)
         if attempt is None:
             self.resume(resumption)
         else:
@@ -364,23 +374,27 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     @outside_mesh()
-    def resume(self, resumption: Resumption) -> None:
+    def resume(self, resumption: Resumption | adopted.Adoption) -> None:
         """Goes on saving from what was restored."""
-        resume(
-            resumption,
-            writer=self.writer,
-            lifecycle=self.lifecycle,
-            planner=self._planner,
-            tracker=self._tracker,
-            tables=self._entries,
-        )
+        parts: dict[str, Any] = {
+            "writer": self.writer,
+            "lifecycle": self.lifecycle,
+            "planner": self._planner,
+            "tracker": self._tracker,
+        }
+        if isinstance(resumption, adopted.Adoption):
+            adopted.resume_adopted(resumption, **parts)
+        else:
+            resume(resumption, **parts, tables=self._entries)
 
     def uses(self, touched: Touched | None) -> bool:
         """Whether saves go by `touched`: not if rows are found by fingerprints alone."""
         return touched is not None and self._tracker.mode(touched) != "fingerprint"
 
-    def metadata(self, directory: epath.Path) -> dict[str, Any] | None:
+    def metadata(self, directory: epath.Path) -> Any:
         """Shapes and dtypes by path, without reading data; None where there is no manifest."""
+        if self.options.adopt and is_state_of_orbax(directory):
+            return PlainState(directory).metadata
         try:
             return metadata_of(read_manifest(directory))
         except errors.IntegrityError:

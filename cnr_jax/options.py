@@ -118,6 +118,9 @@ class Options:
             deletes it. If that save fails they come back. After a restore the run that was
             restored goes on, and this is ignored with a warning. False: such a save raises
             `UsedRootError`.
+        adopt: whether steps of plain Orbax in the root count as checkpoints: they are listed and
+            restored, as Orbax would, and the first save, a full one, goes beside them. From the
+            second on retention counts and drops them like others. None is ever written to.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens, and
             this changes nothing. Processes that the run forks do not listen. See
@@ -151,6 +154,7 @@ class Options:
     when_busy: Literal["wait", "skip"] = "wait"
     save_on_sigterm: bool = False
     new_run: bool = False
+    adopt: bool = False
 
     def __post_init__(self) -> None:
         self._check_policy()

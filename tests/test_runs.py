@@ -130,6 +130,7 @@ def test_steps_of_plain_orbax_are_there_and_no_restore_is_offered(
         run.save(manager, 6)
     assert "restore(" not in str(found.value)
     assert "or a restore" not in str(found.value)
+    assert "Options(adopt=True)" in str(found.value)
     assert "restore them with ocp.CheckpointManager" in str(found.value)
     assert "another root" in str(found.value)
 

@@ -36,6 +36,7 @@ from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
+from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
@@ -104,6 +105,8 @@ class Listing:
     def _read(self, item: str | None) -> None:
         """Finds the item that holds the state, if it is not named; reads what there is of it."""
         self.item = item or find_item(self._root)
+        if self.item is None and self._writer.adopts:
+            self.item = item_beside(self._root, self._writer.is_step)
         if self.item is not None:
             self._writer.open(self._root, self.item)
 
@@ -118,7 +121,8 @@ class Listing:
             _log.warning(
                 "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
                 " cannot be restored here, and their numbers cannot be saved again. Restore"
-                " them with ocp.CheckpointManager, and save into another root",
+                " them with Options(adopt=True), or with ocp.CheckpointManager and save into"
+                " another root",
                 self._root,
                 ", ".join(map(str, found)),
             )
@@ -130,7 +134,7 @@ class Listing:
 
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
         """What is known of the steps of a root, read anew: it may be this one, named again."""
-        return Ledger.load(root, item, self._writer.is_step)
+        return self._writer.load(root, item)
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
@@ -150,7 +154,7 @@ class Listing:
             self._orbax.reload()
             return
         ledger = self._ending.ledger
-        found = Ledger.load(self._root, self.item, ledger.is_step)
+        found = self._writer.load(self._root, self.item)
         # After ours: a step that another process commits in between is then not listed yet.
         # The other way round it would be listed, and Orbax would not know it.
         self._orbax.reload()
@@ -277,8 +281,8 @@ class Listing:
                 f"  steps: {', '.join(map(str, known)) or 'none'}"
             )
 
-    def check_ours(self, root: epath.Path, step: int) -> None:
-        """Tells a step of another kind from ours, before Orbax takes it for what it is not.
+    def find_state(self, root: epath.Path, step: int) -> str:
+        """The item of a step that holds the state, before Orbax takes another kind for ours.
 
         Raises:
             IntegrityError: if it is not there, holds nothing that this library could restore,
@@ -288,24 +292,28 @@ class Listing:
         try:
             directory = self._orbax.find_directory(step, root)
         except ValueError:
-            return  # there is none: Orbax says so
+            return item  # there is none: Orbax says so
         held = directory / item
         with accessing(held):
             refuse_pipe(directory / names.ORBAX_METADATA)
             if exists(held / names.MANIFEST):
-                return
+                return item
             if not exists(directory):
                 raise damage(directory, "is not there", "file_missing")
             if exists(held) and any(names.is_own(path.name) for path in held.iterdir()):
-                return
+                return item
+            if self._writer.adopts and (
+                found := orbax_step(root, directory.name, item)
+            ):
+                return found.item
             items = sorted(p.name for p in directory.iterdir() if is_directory(p))
             raise damage(
                 directory,
                 "holds no checkpoint of cnr_jax\n"
                 f"  got items {', '.join(items) or 'none'}, expected {item!r} with"
                 f" {names.MANIFEST}\n"
-                "  if plain Orbax has saved it: ocp.CheckpointManager(root).restore(step,"
-                " args=ocp.args.StandardRestore(state))",
+                "  if plain Orbax has saved it: Options(adopt=True), or ocp.CheckpointManager("
+                "root).restore(step, args=ocp.args.StandardRestore(state))",
                 "not_ours",
             )
 
@@ -407,9 +415,7 @@ class StepChooser:
             text = f"checkpoint {step} cannot be restored: {text}"
         if entry is not None and "\n  chain: " not in text:
             chain = reversed(self.ledger.chain(entry))
-            kinds = [
-                f"{e.directory} ({'delta' if e.parent else 'full'})" for e in chain
-            ]
+            kinds = [f"{e.directory} ({e.kind})" for e in chain]
             text += f"\n  chain: {' <- '.join(kinds)}"
         text = text.replace(", or restore another step", "")
         others = [str(each.step) for each in reversed(self.ledger.restorable())]

@@ -23,6 +23,7 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.replay.picked import picked_rows
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.step_reader import StepReader, open_chain
@@ -30,6 +31,10 @@ from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import few
 
 _SHOWN = 10
+_IMPORT = (
+    "  hint: cnr_jax.import_orbax(root, new, tables) makes a checkpoint of cnr_jax of a step of"
+    " plain Orbax"
+)
 # How often the newest step is chosen again, where each was taken away while it was read.
 _TRIES = 5
 T = TypeVar("T")
@@ -233,8 +238,9 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     check_can_be_read(path, item)
     item = item or find_item(path)
     if item is None:
+        # Plain Orbax may have saved those that are there, and knows no tables.
         raise errors.NoStepError(
-            f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax",
+            f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax\n{_IMPORT}",
             path=str(path),
         )
     steps = {name: step_number(name) for name in step_directories(path)}
@@ -244,6 +250,12 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
             f"step {step!r} does not exist in {os.fspath(path)}\n"
             f"  steps: {', '.join(map(str, sorted(steps.values()))) or 'none'}",
             path=os.fspath(path),
+        )
+    if len(named) == 1 and saved_by(path / named[0], item) == "orbax":
+        raise errors.NoStepError(
+            f"step {named[0]} in {os.fspath(path)} was saved by plain Orbax, which knows no"
+            f" tables\n{_IMPORT}",
+            path=os.fspath(path / named[0]),
         )
     if len(named) == 1:
         return Place(path, named[0], item)

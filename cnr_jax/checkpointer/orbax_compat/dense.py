@@ -109,7 +109,7 @@ class DenseStore:
             if not exists(path):
                 return {}
             everything: Any = ocp.args.StandardRestore(
-                None, fallback_sharding=_fallback_sharding()
+                None, fallback_sharding=fallback_sharding()
             )
             return jax.tree.map(
                 _on_one_device, self._handler.restore(path, args=everything)
@@ -138,7 +138,7 @@ def abstract_dense(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         # As `jax.eval_shape` makes them: the devices of the saving run may not be here.
-        where = _fallback_sharding()
+        where = fallback_sharding()
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
@@ -168,7 +168,7 @@ def leaf_metadata(
     )
 
 
-def _fallback_sharding() -> jax.sharding.Sharding:
+def fallback_sharding() -> jax.sharding.Sharding:
     """Where leaves go of which nothing says where: one device, or all of several processes."""
     if jax.process_count() == 1:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -179,5 +179,5 @@ def _fallback_sharding() -> jax.sharding.Sharding:
 def _on_one_device(leaf: Any) -> Any:
     """An array where tables without a state are restored; in one process only."""
     if isinstance(leaf, jax.Array) and jax.process_count() == 1:
-        return jax.device_put(leaf, _fallback_sharding())
+        return jax.device_put(leaf, fallback_sharding())
     return leaf

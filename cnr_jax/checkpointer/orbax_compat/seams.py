@@ -132,6 +132,13 @@ class OrbaxSeams:
         """Restores a step of this root, or of another directory."""
         return _Manager.restore(self._manager, step, directory=directory, args=args)
 
+    def restore_item(
+        self, step: int, directory: epath.Path | None, args: ocp.args.Composite
+    ) -> ocp.args.Composite:
+        """Restores items of a step, named as there, whatever this manager calls its own."""
+        folder = self.find_directory(step, directory or self.root)
+        return self._manager._checkpointer.restore(folder, args=args)
+
     def name_item(self, item: str | None, args: type, handler: Any) -> None:
         """Says what handles an item; Orbax itself knows it only once it was saved or restored."""
         registry = self._manager._checkpointer._handler._handler_registry

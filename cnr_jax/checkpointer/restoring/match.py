@@ -87,7 +87,7 @@ def match(
     if not args.cast:
         problems += casts
     dense, texts = _match_dense(saved, leaves, problems, args.partial)
-    kept = _kept(leaves, problems, args.partial)
+    kept = kept_leaves(leaves, problems, args.partial)
     if problems:
         hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
         raise errors.StateMismatchError(
@@ -154,7 +154,7 @@ def _holds(value: Any, leaf: DenseLeaf) -> bool:
     return not fraction or jnp.issubdtype(wanted, jnp.inexact)
 
 
-def _kept(
+def kept_leaves(
     leaves: Mapping[Path, Any], problems: list[str], partial: bool
 ) -> dict[Path, Any]:
     """Leaves that the checkpoint does not hold: kept where that was asked for and possible."""

@@ -22,6 +22,8 @@ from cnr_jax.args import (
     DEFAULT_ITEM,
     Restore,
     attempted_args,
+    in_item,
+    out_of_item,
     reads_state,
     restore_args,
 )
@@ -69,7 +71,7 @@ def restore(
     orbax: OrbaxSeams,
     listing: Listing,
     channel: Channel,
-    resume: Callable[[Resumption], None],
+    resume: Callable[[Any], None],
 ) -> tuple[int, Any]:
     """Restores a step, on all processes alike.
 
@@ -128,15 +130,19 @@ def _attempt(
     orbax: OrbaxSeams,
     listing: Listing,
     channel: Channel,
-    resume: Callable[[Resumption], None],
+    resume: Callable[[Any], None],
 ) -> Any:
     """Restores a step, and goes on from it if all that was asked for has succeeded."""
-    reads, attempt = reads_state(args, listing.item), Attempt()
+    item, attempt = listing.item or DEFAULT_ITEM, Attempt()
+    reads = reads_state(args, item)
     try:
-        if reads:
-            listing.check_ours(root, step)
+        held = listing.find_state(root, step) if reads else item
         args = attempted_args(args, attempt)
-        restored = orbax.restore(step, elsewhere, args)
+        if held == item:
+            restored = orbax.restore(step, elsewhere, args)
+        else:
+            found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
+            restored = out_of_item(found, args, item, held)
     except BaseException as error:
         # The other processes wait for what this one has to say.
         if reads and not attempt.is_told:
@@ -155,11 +161,12 @@ class Attempt:
 
     Attributes:
         is_told: the processes tell each other how it went, or have done so.
-        resumption: to go on from once all that was asked for has succeeded.
+        resumption: to go on from once all that was asked for has succeeded, a `Resumption` or
+            an `Adoption`.
     """
 
     is_told: bool = False
-    resumption: Resumption | None = None
+    resumption: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

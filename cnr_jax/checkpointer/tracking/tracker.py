@@ -337,12 +337,12 @@ class Tracker:
 
         return choose
 
-    def forget(self, touched: Touched, mode: Tracking) -> None:
+    def forget(self, touched: Touched, mode: Tracking | None) -> None:
         """Forgets all rows, because the state was replaced by one that was restored.
 
         Args:
             touched: of that state; fingerprints go on in its lineage.
-            mode: of its run, in which this one goes on unless it has its own.
+            mode: of its run, in which this one goes on unless it has its own; None: it has none.
         """
         self._watch, self._rotation, self._last = None, None, None
         # Past the clocks of all that `touched` may be compared with, so that a save that

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.format.names import step_number
+from cnr_jax.repository.orbax_steps import OrbaxStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +16,10 @@ class Entry:
     """One step directory.
 
     Attributes:
-        manifest: None for a save that is still being written.
+        manifest: None for a save that is still being written, and for a step of plain Orbax.
         run: that it belongs to; empty: the one of all steps whose manifests name none.
+        orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
+            to whatever run saves beside it. Empty: it is of this library.
     """
 
     directory: str
@@ -25,6 +29,23 @@ class Entry:
     parent: ParentRef | None
     manifest: Manifest | None = None
     run: str = ""
+    orbax: str = ""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it is there, rather than being written."""
+        return self.manifest is not None or bool(self.orbax)
+
+    @property
+    def kind(self) -> str:
+        """`"full"` or `"delta"`, or `"orbax"` for one that was adopted."""
+        if self.orbax:
+            return "orbax"
+        return "delta" if self.parent else "full"
+
+    def is_of(self, run: str | None) -> bool:
+        """Whether a run counts it among its steps, and may drop it or move it aside."""
+        return bool(self.orbax) or self.run == run
 
     @property
     def order(self) -> tuple[int, int]:
@@ -42,6 +63,18 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
         parent=manifest.parent,
         manifest=manifest,
         run=manifest.run or "",
+    )
+
+
+def orbax_entry(directory: str, step: OrbaxStep) -> Entry:
+    """The entry of an adopted step: a baseline of the first branch, on which no delta rests."""
+    return Entry(
+        directory=directory,
+        step=step_number(directory),
+        uuid=step.uuid,
+        generation=1,
+        parent=None,
+        orbax=step.item,
     )
 
 
@@ -115,7 +148,7 @@ class Derived:
             self.children.setdefault(above.directory, []).append(entry.directory)
         elif entry.parent is not None:
             self.wanted.add(entry.parent.directory)
-        if entry.manifest is not None:
+        if entry.is_committed:
             self.committed.append(entry)
             if standing.whole:
                 self.restorable.append(entry)
@@ -129,7 +162,7 @@ class Derived:
         """
         if self.children.get(entry.directory):
             return False
-        if entry.manifest is not None:
+        if entry.is_committed:
             if self.committed[-1] is not entry:
                 return False
             self.committed.pop()
@@ -169,7 +202,7 @@ def derive(
         elif entry.parent is not None:
             wanted.add(entry.parent.directory)
     standing = _standing(entries, above, damaged)
-    committed = [entry for entry in entries if entry.manifest is not None]
+    committed = [entry for entry in entries if entry.is_committed]
     committed.sort(key=lambda entry: entry.order)
     return Derived(
         version=version,
@@ -218,7 +251,7 @@ def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
 
 def is_sound(entry: Entry, damaged: Collection[str]) -> bool:
     """Whether an entry by itself is committed and not known to be damaged."""
-    return entry.manifest is not None and entry.uuid not in damaged
+    return entry.is_committed and entry.uuid not in damaged
 
 
 def named(entries: Collection[Entry]) -> str:

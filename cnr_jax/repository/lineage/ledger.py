@@ -32,8 +32,10 @@ from cnr_jax.repository.lineage.entries import (
     derive,
     entry_of,
     is_sound,
+    orbax_entry,
     parent_of,
 )
+from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.step import read_committed, read_step, without_collections
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Ledger:
 
     Args:
         is_step: tells names of step directories; None: all that end in a digit.
+        adopts: whether steps of plain Orbax count, rather than being unreadable.
 
     Attributes:
         foreign: those of the unreadable ones that hold something, but nothing of this library.
@@ -57,8 +60,10 @@ class Ledger:
             was begun.
     """
 
-    def __init__(self, is_step: Callable[[str], bool] | None = None) -> None:
-        self.is_step = is_step or may_be_step
+    def __init__(
+        self, is_step: Callable[[str], bool] | None = None, *, adopts: bool = False
+    ) -> None:
+        self.is_step, self._adopts = is_step or may_be_step, adopts
         self._entries: dict[str, Entry] = {}
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
@@ -108,7 +113,12 @@ class Ledger:
 
     @classmethod
     def load(
-        cls, root: AnyPath, item: str, is_step: Callable[[str], bool] | None = None
+        cls,
+        root: AnyPath,
+        item: str,
+        is_step: Callable[[str], bool] | None = None,
+        *,
+        adopts: bool = False,
     ) -> Ledger:
         """Reads the manifests of all step directories below `root`.
 
@@ -116,11 +126,12 @@ class Ledger:
             root: holds the step directories.
             item: name of the item in each of them.
             is_step: tells names of step directories; None: all that end in a digit.
+            adopts: whether steps of plain Orbax count.
 
         Raises:
             OSError: if the root cannot be seen or listed.
         """
-        ledger = cls(is_step)
+        ledger = cls(is_step, adopts=adopts)
         if not exists(root):
             return ledger
         # Of plain paths where they can be: joining names to others takes longer than to read.
@@ -163,7 +174,9 @@ class Ledger:
         """Reads one step directory, replacing what was known of it."""
         self.forget(directory)
         try:
-            manifest = read_step(root, directory, item)
+            found = orbax_step(root, directory, item) if self._adopts else None
+            entry = orbax_entry(directory, found) if found else None
+            entry = entry or entry_of(directory, read_step(root, directory, item))
         except (errors.CnrError, OSError) as error:
             self._unreadable[directory] = str(error)
             if not isinstance(error, errors.CnrError):
@@ -174,7 +187,7 @@ class Ledger:
                 self.strange.add(directory)
             _log.warning("step %s cannot be restored: %s", directory, error)
         else:
-            self.add(entry_of(directory, manifest))
+            self.add(entry)
 
     def add(self, entry: Entry) -> None:
         """Takes in an entry, in the place of what was known of its directory."""
@@ -291,7 +304,7 @@ class Ledger:
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
         # What is being written came last, and has no manifest.
-        if any(entry.manifest is None for entry in reversed(self._entries.values())):
+        if not all(e.is_committed for e in reversed(self._entries.values())):
             self.doomed.add(directory)
         else:
             self.forget(directory)

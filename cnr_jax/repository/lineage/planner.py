@@ -255,6 +255,23 @@ class Planner:
             )
         self.branches = {lineage: branch}
 
+    def adopted(self, lineage: str, entry: Entry, ledger: Ledger | None) -> None:
+        """Notes that the state of a step of plain Orbax goes on as `lineage`.
+
+        It goes on with the run of the newest checkpoint beside it; if there is none, a run
+        begins with it.
+
+        Args:
+            lineage: the fresh lineage of the restored touched rows.
+            entry: of the step.
+            ledger: of its root, as far as it is known.
+        """
+        own = [e.run for e in ledger.committed() if e.manifest] if ledger else []
+        self.runs.restored(lineage, own[-1] if own else secrets.token_hex(16))
+        self.end_lineages(0)
+        why = f"step {entry.step} is of plain Orbax, and no delta can rest on it"
+        self.branches = {lineage: Branch(tip=entry, no_parents=why)}
+
     def end_lineages(self, restores: int) -> None:
         """Forgets all legal parents: the state may have been replaced from elsewhere.
 
@@ -324,7 +341,7 @@ class Planner:
         if entry is None:
             return []
         # One that nobody can restore, say a delta copied here without its parent, goes aside.
-        if entry.run != run and ledger.is_whole(entry):
+        if not entry.is_of(run) and ledger.is_whole(entry):
             raise errors.DependentsExistError(
                 f"step {request.step} cannot be saved: the folder {request.directory} holds"
                 " a step of another run, which is left alone\n"

@@ -43,7 +43,9 @@ class ChainPreservation:
     so that those do not take the place of others. Deltas without their parent are kept, in case
     it is brought back. While a step has no readable manifest, everything older is kept: it may
     depend on any of it. Steps of other runs than the one that saves are kept, and not shown to
-    the inner policy either: a run that begins beside others replaces none of theirs.
+    the inner policy either: a run that begins beside others replaces none of theirs. Steps of
+    plain Orbax that were adopted are of the run that saves, but as long as it has no full
+    checkpoint, they are kept like those of others.
 
     Args:
         inner: an Orbax preservation policy; None keeps everything.
@@ -69,8 +71,8 @@ class ChainPreservation:
         ledger = self._ledger()
         if ledger is None or self._inner is None:
             return [True] * len(checkpoints)
-        others = {e.step for e in ledger.committed() if e.run != ledger.run}
-        lost = _lost(ledger) | others
+        others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
+        lost = _lost(ledger) | others | _not_replaced(ledger)
         known = {info.step: ledger.by_step(info.step) for info in checkpoints}
         ordered = sorted(
             (info for info in checkpoints if info.step not in lost),
@@ -128,6 +130,14 @@ def _lost(ledger: Ledger) -> set[int]:
     unreadable = {step_number(directory) for directory in ledger.unreadable}
     good = {entry.step for entry in ledger.restorable()}
     return {entry.step for entry in ledger.committed()} - good | unreadable
+
+
+def _not_replaced(ledger: Ledger) -> set[int]:
+    """Adopted steps, as long as all that was saved since may be lost with one save."""
+    for entry in ledger.restorable():
+        if entry.kind == "full" and entry.run == ledger.run:
+            return set()
+    return {entry.step for entry in ledger.committed() if entry.orbax}
 
 
 def blockers(ledger: Ledger, directory: str) -> list[str]:

@@ -184,11 +184,12 @@ def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRo
         "  expected an empty root, or a restore before the first save; nothing was changed",
     ]
     if set(found) <= ledger.foreign:
-        lines[1] += ", saved by plain Orbax, which cannot be restored here"
+        lines[1] += ", saved by plain Orbax"
         lines[2] = "  expected an empty root; nothing was changed"
         lines.append(
-            "  hint: to go on with them, restore them with ocp.CheckpointManager, and save into"
-            " another root"
+            "  hint: to go on with them here, Options(adopt=True) lets restore take them and saves"
+            " go beside them; or restore them with ocp.CheckpointManager, and save into another"
+            " root"
         )
     elif ours:
         lines.append(

@@ -49,8 +49,10 @@ class RootWriter:
 
     Args:
         is_first: whether this is the first process; asked once the item is known.
+        adopts: whether steps of plain Orbax count.
 
     Attributes:
+        adopts: the same.
         root: of the manager, which may hold nothing yet; None: that of the first save or
             restore.
         is_step: tells names of step directories from others; None: all that end in a digit.
@@ -68,8 +70,8 @@ class RootWriter:
     _lock: WritingLock
     _unfinished: Unfinished
 
-    def __init__(self, is_first: Callable[[], bool]) -> None:
-        self._is_first = is_first
+    def __init__(self, is_first: Callable[[], bool], *, adopts: bool = False) -> None:
+        self._is_first, self.adopts = is_first, adopts
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
@@ -96,7 +98,7 @@ class RootWriter:
             OSError: if the root cannot be read; nothing has changed then.
         """
         if self.place is None or self.ledger is None:
-            ledger = Ledger.load(root, item, self.is_step)
+            ledger = self.load(root, item)
             self.serve(root, item, ledger)
             return ledger
         if not self.is_at(root, item):
@@ -126,8 +128,12 @@ class RootWriter:
     def ledger_to_be(self, place: Place) -> Ledger | None:
         """The ledger of a restored place, if saves are to go there but none has come yet."""
         if self.place is None and self.root in (None, place.root):
-            return Ledger.load(place.root, place.item, self.is_step)
+            return self.load(place.root, place.item)
         return None
+
+    def load(self, root: AnyPath, item: str) -> Ledger:
+        """What a root holds, read anew: of this writer's, or of another one with such steps."""
+        return Ledger.load(root, item, self.is_step, adopts=self.adopts)
 
     def _known(self) -> tuple[AnyPath, str, Ledger]:
         """The root, the item and the ledger."""

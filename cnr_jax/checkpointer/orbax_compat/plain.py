@@ -1,0 +1,107 @@
+"""States that plain Orbax saved, read leaf by leaf through Orbax's own handler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, fallback_sharding
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.state.table import Path, flatten_paths, key_strings
+
+_values = ocp.metadata.value
+_Leaf = ocp.metadata.value.Metadata
+
+
+class PlainState:
+    """The state in one item of a step of plain Orbax.
+
+    `StandardSave`, `PyTreeSave` and Orbax's v1 write it alike. Nothing is read before it is asked
+    for, and nothing is ever written.
+
+    Args:
+        directory: of the item.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        self._directory: Any = ExactPath(directory)
+        self._handler = ocp.PyTreeCheckpointHandler()
+
+    @functools.cached_property
+    def metadata(self) -> Any:
+        """What Orbax says of the state: dicts and lists, with shape and dtype for each leaf."""
+        # It opens every array.
+        return self._handler.metadata(self._directory)
+
+    def leaves(self) -> dict[Path, _Leaf]:
+        """What Orbax says of each leaf, by the path that `flatten_paths` gives it."""
+        return dict(flatten_paths(self.metadata.tree))
+
+    def restore(self, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Leaves as Orbax restores them into a state.
+
+        Args:
+            wanted: by path what each is restored into: an array, abstract or concrete, a number
+                or a string. Where it does not say on which devices, those of the save are
+                taken, or if these are not here, one.
+        """
+
+        def target(keys: Any, stored: _Leaf) -> Any:
+            path = key_strings(keys)
+            if path not in wanted:
+                return ocp.PLACEHOLDER
+            leaf = wanted[path]
+            where = _sharding_of(stored)
+            if isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding and where:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+            return abstract_dense(leaf)
+
+        # In the structure in which the leaves are stored, so that it is the same for sure.
+        tree = jax.tree_util.tree_map_with_path(target, self.metadata.tree)
+        asked = ocp.checkpoint_utils.construct_restore_args(tree)
+        found = self._restored(tree, asked)
+        return {path: x for path, x in flatten_paths(found) if path in wanted}
+
+    def restore_all(self) -> Any:
+        """All leaves in the dicts and lists in which they are stored, arrays on one device.
+
+        Of several processes, replicated on all devices. Those of 64 bits, where jax has only 32,
+        are numpy arrays.
+        """
+        tree = self.metadata.tree
+        return self._restored(None, jax.tree.map(_everything, tree))
+
+    def _restored(self, tree: Any, asked: Any) -> Any:
+        args = ocp.args.PyTreeRestore(item=tree, restore_args=asked)
+        return self._handler.restore(self._directory, args=args)
+
+    def close(self) -> None:
+        """Frees what the handler holds."""
+        self._handler.close()
+
+
+def _sharding_of(stored: _Leaf) -> jax.sharding.Sharding | None:
+    """How an array was sharded when it was saved, if the same devices are here."""
+    saved = getattr(stored, "sharding", None)
+    try:
+        return saved.to_jax_sharding() if saved is not None else None
+    except ValueError:
+        return None
+
+
+def _everything(stored: _Leaf) -> Any:
+    """How Orbax is to restore a leaf of which nothing else is known."""
+    if isinstance(stored, _values.StringMetadata):
+        return ocp.RestoreArgs(restore_type=str)
+    if isinstance(stored, _values.ScalarMetadata):
+        return ocp.RestoreArgs()
+    dtype = getattr(stored, "dtype", None)
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=fallback_sharding())

@@ -1,0 +1,283 @@
+"""A step of plain Orbax, restored into a train state whose next save is one of this library.
+
+Its values are those that Orbax gives; what does not match is told as of steps of our own. No
+delta can rest on it, so saving goes on with a full checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from cnr_jax import errors
+from cnr_jax.args import Restore
+from cnr_jax.checkpointer.orbax_compat.plain import PlainState
+from cnr_jax.checkpointer.restoring.match import kept_leaves
+from cnr_jax.checkpointer.restoring.restore import Restored
+from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.tracking.tracker import Tracker
+from cnr_jax.repository.checked import kind_of, means_damage, numpy_dtype
+from cnr_jax.repository.layout import Place
+from cnr_jax.repository.lineage.entries import orbax_entry
+from cnr_jax.repository.lineage.planner import Planner
+from cnr_jax.repository.lineage.runs import note_restored
+from cnr_jax.repository.orbax_steps import orbax_step
+from cnr_jax.repository.replay.leaves import abstract_of, holds_all
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
+from cnr_jax.state.table import Path, Tables, check_tables, flatten_paths
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptedState:
+    """What this process has read of a step of plain Orbax.
+
+    Attributes:
+        state: as it was asked for.
+        tables: where the tables are in it; empty if that is not known.
+    """
+
+    state: Any
+    tables: Tables
+
+    def put_together(self) -> Restored:
+        """The state, and touched rows in a fresh lineage, which all processes draw together."""
+        leaves = dict(flatten_paths(self.state))
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = {
+            name: stamp_sharding(
+                getattr(leaves[table.path], "sharding", None) or one, table.leaf.shape
+            )
+            for name, table in self.tables.items()
+        }
+        stamps = {n: np.zeros(t.padded_rows, np.int32) for n, t in self.tables.items()}
+        return Restored(self.state, seeded(self.tables, shardings, stamps, 0))
+
+
+def read_adopted(
+    place: Place, directory: Any, args: Restore, tables: Tables | None
+) -> AdoptedState:
+    """Reads a step of plain Orbax; nothing is communicated between processes.
+
+    Args:
+        place: of the item.
+        directory: of the item, as Orbax opened it.
+        args: what is asked for; without a state everything, in dicts and lists.
+        tables: where the tables are in the state, if `args` does not say it.
+
+    Raises:
+        IntegrityError: if Orbax cannot read it.
+        StateMismatchError: if the state asked for does not match.
+        OptionError: if rows or names of tables are to change on the way.
+    """
+    for name in ("rename", "ids"):
+        if getattr(args, name):
+            raise errors.OptionError(
+                f"step {place.directory} is of plain Orbax, which knows no tables: {name} is not"
+                " possible\n  hint: cnr_jax.import_orbax converts it; then restore with"
+                f" {name} from there"
+            )
+    tables, plain = args.tables or tables or Tables({}), PlainState(directory)
+    check_tables(tables)
+    try:
+        stored = _reading(place, plain.leaves)
+        if args.state is None:
+            state = _reading(place, plain.restore_all)
+            return AdoptedState(state=state, tables=_tables_in(state, tables))
+        wanted, kept = _match(stored, args, tables, place.directory)
+        found = _reading(place, plain.restore, wanted, plain=plain) if wanted else {}
+    finally:
+        plain.close()
+    found = {**kept, **found}
+    leaves = [found[path] for path, _ in flatten_paths(args.state)]
+    state = jax.tree.unflatten(jax.tree.structure(args.state), leaves)
+    return AdoptedState(state=state, tables=_tables_in(state, tables))
+
+
+def _reading(
+    place: Place, read: Any, *args: Any, plain: PlainState | None = None
+) -> Any:
+    """What Orbax reads; its errors that mean damage are told as such.
+
+    Args:
+        place: of the item.
+        read: reads.
+        args: what it is given.
+        plain: if an error may be due to what was asked for, such as a sharding, the state: it
+            is no damage where all of it can be read.
+    """
+    try:
+        return read(*args)
+    except Exception as error:
+        if not means_damage(error) or (plain is not None and _can_be_read(plain)):
+            raise
+        where = os.fspath(place.path)
+        raise errors.IntegrityError(
+            f"{where}, which plain Orbax saved, cannot be read\n"
+            f"  {type(error).__name__}: {error}",
+            kind=kind_of(error, "orbax_unreadable"),
+            path=where,
+        ) from error
+
+
+def _can_be_read(plain: PlainState) -> bool:
+    try:
+        plain.restore_all()
+    except Exception:
+        return False
+    return True
+
+
+def _tables_in(state: Any, tables: Tables) -> Tables:
+    """Those tables that a restored state holds, as they were found."""
+    shapes = {path: np.shape(leaf) for path, leaf in flatten_paths(state)}
+    held = {n: t for n, t in tables.items() if shapes.get(t.path) == t.leaf.shape}
+    if len(held) == len(tables):
+        return tables
+    return Tables(held)
+
+
+def _match(
+    stored: Mapping[Path, Any], args: Restore, tables: Tables, step: str
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """Compares a state with what Orbax says of a step.
+
+    Returns:
+        What each stored leaf is restored into, and leaves that keep the state's values, by path.
+
+    Raises:
+        StateMismatchError: with every difference.
+    """
+    leaves, problems, casts = dict(flatten_paths(args.state)), list[str](), list[str]()
+    rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
+    wanted: dict[Path, Any] = {}
+    for path, leaf in stored.items():
+        where = "/".join(path)
+        if path not in leaves:
+            if not args.partial:
+                problems.append(f"{where}: not in the state")
+            continue
+        value = leaves.pop(path)
+        wanted[path] = value
+        problem = _difference(leaf, value)
+        if problem:
+            problems.append(f"{where}: {problem}")
+        elif path in rows:
+            if np.shape(value) != rows[path].shape:
+                problems.append(
+                    f"{where}: {list(np.shape(value))} in the state, but"
+                    f" {list(rows[path].shape)} in the tables that this restore goes by"
+                )
+            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+            if not holds_all(numpy_dtype(str(leaf.dtype)), dtype):
+                casts.append(
+                    f"{where}: {leaf.dtype} in the checkpoint, {dtype.name} in the state"
+                )
+            wanted[path] = abstract_of(value)
+    kept = kept_leaves(leaves, problems, args.partial)
+    if casts and not args.cast:
+        problems += casts
+    if problems:
+        hint = "pass the state that was saved, or Restore(..., partial=True) for what both have"
+        if casts and not args.cast:
+            hint += "; Restore(..., cast=True) converts values as astype does"
+        raise errors.StateMismatchError(
+            f"the state does not match checkpoint {step}, which plain Orbax saved"
+            f" ({len(problems)} differences)"
+            + "".join(f"\n  {problem}" for problem in problems)
+            + f"\n  hint: {hint}"
+        )
+    if casts:
+        _log.warning(
+            "tables of checkpoint %s are converted to dtypes that cannot hold all of their"
+            " values: %s",
+            step,
+            "; ".join(casts),
+        )
+    return wanted, kept
+
+
+def _difference(stored: Any, value: Any) -> str:
+    """Why a leaf of a state cannot take what is stored, which Orbax would not say; or nothing."""
+    shape, dtype = getattr(stored, "shape", None), getattr(stored, "dtype", None)
+    if shape is None or isinstance(value, str):
+        is_text = shape is None and isinstance(value, str)
+        held = "a string" if shape is None else f"{dtype}{list(shape)}"
+        return (
+            "" if is_text else f"{held} in the checkpoint, {_said(value)} in the state"
+        )
+    own = getattr(value, "dtype", None)
+    if own is not None and jnp.issubdtype(own, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, value)
+        # The kind of key is noted elsewhere, and Orbax goes by it.
+        same = tuple(key.shape) == tuple(shape) and str(dtype) == str(key.dtype)
+        return (
+            ""
+            if same
+            else f"{dtype}{list(shape)} in the checkpoint, {own} in the state"
+        )
+    if tuple(np.shape(value)) != tuple(shape):
+        got = list(np.shape(value))
+        return f"shape {list(shape)} in the checkpoint, {got} in the state"
+    into = own if own is not None else type(value)
+    fraction = dtype is not None and jnp.issubdtype(
+        numpy_dtype(str(dtype)), jnp.inexact
+    )
+    if fraction and not jnp.issubdtype(into, jnp.inexact):
+        return f"{dtype} in the checkpoint, {_said(value)} in the state"
+    return ""
+
+
+def _said(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adoption:
+    """A step of plain Orbax that was restored, from which saving goes on.
+
+    Attributes:
+        place: of its item.
+        touched: the fresh touched rows that go with the restored state.
+    """
+
+    place: Place
+    touched: Touched
+
+
+def resume_adopted(
+    adoption: Adoption,
+    *,
+    writer: RootWriter,
+    lifecycle: Lifecycle,
+    planner: Planner,
+    tracker: Tracker,
+) -> None:
+    """Goes on saving from a step of plain Orbax, with a full checkpoint.
+
+    Args:
+        adoption: all of it has succeeded, on all processes.
+        writer: where saves go.
+        lifecycle: is settled before anything is noted.
+        planner: is told of which run later saves are.
+        tracker: forgets what it knew.
+    """
+    place, lineage = adoption.place, lineage_hex(adoption.touched)
+    lifecycle.settle()  # Orbax has waited for the save in flight
+    tracker.forget(adoption.touched, None)
+    found = orbax_step(place.root, place.directory, place.item)
+    if found is None or (writer.root and str(writer.root) != str(place.root)):
+        planner.end_lineages(0)
+        return  # restored from elsewhere
+    planner.adopted(lineage, orbax_entry(place.directory, found), writer.ledger)
+    note_restored(place.root, lineage, planner.runs.current or "")
