@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cnr_jax.checkpointer.restoring.restore import Restored as Restored
     from cnr_jax.checkpointer.tuning import tune as tune
     from cnr_jax.handler import handler_registry as handler_registry
+    from cnr_jax.importing import import_orbax as import_orbax
     from cnr_jax.manager import CheckpointManager as CheckpointManager
     from cnr_jax.options import Options as Options
     from cnr_jax.options import TableOptions as TableOptions
@@ -60,6 +61,7 @@ _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
     "manager": "CheckpointManager",
+    "importing": "import_orbax",
     "options": "Options TableOptions",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
     "handler": "handler_registry",

@@ -35,8 +35,9 @@ TABLE = {
         "numpy jax etils",
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
+    "importing": ("manager", ""),
     "simulation": ("format policy", "numpy"),
-    "cnr_jax": ("manager optim simulation", ""),
+    "cnr_jax": ("importing optim simulation", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
     "cli": ("repository simulation", "typer rich numpy matplotlib"),
     "__main__": ("cli", ""),

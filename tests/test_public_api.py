@@ -49,6 +49,7 @@ PUBLIC = {
     "expected_restores",
     "find_tables",
     "handler_registry",
+    "import_orbax",
     "init_touched",
     "optim",
     "read_rows",

@@ -1,0 +1,138 @@
+"""A root of plain Orbax, converted: one of its steps as the first checkpoint of a new root."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cnr_jax import errors
+from cnr_jax.args import DEFAULT_ITEM, Restore, Save, in_item
+from cnr_jax.format.names import step_number
+from cnr_jax.manager import CheckpointManager
+from cnr_jax.options import Options, checked
+from cnr_jax.repository.files import AnyPath, exists, is_directory
+from cnr_jax.repository.layout import (
+    check_can_be_read,
+    check_is_no_file,
+    find_item,
+    open_root,
+    step_directories,
+)
+from cnr_jax.repository.orbax_steps import is_state_of_orbax, item_beside
+from cnr_jax.rows.touched import init_touched
+from cnr_jax.state.find import find_tables
+from cnr_jax.state.table import Tables, TableSpec
+from cnr_jax.telemetry import SaveReport
+
+_log = logging.getLogger(__name__)
+_SHOWN = 10
+
+
+def import_orbax(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    tables: Tables | Sequence[str] | Mapping[str, str | TableSpec],
+    *,
+    step: int | None = None,
+    state: Any = None,
+    options: Options | None = None,
+    item: str | None = None,
+) -> SaveReport:
+    """Saves a step of a root of plain Orbax as a full checkpoint in a new root.
+
+    The step keeps its number. `old` is only read. Other items of the step, such as a data
+    reader, are not converted; the log names them. The whole state is in memory meanwhile.
+
+    Args:
+        old: a root that `ocp.CheckpointManager` or Orbax's v1 wrote.
+        new: the root that is made; it may exist, but hold no steps.
+        tables: which leaves are tables, as for `find_tables`, or what that returned.
+        step: of `old`; None: the newest that can be restored.
+        state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings, as
+            for `args.Restore`. None: as Orbax's metadata tell, on one device; of several
+            processes, replicated on all of theirs.
+        options: of the run that begins in `new`, and that goes on with
+            `CheckpointManager(new, ...)`. By default rows of tables are rounded;
+            `Options(codec="raw")` keeps all bits.
+        item: that holds the state in `old`, if several items of a step are states.
+
+    Returns:
+        The report of the save, once it is durable.
+
+    Raises:
+        NoStepError: if there is no such root or step, or none that can be restored.
+        UsedRootError: if `new` holds steps.
+        TableError, StateMismatchError: if `tables` or `state` do not fit the step.
+        IntegrityError: if the step that was asked for is damaged.
+        SaveError: if it cannot be saved. In no case is `old` changed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, cnr_jax as cnr
+        >>> old, new = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> with ocp.CheckpointManager(old) as manager:
+        ...     state = {"user": jnp.ones((8, 4)), "w": jnp.zeros(3)}
+        ...     _ = manager.save(7, args=ocp.args.StandardSave(state))
+        >>> report = import_orbax(old, new, ["user"])
+        >>> report.step, report.kind, report.rows
+        (7, 'full', 8)
+    """
+    options, source, root = checked(options), open_root(old), open_root(new)
+    check_can_be_read(source, item)
+    _check_is_new(root)
+    item = item or find_item(source) or item_beside(source, None) or DEFAULT_ITEM
+    with CheckpointManager(
+        source,
+        options=Options(adopt=True, timeout_secs=options.timeout_secs),
+        item=item,
+    ) as reader:
+        asked: Any = Restore(state)
+        if item != DEFAULT_ITEM:
+            asked = in_item(asked, item, item)
+        found = reader.restore(step, args=asked)
+        found = (found if item == DEFAULT_ITEM else found[item]).state
+        # What turned out damaged on the way does not count any more.
+        taken = reader.latest_step() if step is None else step
+    assert taken is not None
+    _say_what_is_left(source, taken)
+    if not isinstance(tables, Tables):
+        tables = find_tables(found, tables)
+    touched = None
+    if options.tracking in ("recorded", "audited"):
+        touched = init_touched(found, tables)
+    with CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(taken, args=Save(found, touched, full=True), force=True)
+        manager.wait_until_finished()
+        report = manager.last_report
+    assert report is not None
+    return report
+
+
+def _check_is_new(root: AnyPath) -> None:
+    """Checks that a root holds no steps.
+
+    Raises:
+        UsedRootError: if it does.
+    """
+    check_is_no_file(root)
+    held = step_directories(root) if exists(root) else []
+    if held:
+        raise errors.UsedRootError(
+            f"{os.fspath(root)} is no new root: it holds steps\n"
+            f"  got {', '.join(held[:_SHOWN])}, expected a folder without, or none\n"
+            "  hint: import into another folder; Options(adopt=True) goes on in the root that"
+            " plain Orbax wrote"
+        )
+
+
+def _say_what_is_left(root: AnyPath, step: int) -> None:
+    """Names in the log what else a step holds."""
+    for directory in step_directories(root):
+        if step_number(directory) == step:
+            held = [p for p in (root / directory).iterdir() if is_directory(p)]
+            left = sorted(p.name for p in held if not is_state_of_orbax(p))
+            if left:
+                _log.warning(
+                    "items of step %d are not imported: %s", step, ", ".join(left)
+                )
