@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from cnr_jax.state.table import TableSpec as TableSpec
     from cnr_jax.telemetry import SaveReport as SaveReport
 
+    __version__: str
+
 # Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
 _HOMES = {
     "checkpointer.tuning": "tune",
@@ -83,6 +85,10 @@ if not TYPE_CHECKING:
     __all__ = sorted(f"args errors optim {' '.join(_HOMES.values())}".split())
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("cnr-jax")  # as pyproject.toml has it, the one place
         home = next((home for home in _HOMES if name in _HOMES[home].split()), None)
         if home is None:
             module = f"{__name__}.{name}"

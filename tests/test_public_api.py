@@ -135,5 +135,10 @@ def test_what_is_required_is_imported():
     assert modules <= imported_packages()
 
 
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert cnr.__version__ == project["version"]
+
+
 def test_type_checkers_are_told_that_the_package_is_typed():
     assert (PACKAGE / "py.typed").is_file()
