@@ -405,3 +405,25 @@ def test_an_import_takes_the_state_and_the_step_that_are_given(
     broken = shutil.copytree(old, tmp_path / "broken")
     damage(broken / "3")
     assert cnr.import_orbax(broken, tmp_path / "c", ["user"]).step == 2
+
+
+def test_a_reader_of_an_adopted_root_is_not_alarmed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"user": jnp.ones((8, 4))}
+    with ocp.CheckpointManager(tmp_path) as plain:
+        plain.save(1, args=ocp.args.StandardSave(state))
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(adopt=True, codec="raw")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.restore(None, args=cnr.args.Restore(state))
+        manager.save(2, args=cnr.args.Save(state))
+    caplog.clear()
+    with (
+        caplog.at_level("INFO", "cnr_jax"),
+        cnr.CheckpointManager(tmp_path) as reader,
+    ):
+        assert reader.all_steps() == [2]
+        reader.restore(None, args=cnr.args.Restore(state))
+    told = [r for r in caplog.records if "plain Orbax saved it" in r.getMessage()]
+    assert told and not [r for r in caplog.records if r.levelname == "WARNING"]

@@ -35,7 +35,7 @@ from cnr_jax.repository.lineage.entries import (
     orbax_entry,
     parent_of,
 )
-from cnr_jax.repository.orbax_steps import orbax_step
+from cnr_jax.repository.orbax_steps import orbax_step, saved_by
 from cnr_jax.repository.step import read_committed, read_step, without_collections
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Ledger:
     Attributes:
         foreign: those of the unreadable ones that hold something, but nothing of this library.
         strange: those of the unreadable ones that neither this library nor Orbax has saved.
+        of_orbax: those of the unreadable ones that plain Orbax saved.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
         doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
@@ -68,6 +69,7 @@ class Ledger:
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
         self.strange: set[str] = set()
+        self.of_orbax: set[str] = set()
         self.withheld: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
@@ -185,7 +187,12 @@ class Ledger:
                 self.foreign.add(directory)
             if not is_checkpoint(root / directory):
                 self.strange.add(directory)
-            _log.warning("step %s cannot be restored: %s", directory, error)
+            if not self._adopts and saved_by(root / directory, item) == "orbax":
+                self.of_orbax.add(directory)
+                text = "step %s is not looked at: plain Orbax saved it, and no Options(adopt=True)"
+                _log.info(text, directory)
+            else:
+                _log.warning("step %s cannot be restored: %s", directory, error)
         else:
             self.add(entry)
 
@@ -256,6 +263,7 @@ class Ledger:
         self.foreign.discard(directory)
         self.strange.discard(directory)
         self.withheld.discard(directory)
+        self.of_orbax.discard(directory)
 
     def _drop(self, directory: str) -> None:
         """Drops an entry, if there is one."""
@@ -272,6 +280,7 @@ class Ledger:
         """Takes over what was read anew; of a save that is being written nothing changes."""
         self._entries, self._unreadable = fresh._entries, fresh._unreadable
         self.foreign, self.strange = fresh.foreign, fresh.strange
+        self.of_orbax = fresh.of_orbax
         self.withheld = fresh.withheld
         self._damaged, self._spoilt, self._unread = {}, {}, set()
         self._version += 1

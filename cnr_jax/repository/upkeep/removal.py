@@ -314,7 +314,7 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
         abandoned=tuple(name for name in rest if names.ABANDONED_MARK in name),
         earlier=tuple(name for name in rest if name.startswith(names.EARLIER_RUN)),
         orphans=tuple(entry.directory for entry in ledger.orphans()),
-        unreadable=tuple(sorted(ledger.unreadable)),
+        unreadable=tuple(sorted(set(ledger.unreadable) - ledger.of_orbax)),
         claims=tuple(name for name in rest if name.startswith(_REPLACED)),
     )
 
