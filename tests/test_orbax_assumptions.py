@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from jax._src.lib import _jax
-from orbax.checkpoint import future
+from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future as futures
 from orbax.checkpoint._src.futures import synchronization
@@ -874,3 +874,57 @@ def test_a_manager_makes_its_paths_from_the_one_it_is_given(tmp_path: Path) -> N
         found += [each.path for each in name_format.find_all(manager.directory)]
     assert len(found) == 3
     assert {type(path) for path in found} == {ExactPath}
+
+
+def test_a_step_tells_its_states_and_which_of_them_v1_has_saved(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(3)}
+    with ocp.CheckpointManager(tmp_path / "old") as manager:
+        args = ocp.args.Composite(
+            a=ocp.args.StandardSave(state),
+            b=ocp.args.PyTreeSave(state),
+            c=ocp.args.JsonSave({}),
+        )
+        manager.save(0, args=args)
+    with v1.training.Checkpointer(str(tmp_path / "new")) as checkpointer:
+        checkpointer.save(0, state)
+
+    def told(step: Path) -> dict[str, bool]:
+        note = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+        by_v1 = {
+            item: handler.startswith("orbax.checkpoint.experimental.v1.")
+            for item, handler in note["item_handlers"].items()
+        }
+        states = {path.parent.name for path in step.glob("*/_METADATA")}
+        return {item: v1 for item, v1 in by_v1.items() if item in states}
+
+    assert told(tmp_path / "old" / "0") == {"a": False, "b": False}
+    assert list(told(tmp_path / "new" / "0").values()) == [True]
+
+
+def test_leaves_are_restored_in_the_structure_of_their_metadata_but_for_placeholders(
+    tmp_path: Path,
+) -> None:
+    nothing = {"none": None, "dict": {}, "list": [], "tuple": ()}
+    state = {"a": (jnp.ones(3), [1, "text"]), "key": jax.random.key(3), **nothing}
+    handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(tmp_path / "item")
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(state))
+    told = handler.metadata(path).tree
+    # A key is told as the numbers that it is, and comes back as a key.
+    assert told["key"].dtype == np.uint32 and told["a"][0].shape == (3,)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    wanted = {
+        **told,
+        "a": [jax.ShapeDtypeStruct((3,), np.float32, sharding=device), [0, ""]],
+        "key": ocp.PLACEHOLDER,
+    }
+    asked = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=asked)
+    found = handler.restore(path, args=args)
+    assert found["a"][1] == [1, "text"] and found["key"] is ocp.PLACEHOLDER
+    assert found["a"][0].sharding == device
+    asked["key"] = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=device)
+    found = handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=asked))
+    assert (
+        jax.random.key_data(found["key"]) == jax.random.key_data(state["key"])
+    ).all()
