@@ -364,7 +364,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         found, ledger = all_succeed(self.channel, read, said, check_asked_alike)
         restored = found.put_together()
         if isinstance(found, adopted.AdoptedState):
-            resumption = adopted.Adoption(place, restored.touched)
+            resumption = adopted.Adoption(place, found.entry, restored.touched)
         else:
             resumption = Resumption(place, found, ledger, restored.touched)
         if attempt is None:

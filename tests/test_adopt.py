@@ -232,6 +232,33 @@ def test_a_state_that_does_not_match_is_told_with_all_differences(
             manager.restore(None, args=cnr.args.Restore(state, ids=ids))
 
 
+def test_leaves_go_where_orbax_puts_them(kept: dict[str, Path]) -> None:
+    root, state = kept["StandardSave"], state_at(0)
+    tables = cnr.find_tables(state, ["user"])
+
+    def abstract(leaf: Any) -> Any:
+        if getattr(leaf, "shape", ()) != (16, 4):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    asked = jax.tree.map(abstract, state)
+    with ocp.CheckpointManager(root) as plain:
+        want = plain.restore(3, args=ocp.args.StandardRestore(asked))
+    with adopting(root, tables) as manager:
+        got, touched = manager.restore(3, args=cnr.args.Restore(asked))
+        same(got, want)
+        assert len(got["user"].sharding.device_set) == 4
+        assert (
+            touched.stamps["user"].sharding.device_set
+            == got["user"].sharding.device_set
+        )
+        # On the host a table would be none.
+        asked = {**state, "user": np.zeros((16, 4), np.float32)}
+        got = manager.restore(3, args=cnr.args.Restore(asked)).state
+        assert isinstance(got["user"], jax.Array)
+        np.testing.assert_array_equal(got["user"], state_at(3)["user"])
+
+
 def damage(step: Path) -> None:
     """Makes what Orbax stores unreadable."""
     for path in step.rglob("d/*"):

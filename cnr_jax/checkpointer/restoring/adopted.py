@@ -26,7 +26,7 @@ from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.repository.checked import kind_of, means_damage, numpy_dtype
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import orbax_entry
+from cnr_jax.repository.lineage.entries import Entry, orbax_entry
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.lineage.runs import note_restored
 from cnr_jax.repository.orbax_steps import orbax_step
@@ -45,10 +45,12 @@ class AdoptedState:
     Attributes:
         state: as it was asked for.
         tables: where the tables are in it; empty if that is not known.
+        entry: of the step; None if it is none by itself, but another item beside a state of ours.
     """
 
     state: Any
     tables: Tables
+    entry: Entry | None
 
     def put_together(self) -> Restored:
         """The state, and touched rows in a fresh lineage, which all processes draw together."""
@@ -87,13 +89,17 @@ def read_adopted(
                 " possible\n  hint: cnr_jax.import_orbax converts it; then restore with"
                 f" {name} from there"
             )
-    tables, plain = args.tables or tables or Tables({}), PlainState(directory)
+    tables = args.tables or tables or Tables({})
     check_tables(tables)
+    step = orbax_step(place.root, place.directory, place.item)
+    entry = orbax_entry(place.directory, step) if step else None
+    plain = PlainState(directory)
     try:
         stored = _reading(place, plain.leaves)
         if args.state is None:
             state = _reading(place, plain.restore_all)
-            return AdoptedState(state=state, tables=_tables_in(state, tables))
+            held = _tables_in(state, tables)
+            return AdoptedState(state=state, tables=held, entry=entry)
         wanted, kept = _match(stored, args, tables, place.directory)
         found = _reading(place, plain.restore, wanted, plain=plain) if wanted else {}
     finally:
@@ -101,7 +107,8 @@ def read_adopted(
     found = {**kept, **found}
     leaves = [found[path] for path, _ in flatten_paths(args.state)]
     state = jax.tree.unflatten(jax.tree.structure(args.state), leaves)
-    return AdoptedState(state=state, tables=_tables_in(state, tables))
+    held = _tables_in(state, tables)
+    return AdoptedState(state=state, tables=held, entry=entry)
 
 
 def _reading(
@@ -183,7 +190,8 @@ def _match(
                 casts.append(
                     f"{where}: {leaf.dtype} in the checkpoint, {dtype.name} in the state"
                 )
-            wanted[path] = abstract_of(value)
+            if isinstance(value, np.ndarray):
+                wanted[path] = abstract_of(value)  # a table is an array of jax
     kept = kept_leaves(leaves, problems, args.partial)
     if casts and not args.cast:
         problems += casts
@@ -248,10 +256,12 @@ class Adoption:
 
     Attributes:
         place: of its item.
+        entry: of the step, as in `AdoptedState`.
         touched: the fresh touched rows that go with the restored state.
     """
 
     place: Place
+    entry: Entry | None
     touched: Touched
 
 
@@ -272,12 +282,13 @@ def resume_adopted(
         planner: is told of which run later saves are.
         tracker: forgets what it knew.
     """
-    place, lineage = adoption.place, lineage_hex(adoption.touched)
+    root, entry = adoption.place.root, adoption.entry
+    lineage = lineage_hex(adoption.touched)
     lifecycle.settle()  # Orbax has waited for the save in flight
+    # Nothing is a legal parent until all that makes it one is known.
+    planner.end_lineages(0)
     tracker.forget(adoption.touched, None)
-    found = orbax_step(place.root, place.directory, place.item)
-    if found is None or (writer.root and str(writer.root) != str(place.root)):
-        planner.end_lineages(0)
+    if entry is None or (writer.root and str(writer.root) != str(root)):
         return  # restored from elsewhere
-    planner.adopted(lineage, orbax_entry(place.directory, found), writer.ledger)
-    note_restored(place.root, lineage, planner.runs.current or "")
+    planner.adopted(lineage, entry, writer.ledger)
+    note_restored(root, lineage, planner.runs.current or "")
