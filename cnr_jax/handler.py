@@ -101,7 +101,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.guarded = False
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
-        self._planner = Planner(self.options.policy)
+        self._planner = Planner(self.options.policy, min_fulls=self.options.min_fulls)
         self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
@@ -421,7 +421,10 @@ class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
         Args:
             inner: such as `ocp.checkpoint_managers.LatestN(3)`; None keeps everything.
         """
-        return ChainPreservation(inner, lambda: self.handler.ledger, self.handler.guard)
+        own = self.handler
+        return ChainPreservation(
+            inner, lambda: own.ledger, own.guard, own.options.min_fulls
+        )
 
 
 def handler_registry(

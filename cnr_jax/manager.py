@@ -20,16 +20,14 @@ from cnr_jax.args import (
 )
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
+from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
     with_retention,
     with_safety,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
-from cnr_jax.checkpointer.orbax_compat.seams import (
-    OrbaxSeams,
-    shorten_logs,
-)
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.restore import Restored, restore
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
@@ -64,8 +62,9 @@ class CheckpointManager(ocp.CheckpointManager):
             is.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
-        orbax_options: Orbax's own. Its `max_to_keep`, `keep_period` and
-            `preservation_policy` work, and are extended to parents.
+        orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
+            keeps mostly rests on other steps, which stay too: `max_to_keep=3` is three steps and
+            one full one below them. If that is damaged, none restores: see `Options.min_fulls`.
         item: name of the item that holds the state, where several are saved in one step;
             None: the one found in the root, else the one first saved.
 
@@ -133,8 +132,7 @@ class CheckpointManager(ocp.CheckpointManager):
     def last_report(self) -> SaveReport | None:
         """What the last committed save of this manager did; known once it is durable.
 
-        No call is needed for that. With several processes, on all but the first: once the
-        first has committed it.
+        No call is needed. With several processes, on all but the first: once that committed it.
         """
         return self._handler.last_report
 
@@ -142,8 +140,8 @@ class CheckpointManager(ocp.CheckpointManager):
     def failure(self) -> errors.CnrError | None:
         """Why the save that ended last failed; None if it is committed, or none has ended.
 
-        Known as soon as the save has failed, before the next call raises it. A save that is
-        committed while what comes after it failed has `kind` `"after_commit"`.
+        Known before the next call raises it. If the save is committed, but what comes after it
+        failed, its `kind` is `"after_commit"`.
 
         Example:
             `if manager.failure is not None: alert(str(manager.failure))`, in a train loop that
@@ -163,10 +161,10 @@ class CheckpointManager(ocp.CheckpointManager):
             return self._listing.latest_step()
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Steps that can be restored, as far as is known, in order.
+        """Steps of the branch of `latest_step()` that can be restored, as far as is known.
 
-        Those that are being written do not count, nor those of which a manifest or a parent
-        is missing or damaged, or in which a restore or `verify` has found damage.
+        In order. Those that a rollback left behind are not listed (`restore` takes them by number),
+        nor those that are being written, or found damaged, or that lack a manifest or a parent.
 
         Args:
             read: read the root again before.

@@ -90,7 +90,11 @@ class Options:
             `tracking="audited"`.
         preservation_policy: an Orbax preservation policy, such as
             `ocp.checkpoint_managers.LatestN(3)`; parents of what it keeps are kept too. None
-            keeps everything.
+            keeps everything. After a rollback the steps that were left behind count as the
+            oldest, and those that were set aside go as soon as it lets go of any.
+        min_fulls: full checkpoints of a branch that stay as long as any step does; saves are
+            full until there are so many that restore. With 2 no single damaged file takes
+            all steps, for the bytes of one full checkpoint more.
         max_staging_bytes: bytes of rows that may wait in memory to be written. A save of more
             goes on writing while training waits.
         keep_staging: whether memory that rows have waited in, on the host, is kept for the next
@@ -145,6 +149,7 @@ class Options:
     audit_bytes: int = 1 << 20
     drop_unchanged: bool = False
     preservation_policy: Any = None
+    min_fulls: int = 1
     max_staging_bytes: int = 2 << 30
     keep_staging: bool = True
     verify_reads: bool = True
@@ -228,6 +233,11 @@ class Options:
                     f"options of table {name!r} are {each!r}, expected TableOptions\n"
                     f"{_TABLES_HINT}"
                 )
+        least: Any = self.min_fulls
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise errors.OptionError(
+                f"min_fulls is {least!r}, expected a positive integer"
+            )
         for name in ("timeout_secs", "max_staging_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -301,7 +301,8 @@ def test_frozen_values_are_within_the_codec_bound_of_what_was_saved(
 
 def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
-    assert SAVED == [*(("v1", step) for step in STEPS), ("v1-zstd", 10)]
+    whole = [(version, step) for version in ("v1", "v1-rollback") for step in STEPS]
+    assert SAVED == [*whole, ("v1-zstd", 10)]
     documents = [json.loads(p.read_bytes()) for p in root.glob("*/default/manifest.p*")]
     forms = {ids["form"] for d in documents for ids in d["row_ids"]}
     assert forms >= {"all", "bitmap", "gaps"}
@@ -328,6 +329,15 @@ def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not() -> Non
         assert sum(entry["compressed"]["bytes"]) < size, name
     manifest = json.loads((path.parent / "manifest.json").read_bytes())
     assert manifest["required_features"] == ["zstd"]
+
+
+def test_frozen_data_covers_a_branch_that_left_an_older_one() -> None:
+    root = DATA / "v1-rollback" / "root"
+    last = json.loads((root / "30/default/manifest.json").read_bytes())
+    assert (last["generation"], last["parent"]["directory"]) == (2, "10")
+    assert last["forks"] == [{"generation": 1, "step": 10}]
+    with cnr.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [10, 30]
 
 
 @pytest.mark.parametrize("step", STEPS)

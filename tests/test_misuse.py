@@ -545,7 +545,7 @@ def test_touched_rows_that_record_did_not_return_are_a_likely_cause(
     assert np.array_equal(restored.state["user"], other["user"])
 
 
-def test_steps_that_are_moved_aside_are_said_to_be_kept(
+def test_steps_that_are_moved_aside_are_said_to_stay_for_now(
     manager: cnr.CheckpointManager,
     state: Any,
     touched: cnr.Touched,
@@ -559,7 +559,7 @@ def test_steps_that_are_moved_aside_are_said_to_be_kept(
     (said,) = warnings_in(caplog, "it is now")
     root = manager.directory
     assert "left behind as the run went back" in said
-    assert "Nothing is deleted" in said and "its name again, 2 in the root" in said
+    assert "goes when retention" in said and "its name again, 2 in the root" in said
     (aside,) = [p for p in root.iterdir() if p.name.startswith("2.abandoned")]
     assert str(aside) in said
 

@@ -33,6 +33,7 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.lineage.branches import branch_of
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
@@ -175,8 +176,9 @@ class Listing:
         return None
 
     def steps(self) -> list[int]:
-        """Steps that can be restored, in order."""
-        return sorted({entry.step for entry in self._restorable()})
+        """Steps of the newest branch that can be restored, in order."""
+        found = self._restorable()
+        return sorted({e.step for e in branch_of(found[-1], found)}) if found else []
 
     def best_step(self) -> int | None:
         """The best of these steps by metrics; the newest where steps are not ranked."""
@@ -253,10 +255,11 @@ class Listing:
         """
         known = sorted(self._orbax.all_steps())
         if step not in known:
+            restorable = sorted({entry.step for entry in self._restorable()})
             raise errors.NoStepError(
                 f"step {step} does not exist in {os.fspath(self._root)}\n"
                 f"  steps: {', '.join(map(str, known)) or 'none'}\n"
-                f"  that can be restored: {', '.join(map(str, self.steps())) or 'none'}\n"
+                f"  that can be restored: {', '.join(map(str, restorable)) or 'none'}\n"
                 "  hint: reload() lists what another process has saved or deleted since"
             )
 

@@ -43,6 +43,14 @@ class ParentRef:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Where a branch left an older one: the last step of that generation that belongs to it."""
+
+    generation: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
     """Size and SHA-256 of one file, its path relative to the item directory."""
 
@@ -206,6 +214,8 @@ class Manifest:
     version: int = names.VERSION
     # None: that of all steps whose manifests name none.
     run: str | None = None
+    # Empty: there was no older branch to leave, or the manifest does not say.
+    forks: tuple[Fork, ...] = ()
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -241,6 +251,8 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
+    if not manifest.forks:
+        del document["forks"]
     return dump_document(document)
 
 
@@ -293,6 +305,7 @@ def _read_manifest(fields: Fields) -> Manifest:
         required_features=fields.texts("required_features"),
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
+        forks=fields.objects("forks", _read_fork) if fields.has("forks") else (),
     )
 
 
@@ -305,6 +318,12 @@ def _read_parent(fields: Fields) -> ParentRef:
         directory=fields.name("directory"),
         uuid=fields.hexadecimal("uuid", 32),
         clock=fields.integer("clock"),
+    )
+
+
+def _read_fork(fields: Fields) -> Fork:
+    return Fork(
+        generation=fields.integer("generation", minimum=1), step=fields.integer("step")
     )
 
 

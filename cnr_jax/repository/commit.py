@@ -113,6 +113,7 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
         required_features=tuple(features),
         run=plan.run or None,
+        forks=plan.forks,
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)

@@ -7,6 +7,8 @@ import datetime
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+# Folders of abandoned steps that a text names.
+_SHOWN_ASIDE = 10
 StepKind = Literal["full", "delta", "orbax", "unreadable"]
 
 
@@ -277,7 +279,13 @@ def footer(root: RootDescription) -> list[str]:
         (root.removed, "being removed"),
     ]
     told = [f"{len(folders)} {what}" for folders, what in beside if folders]
-    return [line, f"beside them: {', '.join(told)}"] if told else [line]
+    if not told:
+        return [line]
+    # What a rollback has set aside can be had back by its name.
+    aside = [f"  {name}" for name in root.abandoned[:_SHOWN_ASIDE]]
+    if len(root.abandoned) > _SHOWN_ASIDE:
+        aside.append(f"  ({len(root.abandoned) - _SHOWN_ASIDE} more)")
+    return [line, f"beside them: {', '.join(told)}", *aside]
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:

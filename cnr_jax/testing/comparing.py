@@ -22,6 +22,11 @@ class WrongError(errors.CnrError):
     kind = "model"
 
 
+def there_in(root: Path) -> set[int]:
+    """The steps of a root that can be restored, of all its branches."""
+    return {each.step for each in cnr.describe(root).steps if each.restorable}
+
+
 class Comparison:
     """Looks at a root and at managers of it; raises `WrongError` where the model differs.
 
@@ -39,16 +44,14 @@ class Comparison:
     def listing(self, manager: cnr.CheckpointManager) -> None:
         """The manager lists what the model does, the same as latest."""
         listed, latest = set(manager.all_steps()), manager.latest_step()
+        expected = self._model.branch(latest if latest in self._model.steps else None)
         # A manager need not list what its retention has dropped.
-        unlisted = set(self._model.steps) - listed - self._model.leaving
-        if (
-            unlisted
-            or not listed <= set(self._model.steps)
-            or latest not in self._model.latest()
-        ):
+        unlisted = expected - listed - self._model.leaving
+        if unlisted or not listed <= expected or latest not in self._model.latest():
             raise WrongError(
                 f"got steps {sorted(listed)}, the latest {latest}\n"
-                f"  expected {sorted(self._model.steps)}, the latest {self._model.latest()}"
+                f"  expected {sorted(expected)} of {sorted(self._model.steps)},"
+                f" the latest {self._model.latest()}"
             )
 
     def stored(self, root: Path, steps: Mapping[int, Saved]) -> None:
@@ -59,9 +62,9 @@ class Comparison:
             steps: by number.
         """
         with self._setup.reader(root) as reader:
-            if set(reader.all_steps()) != set(steps):
+            if there_in(root) != set(steps):
                 raise WrongError(
-                    f"stored in {root} are steps {sorted(reader.all_steps())},"
+                    f"stored in {root} are steps {sorted(there_in(root))},"
                     f" expected {sorted(steps)}"
                 )
             for step, saved in steps.items():

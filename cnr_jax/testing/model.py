@@ -67,6 +67,7 @@ class Saved:
         parent: what a delta rests on.
         generation: of its branch.
         run: that saved it.
+        before: the save that it came after, which may be gone.
     """
 
     step: int
@@ -74,6 +75,7 @@ class Saved:
     parent: Saved | None
     generation: int
     run: int = 0
+    before: Saved | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -108,6 +110,7 @@ class Model:
 
     Args:
         keeps: the preservation policy; see `latest` and others, or a function of your own.
+        min_fulls: full checkpoints of a branch that stay as long as any step does.
 
     Attributes:
         steps: the checkpoints that must be there, by step.
@@ -121,8 +124,8 @@ class Model:
         earlier: what new runs have moved aside, a dictionary like `steps` for each.
     """
 
-    def __init__(self, keeps: Keeps = everything) -> None:
-        self.keeps = keeps
+    def __init__(self, keeps: Keeps = everything, min_fulls: int = 1) -> None:
+        self.keeps, self.min_fulls = keeps, min_fulls
         self.steps: dict[int, Saved] = {}
         self.tip: Saved | None = None
         self.legal: set[Saved] = set()
@@ -144,6 +147,19 @@ class Model:
         steps = [saved.step for saved in self.ordered()]
         staying = [step for step in steps if step not in self.leaving]
         return {found[-1] if found else None for found in (steps, staying)}
+
+    def branch(self, step: int | None) -> set[int]:
+        """The steps that led to this one, itself among them, as far as they are there."""
+        return set() if step is None else self._leading_to(self.steps[step])
+
+    def _leading_to(self, saved: Saved) -> set[int]:
+        found: set[int] = set()
+        at: Saved | None = saved
+        while at is not None:
+            if self._is_there(at):
+                found.add(at.step)
+            at = at.before
+        return found
 
     def dependents(self, step: int) -> list[int]:
         """The steps that rest on this one."""
@@ -192,7 +208,13 @@ class Model:
 
     def legal_parents(self) -> set[int]:
         """Steps that a delta may rest on now, if it is no full checkpoint."""
-        return {saved.step for saved in self.legal if self._is_there(saved)}
+        legal = {saved.step for saved in self.legal if self._is_there(saved)}
+        if self.min_fulls > 1 and self.tip is not None:
+            # The newest save, and what it came after, has to have so many first.
+            there = self._leading_to(self.tip)
+            if sum(self.steps[step].parent is None for step in there) < self.min_fulls:
+                return set()
+        return legal
 
     def saved(self, step: int, values: Values, parent: int | None) -> None:
         """A save was committed, on this parent if it was a delta.
@@ -223,7 +245,7 @@ class Model:
         if run is None:
             self._runs += 1
             run = self._runs
-        new = Saved(step, dict(values), above, generation, run)
+        new = Saved(step, dict(values), above, generation, run, self._before(step, run))
         self.run = self.owner = run
         self.steps[step] = new
         self.legal.add(new)
@@ -254,12 +276,19 @@ class Model:
             ChainError: if they are not what may be there.
         """
         before = set(self.steps)
-        after = Model(self.keeps)
+        after = Model(self.keeps, self.min_fulls)
         aside, run = self.abandoned_by(step), self._run_of(step)
         after.steps = {k: v for k, v in self.steps.items() if k not in aside}
         after.foreign, after.run = self.foreign, self._runs + 1 if run is None else run
         # As if it were full: a delta keeps what it rests on besides.
-        after.steps[step] = Saved(step, values, None, self._generation(), after.run)
+        after.steps[step] = Saved(
+            step,
+            values,
+            None,
+            self._generation(),
+            after.run,
+            self._before(step, after.run),
+        )
         after._prune()
         # A step that retention drops at once may have been committed and be gone again.
         replaced = committed or step not in after.steps
@@ -277,7 +306,7 @@ class Model:
         self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
 
     def _keep_track(self, there: set[int]) -> None:
-        kept = Model(self.keeps)
+        kept = Model(self.keeps, self.min_fulls)
         kept.steps, kept.run = dict(self.steps), self.run
         kept.foreign = self.foreign
         kept._prune()
@@ -327,6 +356,18 @@ class Model:
             )
         del self.steps[step]
 
+    def _before(self, step: int, run: int | None) -> Saved | None:
+        """What a save comes after: the tip, or what of the newest branch is before its step."""
+        if self.tip is not None:
+            return self.tip if self.tip.run == run else None
+        own = [saved for saved in self.ordered() if saved.run == run]
+        there = self.branch(own[-1].step) if own else set[int]()
+        return max(
+            (self.steps[number] for number in there if number < step),
+            key=lambda saved: saved.order,
+            default=None,
+        )
+
     def _is_there(self, saved: Saved) -> bool:
         return self.steps.get(saved.step) is saved
 
@@ -348,6 +389,12 @@ class Model:
         wanted = set(self.keeps(own)) | (self.steps.keys() - set(own))
         wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
+        if wanted & set(own):
+            there = self.branch(own[-1])
+            fulls = [s for s in ordered if s.step in there and s.parent is None]
+            spare = self.min_fulls - sum(saved in kept for saved in fulls)
+            others = [saved for saved in reversed(fulls) if saved not in kept]
+            kept |= set(others[: max(0, spare)])
         self.steps = {saved.step: saved for saved in ordered if saved in kept}
         self.leaving = set()
 

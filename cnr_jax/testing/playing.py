@@ -38,7 +38,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.testing import damage, inprocess
-from cnr_jax.testing.comparing import Comparison, WrongError, values_of
+from cnr_jax.testing.comparing import Comparison, WrongError, there_in, values_of
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 from cnr_jax.testing.model import Model, Saved, Values
 from cnr_jax.testing.setup import Setup
@@ -58,7 +58,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def __init__(self, root: str | Path, setup: Setup) -> None:
         self.root, self.setup = Path(root), setup
-        self.model = Model(setup.keeps)
+        self.model = Model(setup.keeps, setup.options.min_fulls)
         self.counts: dict[str, int] = {}
         self._next = 0
         self._comparison = Comparison(self.root, setup, self.model)
@@ -209,7 +209,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self.manager.delete(step)
         if copy.exists():
             self._reopen_on(copy)
-            if step not in self.manager.all_steps():
+            if step not in there_in(self.root):
                 self.model.deleted(step)
             self.check_listing()
             self._count("crash in deletion")
@@ -298,8 +298,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.check_listing()
 
     def _interrupted(self, step: int, values: Values) -> None:
-        with self.setup.reader(self.root) as reader:
-            there = reader.all_steps()
+        there = there_in(self.root)
         old, manifest = self.model.steps.get(step), self._manifest(step, there)
         committed = manifest is not None and (
             old is None or manifest.generation > old.generation
@@ -350,7 +349,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.model.leaving = set()
 
     def _pick(self, index: int) -> int | None:
-        listed = set(self.manager.all_steps())
+        listed = there_in(self.root)
         steps = [s.step for s in reversed(self.model.ordered()) if s.step in listed]
         return steps[index % len(steps)] if steps else None
 

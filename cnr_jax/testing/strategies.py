@@ -195,6 +195,7 @@ def options(exact: bool = True) -> st.SearchStrategy[cnr.Options]:
         audit_bytes=st.sampled_from([0, 256, 4 << 20]),
         max_staging_bytes=st.sampled_from([100, 2 << 30]),
         verify_reads=st.booleans(),
+        min_fulls=st.sampled_from([1, 2]),
     )
 
 

@@ -2,10 +2,12 @@
 
     python tests/data/generate.py v1
     python tests/data/generate.py v1-zstd
+    python tests/data/generate.py v1-rollback
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
-(`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed.
+(`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed;
+the third goes back to the first step before it saves the last.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -130,7 +132,8 @@ def flatten(state: Any, prefix: str) -> dict[str, np.ndarray]:
 def generate(folder: Path) -> None:
     """Writes root and expected values below a folder that must not exist."""
     folder.mkdir(parents=True)
-    _, _, compression = folder.name.partition("-")
+    _, _, kind = folder.name.partition("-")
+    compression = kind if kind == "zstd" else ""
     steps = STEPS[:1] if compression else STEPS
     state = first_state(peaked=bool(compression))
     tables = tables_of(state)
@@ -146,6 +149,9 @@ def generate(folder: Path) -> None:
         folder / "root", tables=tables, options=options
     ) as manager:
         for step in steps:
+            if kind == "rollback" and step == STEPS[-1]:
+                manager.wait_until_finished()
+                state, touched = manager.restore(STEPS[0], args=cnr.args.Restore(state))
             state = next_state(state, step)
             ids = {
                 name: jnp.asarray(rows, jnp.int32)

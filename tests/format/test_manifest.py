@@ -18,6 +18,7 @@ from cnr_jax.format.manifest import (
     MAX_HISTORY,
     DenseLeaf,
     FileDigest,
+    Fork,
     HistoryEntry,
     LeafEntry,
     Manifest,
@@ -87,6 +88,7 @@ MANIFEST = Manifest(
     restores=1,
     written_at_unix_secs=1767225600.123,
     writer={"cnr_jax": "0.1.0"},
+    forks=(Fork(generation=1, step=10),),
 )
 PROCESS = ProcessManifest(
     uuid=MANIFEST.uuid,
@@ -379,7 +381,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 # Null, or of no meaning to a reader.
-FREE = {"parent", "recorded_clock", "fingerprint_clock", "run", "writer"}
+FREE = {"parent", "recorded_clock", "fingerprint_clock", "run", "forks", "writer"}
 
 
 @each_of("field", [f.name for f in dataclasses.fields(Manifest) if f.name not in FREE])
@@ -390,6 +392,17 @@ def test_every_field_is_required(field: str) -> None:
 @each_of("field", [f.name for f in dataclasses.fields(ProcessManifest)])
 def test_every_field_of_a_process_is_required(field: str) -> None:
     assert any(field in problem for problem in problems_of({field: ...}, PROCESS))
+
+
+def test_forks_are_checked_where_they_are_and_left_out_where_there_are_none() -> None:
+    wrong = [{"generation": 0, "step": 10}, {"generation": 1, "step": -1}]
+    assert problems_of({"forks": wrong}) == [
+        "forks[0].generation: expected an integer of at least 1, got 0",
+        "forks[1].step: expected an integer of at least 0, got -1",
+    ]
+    alone = dataclasses.replace(MANIFEST, forks=())
+    assert "forks" not in json.loads(dump(alone))
+    assert load(dump(alone), "here") == alone
 
 
 def test_delta_needs_a_parent_and_a_full_has_none() -> None:

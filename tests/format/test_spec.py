@@ -43,6 +43,7 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("5.7", 0): (manifest.DenseLeaf, ()),
     ("5.8", 0): (manifest.HistoryEntry, ()),
     ("5.9", 0): (manifest.Totals, ()),
+    ("5.10", 0): (manifest.Fork, ()),
     ("6.1", 0): (tiles.ProcessManifest, ("format", "sha256")),
     ("6.2", 0): (tiles.ArrayEntry, ()),
     ("6.2", 1): (tiles.Compressed, ()),
@@ -110,7 +111,7 @@ def test_fields_that_may_be_null_are_optional_in_the_code(
     rows = described(*place).items()
     # What stands for an absent field is None in the code, but for these.
     found = {name for name, row in rows if row["null"]}
-    assert found - {"saves"} == optional
+    assert found - {"saves", "forks"} == optional
 
 
 def test_every_table_of_fields_is_compared() -> None:
@@ -167,6 +168,7 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
         found += [(("5.6", 0), e) for t in document["tables"] for e in t["leaves"]]
         found += [(("5.7", 0), e) for e in document["dense_leaves"]]
         found += [(("5.8", 0), e) for e in document["history"]]
+        found += [(("5.10", 0), e) for e in document.get("forks", ())]
         return [*found, (("5.9", 0), document["totals"])]
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]

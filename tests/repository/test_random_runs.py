@@ -17,6 +17,7 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.policy import Consecutive, Full, OneShot
+from cnr_jax.repository.lineage.branches import branch_of
 from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
@@ -40,12 +41,15 @@ class Program:
     planner: Planner
     new_run: bool
     keep: int | None
+    min_fulls: int
     lineage: str
     clock: int = 0
     # By the book: whose state it is, None for one that was made anew; and what the program may
     # save to.
     whose: int | None = None
     joined: int | None = None
+    # By the book: uuids of the saves that led to the state, oldest first; None: not known.
+    line: list[str] | None = None
 
 
 class Root:
@@ -57,6 +61,11 @@ class Root:
         self.policy = self.random.choice(POLICIES)
         # By uuid: the run that saved it, and its step.
         self.run_of: dict[str, int] = {}
+        # By uuid: the saves that led to one, itself last.
+        self.lines: dict[str, list[str] | None] = {}
+        self.step_of: dict[str, int] = {}
+        # Runs that have saved a lower step after a higher one: numbers do not tell which was first.
+        self.erratic: set[int] = set()
         self.earlier: dict[str, Entry] = {}
         self.aside: set[str] = set()
         self.restored: dict[str, tuple[str, int]] = {}
@@ -76,8 +85,10 @@ class Root:
 
     def open(self) -> None:
         """Another process, with a state made anew."""
+        min_fulls = self.random.choice([1, 2, 3])
         self.program = Program(
-            planner=Planner(self.policy),
+            planner=Planner(self.policy, min_fulls=min_fulls),
+            min_fulls=min_fulls,
             new_run=self.random.random() < 0.3,
             keep=self.random.choice([None, 1, 2, 3]),
             lineage=secrets.token_hex(16),
@@ -89,7 +100,7 @@ class Root:
         """The same process makes its state anew."""
         program = self.program
         program.lineage, program.clock = secrets.token_hex(16), 0
-        program.whose = None
+        program.whose = program.line = None
 
     def restore(self) -> None:
         found = self.ledger.restorable()
@@ -105,6 +116,7 @@ class Root:
         if found:
             lineage, clock = self.program.lineage, self.program.clock
             self._restored(self.program, self.random.choice(found))
+            self.program.line = None
             self.program.lineage, self.program.clock = lineage, clock
 
     def lend(self) -> None:
@@ -113,6 +125,7 @@ class Root:
         if found:
             entry, program = self.random.choice(found), self.program
             other = dataclasses.replace(program, planner=Planner(self.policy))
+            program.line = None
             self._restored(other, entry)
             program.lineage, program.clock = other.lineage, other.clock
             program.whose = self.run_of[entry.uuid]
@@ -122,6 +135,7 @@ class Root:
         program.lineage, program.clock = secrets.token_hex(16), len(chain)
         program.planner.restored(program.lineage, chain, unchanged=True)
         program.joined = self.run_of[entry.uuid]
+        program.line = self.lines[entry.uuid]
         self.restored[program.lineage] = entry.run, program.joined
 
     def foreign(self) -> None:
@@ -177,6 +191,7 @@ class Root:
             return
         assert not must_be_refused
         moved = [self.ledger.entries[name] for name in plan.abandoned]
+        fulls = self._fulls(program.line)
         for entry in moved:
             self.ledger.forget(entry.directory)
         self.ledger.begin(
@@ -187,6 +202,7 @@ class Root:
                 generation=plan.generation,
                 parent=plan.parent,
                 run=plan.run,
+                forks=plan.forks,
             )
         )
         dropped = self._dropped(program)
@@ -197,6 +213,7 @@ class Root:
             return
         entry = self._commit(plan, dropped)
         self._check(program, entry, moved, plan.earlier, before, repeats)
+        self._check_branch(program, entry, fulls)
 
     def _next(self) -> int:
         steps = [entry.step for entry in self.ledger.committed()]
@@ -204,7 +221,9 @@ class Root:
 
     def _dropped(self, program: Program) -> set[str]:
         inner = program.keep and ocp.checkpoint_managers.LatestN(program.keep)
-        policy = ChainPreservation(inner, lambda: self.ledger)
+        policy = ChainPreservation(
+            inner, lambda: self.ledger, min_fulls=program.min_fulls
+        )
         names = self.ledger.directories()
         infos = sorted((Info(int(name)) for name in names), key=lambda info: info.step)
         keeps = policy.should_preserve(infos)
@@ -232,6 +251,7 @@ class Root:
             lineage=plan.lineage,
             history=(*plan.history, *make_manifest(plan.step, above).history[-1:]),
             run=plan.run or None,
+            forks=plan.forks,
         )
         entry = entry_of(plan.directory, manifest)
         self.ledger.forget(plan.directory)
@@ -285,6 +305,39 @@ class Root:
         assert len({i for i, _ in ids}) == len({r for _, r in ids}) == len(ids)
         self._check_chains()
 
+    def _fulls(self, line: list[str] | None) -> int:
+        """How many full steps that led to a state are there."""
+        there = {e.uuid for e in self.ledger.committed() if e.parent is None}
+        return len(there.intersection(line or ()))
+
+    def _check_branch(self, program: Program, entry: Entry, fulls: int) -> None:
+        """The newest branch is what the book says, and has its full steps.
+
+        Args:
+            program: that has saved.
+            entry: what it has saved.
+            fulls: how many there were before that.
+        """
+        before = program.line
+        if sum(run == self.run_of[entry.uuid] for run in self.run_of.values()) == 1:
+            before = []  # the first one of its run
+        line = None if before is None else [*before, entry.uuid]
+        self.lines[entry.uuid] = program.line = line
+        self.step_of[entry.uuid] = entry.step
+        steps = [self.step_of[uuid] for uuid in line or ()]
+        if sorted(set(steps)) != steps:
+            self.erratic.add(self.run_of[entry.uuid])
+        if line is None or self.run_of[entry.uuid] in self.erratic:
+            return
+        if entry.parent is not None:
+            assert fulls >= program.min_fulls, "a delta, and too few full ones"
+        branch = {each.uuid for each in branch_of(entry, self.ledger.committed())}
+        assert branch == self.uuids() & set(line), "another branch than by the book"
+        least = min(program.min_fulls, fulls + (entry.parent is None))
+        assert self._fulls(line) >= least, "too few full ones are kept"
+        self.counts["branches"] += len(branch) > 1
+        self.counts["full ones"] += entry.parent is not None and least > 1
+
     def _check_chains(self) -> None:
         """Every listed step leads to a full one, by names and uuids alone."""
         there = {(e.directory, e.uuid): e for e in self.ledger.committed()}
@@ -315,6 +368,7 @@ def play(seeds: range) -> Counter[str]:
 
 EVERYTHING = {
     *("refused", "in the way", "failed", "new run", "aside", "dropped", "others kept"),
+    *("branches", "full ones"),
 }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,27 +17,20 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
+from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere
 from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first
+from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 _Manager = ocp.CheckpointManager
 # Where Orbax waits for all processes before and after the commit of a save.
 COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
-_here = threading.local()
-# Modules and functions of Orbax that log an error, with its traceback, before it comes out.
-_RAISED = {
-    ("async_checkpointer", "_thread_func"),
-    ("checkpoint_manager", "wait_until_finished"),
-}
-_LONGEST = 400
-# Those whose threads belong to no manager that could be told; of the error all hear in the end.
-_SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 
 
 class OrbaxSeams:
@@ -314,6 +306,8 @@ class ChainDeleter:
         self._orbax, self._writer = orbax, writer
         self._theirs, self._options = theirs, options
         self._failed: list[Exception] = []
+        # What was set aside, but not by this run.
+        self._not_ours: set[str] = set()
         remover = writer.remover
         if remover is None:
             return
@@ -328,9 +322,17 @@ class ChainDeleter:
 
     def delete(self, step: int) -> None:
         """Removes one step; what fails is kept for `take_failures`."""
-        self.delete_steps([step])
+        self._delete([step])
 
     def delete_steps(self, steps: Sequence[int]) -> None:
+        """Removes what retention lets go of: steps, and first what rollbacks have set aside."""
+        writer, ledger = self._writer, self._writer.ledger
+        if self._orbax.is_primary and ledger is not None and ledger.crowded:
+            if writer.remover is not None and writer.place is not None:
+                clear_aside(writer.place, ledger.run, self._remove, self._not_ours)
+        self._delete(steps)
+
+    def _delete(self, steps: Sequence[int]) -> None:
         """Removes steps, those first that others do not depend on.
 
         A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
@@ -343,7 +345,6 @@ class ChainDeleter:
         for directory in children_first(ledger, directories):
             try:
                 if directory not in stay:
-                    self._writer.check_claim()
                     self._remove(directory)
                     continue
             except FileNotFoundError:
@@ -357,6 +358,7 @@ class ChainDeleter:
             stay |= ledger.closure([directory])
 
     def _remove(self, directory: str) -> None:
+        self._writer.check_claim()
         remover, folder = self._writer.remover, self._options.todelete_subdir
         if remover is None:
             self._theirs.delete(step_number(directory))
@@ -407,39 +409,3 @@ def distributed_client() -> Any:
 def is_distributed() -> bool:
     """Whether the run has called `jax.distributed.initialize`."""
     return ocp.multihost.is_jax_distributed_client_initialized()
-
-
-class _Tracebacks(logging.Filter):
-    """Leaves out what is told elsewhere; other errors of Orbax are logged as ever."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        place = (record.module, record.funcName)
-        if not record.exc_info or "orbax" not in record.pathname:
-            return True
-        if place in _RAISED and getattr(_here, "is_told", False):
-            _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
-            return False
-        if place in _SHORTENED:
-            text = " ".join(record.getMessage().split())
-            record.msg, record.args = text[:_LONGEST], None
-            record.exc_info = None
-        return True
-
-
-_TRACEBACKS = _Tracebacks()
-
-
-@contextlib.contextmanager
-def told_elsewhere() -> Iterator[None]:
-    """What fails in here, in this thread, is told by whoever hears of it."""
-    before = getattr(_here, "is_told", False)
-    _here.is_told = True
-    try:
-        yield
-    finally:
-        _here.is_told = before
-
-
-def shorten_logs() -> None:
-    """Keeps the tracebacks of failed saves out of the log."""
-    logging.getLogger("absl").addFilter(_TRACEBACKS)

@@ -12,12 +12,9 @@ import jax
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Barriers
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere
 from cnr_jax.checkpointer.orbax_compat.places import Directories
-from cnr_jax.checkpointer.orbax_compat.seams import (
-    ChainDeleter,
-    OrbaxSeams,
-    told_elsewhere,
-)
+from cnr_jax.checkpointer.orbax_compat.seams import ChainDeleter, OrbaxSeams
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course

@@ -265,6 +265,7 @@ class Lifecycle:
                 generation=plan.generation,
                 parent=plan.parent,
                 run=plan.run,
+                forks=plan.forks,
             )
         )
 

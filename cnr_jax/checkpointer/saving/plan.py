@@ -20,7 +20,7 @@ from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
-from cnr_jax.format.manifest import HistoryEntry, ParentRef
+from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
 from cnr_jax.repository.lineage import suspects
@@ -249,6 +249,7 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
             "abandoned": tuple(document["abandoned"]),
             "known": tuple(document["known"]),
+            "forks": tuple(Fork(**fork) for fork in document["forks"]),
         }
     )
 

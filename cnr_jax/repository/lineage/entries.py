@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from cnr_jax.format.manifest import Manifest, ParentRef
+from cnr_jax.format.manifest import Fork, Manifest, ParentRef
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.orbax_steps import OrbaxStep
 
@@ -18,6 +18,7 @@ class Entry:
     Attributes:
         manifest: None for a save that is still being written, and for a step of plain Orbax.
         run: that it belongs to; empty: the one of all steps whose manifests name none.
+        forks: where its branch left older ones; empty: not known, or there are none.
         orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
             to whatever run saves beside it. Empty: it is of this library.
     """
@@ -29,6 +30,7 @@ class Entry:
     parent: ParentRef | None
     manifest: Manifest | None = None
     run: str = ""
+    forks: tuple[Fork, ...] = ()
     orbax: str = ""
 
     @property
@@ -63,6 +65,7 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
         parent=manifest.parent,
         manifest=manifest,
         run=manifest.run or "",
+        forks=manifest.forks,
     )
 
 

@@ -57,6 +57,8 @@ class Ledger:
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
         doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
+        crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
+            set aside.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
     """
@@ -77,6 +79,7 @@ class Ledger:
         self._unread: set[str] = set()
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
+        self.crowded = False
         self.run: str | None = None
         # Of the entries and the known damage: counts their changes. After each, or what another
         # thread derives meanwhile would pass for what follows from it; and at once, without a

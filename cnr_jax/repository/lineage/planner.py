@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import HistoryEntry, Kind, ParentRef, TableEntry
+from cnr_jax.format.manifest import Fork, HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
+from cnr_jax.repository.lineage.branches import Branch, forks_of_next, full_ones
 from cnr_jax.repository.lineage.entries import Entry, named
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
 
 _log = logging.getLogger(__name__)
-_SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Plan:
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
         exact: rows are stored raw, whatever their codecs.
+        forks: where the branch of this save leaves older ones.
     """
 
     uuid: str
@@ -68,34 +69,7 @@ class Plan:
     run: str = ""
     earlier: str = ""
     exact: bool = False
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Branch:
-    """What is known of one lineage.
-
-    Attributes:
-        parents: clock of each legal parent by its uuid, counted in this lineage.
-        tip: the newest checkpoint of this lineage: the last one saved, or the one restored.
-        history: saves since the latest full one, the tip last.
-        restores: how often a run was restored along this branch.
-        last_clock: clock of the tip.
-        no_parents: why the branch has no legal parents, where that is known.
-    """
-
-    parents: dict[str, int] = dataclasses.field(default_factory=dict)
-    tip: Entry | None = None
-    history: tuple[HistoryEntry, ...] = ()
-    restores: int = 0
-    last_clock: int = -1
-    no_parents: str = ""
-
-    def forget_parents(self, ledger: Ledger) -> None:
-        """Drops parents that are gone, once they are as many as those that are there."""
-        if len(self.parents) <= 2 * len(ledger.entries) + _SPARE_PARENTS:
-            return
-        there = {entry.uuid for entry in ledger.entries.values()}
-        self.parents = {u: c for u, c in self.parents.items() if u in there}
+    forks: tuple[Fork, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +111,17 @@ class Planner:
     Args:
         policy: proposes full or delta.
         nonce: 24 hex digits that are unique to this run of the program.
+        min_fulls: saves are full until a branch has so many full ones.
 
     Attributes:
         runs: tells of which run a save is.
         branches: of each lineage that may go on, what is known of it.
     """
 
-    def __init__(self, policy: Policy, nonce: str | None = None) -> None:
-        self._policy = policy
+    def __init__(
+        self, policy: Policy, nonce: str | None = None, min_fulls: int = 1
+    ) -> None:
+        self._policy, self._min_fulls = policy, min_fulls
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
         self._most_restores = 0
@@ -184,6 +161,7 @@ class Planner:
         abandoned = [*left]
         if all(entry.directory != request.directory for entry in left):
             abandoned += self._in_the_way(ledger, branch, request, generation, run)
+        gone = {entry.directory for entry in abandoned}
         decision = self._decide(ledger, branch, request, begins)
         parent = self._parent(ledger, branch, decision)
         if request.exact:
@@ -206,12 +184,19 @@ class Planner:
             reason=decision.reason,
             history=branch.history if decision.kind == "delta" else (),
             restores=branch.restores,
-            abandoned=tuple(entry.directory for entry in abandoned),
+            abandoned=tuple(e.directory for e in abandoned),
             committed=committed,
             known=tuple(sorted(ledger.directories())),
             run=run,
             earlier=names.earlier_run(uuid) if left and is_first else "",
             exact=request.exact,
+            forks=forks_of_next(
+                branch.tip,
+                [e for e in ledger.committed() if e.directory not in gone],
+                run=run,
+                generation=generation,
+                step=request.step,
+            ),
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -383,9 +368,16 @@ class Planner:
                 )
                 if self._parent(ledger, branch, urgent) is not None:
                     return urgent
-            if decision.kind == "full" or self._parent(ledger, branch, decision):
+            if decision.kind == "full":
+                return decision
+            legal = self._parent(ledger, branch, decision) is not None
+            if legal and (request.urgent or not self._lacks_fulls(ledger, branch)):
                 return decision
             reason = f"step {decision.parent} is not a legal parent any more"
+            if legal:
+                reason = (
+                    f"min_fulls={self._min_fulls}, and the branch has fewer full ones"
+                )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
 
@@ -411,6 +403,12 @@ class Planner:
         if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
             return "the tables are not those of the checkpoint before"
         return None
+
+    def _lacks_fulls(self, ledger: Ledger, branch: Branch) -> bool:
+        """Whether the branch has fewer full checkpoints that restore than it should have."""
+        if self._min_fulls == 1 or branch.tip is None:
+            return False  # what a delta rests on is one
+        return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
 
     def _parent(
         self, ledger: Ledger, branch: Branch, decision: Decision

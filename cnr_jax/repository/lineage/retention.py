@@ -6,11 +6,14 @@ and keeps, beside what it keeps, all that these rest on.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
+from cnr_jax.repository.lineage.branches import full_ones
+from cnr_jax.repository.lineage.entries import Entry, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -35,6 +38,100 @@ class Preserving(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What becomes of the steps of a root.
+
+    Attributes:
+        reasons: why each step stays that does, by its number; all others go.
+        wanted: steps that the rule itself keeps, of the run that it counts in.
+        spared: steps that stay only because folders that cannot be read may rest on them.
+        crowded: whether the rule lets go of a step of the run. What its rollbacks have set aside
+            counts as older than all its steps, and goes then.
+        fulls: full checkpoints that what is wanted rests on, and those kept beside them.
+    """
+
+    reasons: Mapping[int, str]
+    wanted: Set[int]
+    spared: Sequence[int]
+    crowded: bool
+    fulls: Sequence[int]
+
+
+def kept_steps(
+    ledger: Ledger,
+    steps: Iterable[int],
+    rule: Callable[[list[int]], Iterable[int]],
+    *,
+    min_fulls: int,
+    because: str,
+) -> Kept:
+    """Which steps stay, and why.
+
+    Args:
+        ledger: of the root; its `run` is the one whose steps are counted and may go.
+        steps: all that are there.
+        rule: says of steps, oldest first, which to keep. It sees those alone that restore.
+        min_fulls: full checkpoints of the newest branch that stay if anything does.
+        because: why a step stays that the rule keeps.
+    """
+    known = {step: ledger.by_step(step) for step in steps}
+    others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
+    lost, adopted = _lost(ledger), _not_replaced(ledger)
+    counted = sorted(
+        known.keys() - lost - others - adopted,
+        key=lambda step: e.order if (e := known[step]) else (0, step),
+    )
+    wanted = set(rule(counted))
+    reasons = dict.fromkeys(others & known.keys(), "it is of another run")
+    text = "no full checkpoint of this library takes its place yet"
+    reasons |= dict.fromkeys(adopted & known.keys(), text)
+    for step in (lost - others) & known.keys():
+        reasons[step] = "it cannot be restored, and may be mended"
+    reasons |= dict.fromkeys(sorted(wanted), because)
+    _keep_parents(ledger, reasons)
+    fulls = _full_ones([e for step in counted if (e := known[step])])
+    held = [step for step in fulls if step in reasons]
+    for step in reversed(fulls):
+        if wanted and len(held) < min_fulls and step not in held:
+            reasons[step] = f"{min_fulls} full checkpoints are to be kept"
+            held.append(step)
+    # What steps up to the newest unreadable one rest on is not known.
+    newest = max(map(step_number, ledger.unreadable), default=-1)
+    spared = [s for s in sorted(known) if s <= newest and s not in reasons]
+    text = f"folders up to {newest} cannot be read, and may rest on it"
+    reasons |= dict.fromkeys(spared, text)
+    _keep_parents(ledger, reasons)
+    return Kept(
+        reasons=reasons,
+        wanted=wanted,
+        spared=spared,
+        crowded=bool(set(counted) - wanted) and not ledger.unreadable,
+        fulls=sorted(held),
+    )
+
+
+def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
+    """Adds what the steps that stay rest on."""
+    entries, walked = ledger.entries, set[str]()
+    for step in sorted(reasons, reverse=True):
+        entry = ledger.by_step(step)
+        while entry is not None and entry.directory not in walked:
+            walked.add(entry.directory)
+            above = parent_of(entry, entries)
+            if above is not None:
+                reasons.setdefault(above.step, f"{entry.step} rests on it")
+            entry = above
+
+
+def _full_ones(counted: Sequence[Entry]) -> list[int]:
+    """Full checkpoints of the newest branch, oldest first; one may be being written."""
+    if not counted:
+        return []
+    tip = max(counted, key=lambda entry: entry.order)
+    return [entry.step for entry in full_ones(tip, counted)]
+
+
 class ChainPreservation:
     """Keeps what an inner policy keeps, and every checkpoint those depend on.
 
@@ -51,6 +148,7 @@ class ChainPreservation:
         inner: an Orbax preservation policy; None keeps everything.
         ledger: returns the current ledger, or None before the first save or restore.
         consulted: called each time the policy is asked; from then on deltas are safe.
+        min_fulls: full checkpoints that stay if any step does.
     """
 
     def __init__(
@@ -58,41 +156,48 @@ class ChainPreservation:
         inner: Preserving | None,
         ledger: Callable[[], Ledger | None],
         consulted: Callable[[], None] = lambda: None,
+        min_fulls: int = 1,
     ) -> None:
         self._inner, self._ledger, self._consulted = inner, ledger, consulted
+        self._min_fulls = min_fulls
         # Folders that were blamed together: each save would name them again.
         self._told: set[frozenset[str]] = set()
+        self._has_explained = False
 
     def should_preserve(
         self, checkpoints: Sequence[StepInfo], *, context: Any = None
     ) -> list[bool]:
         """Which of the checkpoints to keep, in the order given."""
         self._consulted()
-        ledger = self._ledger()
-        if ledger is None or self._inner is None:
+        ledger, inner = self._ledger(), self._inner
+        if ledger is None or inner is None:
             return [True] * len(checkpoints)
-        others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
-        lost = _lost(ledger) | others | _not_replaced(ledger)
-        known = {info.step: ledger.by_step(info.step) for info in checkpoints}
-        ordered = sorted(
-            (info for info in checkpoints if info.step not in lost),
-            key=lambda info: e.order if (e := known[info.step]) else (0, info.step),
+        infos = {info.step: info for info in checkpoints}
+
+        def rule(steps: list[int]) -> Iterable[int]:
+            shown = [infos[step] for step in steps]
+            keeps = inner.should_preserve(shown, context=context)
+            return [step for step, keep in zip(steps, keeps, strict=True) if keep]
+
+        found = kept_steps(
+            ledger,
+            infos,
+            rule,
+            min_fulls=self._min_fulls,
+            because="the policy keeps it",
         )
-        kept = self._inner.should_preserve(ordered, context=context)
-        wanted = {i.step for i, keep in zip(ordered, kept, strict=True) if keep}
-        all_steps = [info.step for info in checkpoints]
-        steps = _with_parents(ledger, wanted | lost)
-        # What steps up to the newest unreadable one rest on is not known.
-        newest = max(map(step_number, ledger.unreadable), default=-1)
-        unsafe = {step for step in all_steps if step <= newest}
-        if not unsafe <= steps:
-            self._say_what_is_spared(ledger, sorted(unsafe - steps))
-            steps = _with_parents(ledger, steps | unsafe)
+        if found.spared:
+            self._say_what_is_spared(ledger, found.spared)
+        dropped = [step for step in infos if step not in found.reasons]
+        if dropped and not self._has_explained:
+            self._has_explained = True
+            _explain(found, dropped, self._min_fulls)
         # What is about to be deleted must not become a parent any more.
-        for step, entry in known.items():
-            if step not in steps and entry is not None:
+        for entry in [ledger.by_step(step) for step in dropped]:
+            if entry is not None:
                 ledger.doom(entry.directory)
-        return [step in steps for step in all_steps]
+        ledger.crowded = found.crowded
+        return [info.step in found.reasons for info in checkpoints]
 
     def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
         """Says that the disk fills, why, and what to do."""
@@ -118,11 +223,32 @@ class ChainPreservation:
         )
 
 
-def _with_parents(ledger: Ledger, steps: set[int]) -> set[int]:
-    """Steps, and all that they rest on."""
-    found = (ledger.by_step(step) for step in steps)
-    closure = ledger.closure(entry.directory for entry in found if entry)
-    return {e.step for d, e in ledger.entries.items() if d in closure} | steps
+def _explain(found: Kept, dropped: Sequence[int], min_fulls: int) -> None:
+    """Says, when steps are first deleted, what is kept and what that is worth."""
+    beside = sorted(found.reasons.keys() - found.wanted)
+    text = f"the policy keeps {_listed(sorted(found.wanted))}"
+    if beside:
+        text += (
+            f"; beside these stay {_listed(beside)}, mostly because others rest on them"
+        )
+    if len(found.wanted) > 1 and len(found.fulls) == 1:
+        text += (
+            f". All that is kept rests on step {found.fulls[0]}: with one damaged file of it no"
+            " step restores. Options(min_fulls=2) keeps a second full checkpoint"
+        )
+    elif min_fulls > 1:
+        text += f". Full ones among them are {_listed(found.fulls)}"
+    _log.info(
+        "retention deletes steps of this run from now on, first %s: %s",
+        _listed(sorted(dropped)),
+        text,
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Some step numbers, at most five."""
+    more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+    return (", ".join(map(str, steps[-5:])) or "none") + more
 
 
 def _lost(ledger: Ledger) -> set[int]:

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, abandoned
+from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, abandoned, is_abandoned
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.step import read_committed
@@ -75,9 +76,9 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
         if not earlier:
             _log.warning(
                 "step %s, left behind as the run went back, makes way for the save of step %s:"
-                " it is now %s. Nothing is deleted: to have it back, give that folder its name"
-                " again, %s in the root, while no program saves there and no other folder has"
-                " that name",
+                " it is now %s, and goes when retention next lets go of a step of this run. To"
+                " have it back, give that folder its name again, %s in the root, while no"
+                " program saves there and no other folder has that name",
                 name,
                 aside.directory,
                 os.fspath(root / now),
@@ -95,6 +96,58 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
     if earlier:
         sync_directory(root / earlier)
     sync_directory(root)
+
+
+def aside_of_run(
+    root: AnyPath, item: str, run: str | None, others: set[str]
+) -> list[str]:
+    """Names of what rollbacks of a run have set aside, the newest first: it may rest on older.
+
+    Args:
+        root: holds them.
+        item: of each of them, by which its run is known.
+        run: whose rollbacks.
+        others: names that are not looked at, of which it is known that they are not of the run;
+            those that are found not to be, or cannot be understood, are added.
+
+    Raises:
+        OSError: if the root cannot be listed.
+    """
+    found: list[tuple[int, int, str]] = []
+    for name in sorted(path.name for path in root.iterdir()):
+        if name in others or not is_abandoned(name, name.partition(ABANDONED_MARK)[0]):
+            continue
+        try:
+            manifest = read_committed(root, name, item)
+        except errors.CnrError:
+            others.add(name)
+        except OSError:
+            pass  # storage may give it out later
+        else:
+            if (manifest.run or "") == run:
+                found.append((manifest.generation, manifest.step, name))
+            else:
+                others.add(name)
+    return [name for *_, name in sorted(found, reverse=True)]
+
+
+def clear_aside(
+    place: Place, run: str | None, remove: Callable[[str], None], others: set[str]
+) -> None:
+    """Removes what rollbacks of a run have set aside; what cannot be removed stays.
+
+    Args:
+        place: the root, and the item that tells of which run a folder is.
+        run: whose rollbacks.
+        remove: a directory of the root.
+        others: see `aside_of_run`.
+    """
+    try:
+        for name in aside_of_run(place.root, place.item, run, others):
+            remove(name)
+            _log.info("%s, which a rollback had set aside, is removed", name)
+    except (errors.CnrError, OSError) as error:
+        _log.warning("what rollbacks have set aside stays for now: %s", error)
 
 
 def bring_back(root: AnyPath, aside: Aside) -> None:

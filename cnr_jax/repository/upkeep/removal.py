@@ -295,7 +295,7 @@ _REPLACED = f"{names.WRITER}.", f"{names.SUSPECTS}."
 _MEANINGS = {
     "temporary": "saves that are being written or were killed; the next save clears the latter",
     "removed": "removed steps of which files are left",
-    "abandoned": "steps of abandoned branches; they are kept, delete them if you like",
+    "abandoned": "steps that rollbacks set aside; they go as retention lets go of others",
     "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",
     "orphans": "deltas without their parent, which cannot be restored; they are kept",
     "unreadable": "steps without a readable manifest; they, and all before, are kept",
