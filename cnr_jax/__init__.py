@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from cnr_jax.repository.description import TableDescription as TableDescription
     from cnr_jax.repository.reading import changed_rows as changed_rows
     from cnr_jax.repository.reading import read_rows as read_rows
+    from cnr_jax.repository.upkeep.prune import Fate as Fate
+    from cnr_jax.repository.upkeep.prune import PrunePlan as PrunePlan
+    from cnr_jax.repository.upkeep.prune import prune as prune
     from cnr_jax.repository.upkeep.verify import Problem as Problem
     from cnr_jax.repository.upkeep.verify import verify as verify
     from cnr_jax.rows.lookups import Lookup as Lookup
@@ -70,6 +73,7 @@ _HOMES = {
     "repository.describe": "describe",
     "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
     "repository.reading": "changed_rows read_rows",
+    "repository.upkeep.prune": "Fate PrunePlan prune",
     "repository.upkeep.verify": "Problem verify",
     "rows.lookups": "Lookup",
     "rows.touched": "Touched init_touched record reset_touched",

@@ -1,1 +1,1 @@
-"""The command line: looks into a root, mostly without jax; changes nothing."""
+"""The command line: looks into a root, mostly without jax; only `prune` changes anything."""

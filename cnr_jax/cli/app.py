@@ -12,6 +12,7 @@ from cnr_jax.cli.arguments import AsJson, Item, Root, Step
 from cnr_jax.cli.outcome import Exit, print_json, verb
 from cnr_jax.cli.pictures import plot, report
 from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.cli.pruning import prune
 from cnr_jax.cli.rows import rows, rows_json, rows_lines
 from cnr_jax.cli.trying import simulate
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Looks into a root of checkpoints of cnr_jax. Changes nothing.",
+    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` changes anything.",
 )
 
 
@@ -297,3 +298,4 @@ app.command()(verb(rows))
 app.command()(verb(report))
 app.command()(verb(plot))
 app.command()(verb(simulate))
+app.command()(verb(prune))

@@ -27,6 +27,7 @@ class Exit(enum.IntEnum):
     FINDINGS = 3
     NOTHING_RESTORABLE = 4
     NO_ROOT = 10
+    OTHER_WRITER = 11
     NOT_A_ROOT = 12
     NO_STEP = 13
     DAMAGED = 14
@@ -45,6 +46,8 @@ def code_of(error: Exception) -> Exit:
     if isinstance(error, errors.OptionError):
         named = error.kind in ("no_table", "no_row")
         return Exit.NO_STEP if named else Exit.NOT_A_ROOT
+    if isinstance(error, errors.WriterError):
+        return Exit.OTHER_WRITER
     return Exit.DAMAGED if isinstance(error, errors.DAMAGE) else Exit.FAILED
 
 

@@ -145,7 +145,9 @@ def _beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
         "removed": tuple(removed),
         "unfinished": tuple(n for n in unfinished if n not in removed),
         "abandoned": tuple(n for n in abandoned if n not in {*removed, *unfinished}),
-        "earlier_runs": tuple(n for n in beside if n.startswith(names.EARLIER_RUN)),
+        "earlier_runs": tuple(
+            n for n in beside if n.startswith(names.EARLIER_RUN) and n not in removed
+        ),
     }
 
 

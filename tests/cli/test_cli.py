@@ -263,6 +263,29 @@ def test_explain_takes_no_saves_of_another_branch(
     assert ([each["step"] for each in found["seen"]], found["seen_in"]) == ([5], 5)
 
 
+def test_prune_tells_what_goes_and_deletes_it_only_if_told(root: Path) -> None:
+    claim = root / "cnr_jax.writer.json"
+    before = tree(root)
+    code, out, _ = call("prune", root, "--keep", 1)
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and tree(root) == before
+    verdicts = {
+        line[0]: [word for word in line if word in ("stays", "goes")] for line in lines
+    }
+    assert verdicts["0"] == verdicts["3"] == ["stays"]
+    assert verdicts["1"] == verdicts["2"] == ["goes"]
+    assert "3 rests on it" in out and "older than the newest 1" in out
+    assert lines[-1][:3] == ["nothing", "was", "changed:"]
+    # It is not known of whoever saved here that it has ended: it was this very process.
+    code, found = as_json("prune", root, "--keep", 1, "--yes")
+    assert (code, found["error"]["kind"]) == (11, "writer_busy")
+    assert tree(root) == before
+    code, found = as_json("prune", root, "--keep", 1, "--yes", "--writer-is-dead")
+    assert code == 0 and found["is_done"] and not claim.exists()
+    assert [fate["step"] for fate in found["fates"] if fate["stays"]] == [0, 3]
+    assert call("ls", root)[1].count("yes") == 2
+
+
 def test_names_do_not_act_on_the_terminal(tmp_path: Path) -> None:
     name = "us\x1b[31m\n\u202eer"
     state = {name: jnp.zeros((4, 2))}
@@ -418,7 +441,9 @@ def test_commands_that_read_manifests_import_neither_jax_nor_orbax(root: Path) -
         "from cnr_jax.cli.app import app\n"
         "root = sys.argv[1]\n"
         "page = ['report', '-o', root + '.html']\n"
-        "for words in (['ls'], ['ls', '--help'], ['show', 3], ['explain', 3], page):\n"
+        "prune = ['prune', '--keep', 1, '--yes', '--writer-is-dead']\n"
+        "looks = ['ls'], ['ls', '--help'], ['show', 3], ['explain', 3], page\n"
+        "for words in (*looks, prune):\n"
         "    words = [words[0], root, *map(str, words[1:])]\n"
         "    assert CliRunner().invoke(app, words).exit_code == 0, words\n"
         "    found = {'jax', 'orbax', 'tensorstore'} & sys.modules.keys()\n"

@@ -222,6 +222,18 @@ class Claim:
                 " reload() lets this manager take the root over again"
             )
 
+    def withdraw(self) -> None:
+        """Leaves the root to nobody, unless another manager has claimed it meanwhile.
+
+        Raises:
+            WriterError: if one has.
+        """
+        self.check()
+        if self._own is not None:
+            assert self._own.aside is None
+            os.unlink(self._root / names.WRITER)
+            self._own = None
+
     def give_up(self) -> None:
         """Forgets the claim: the next save takes the root over again."""
         self._own = None

@@ -336,6 +336,14 @@ class RootWriter:
         if self.writes:
             self._claim.give_up()
 
+    def withdraw(self) -> None:
+        """Leaves the root to nobody, after the last change that is made there.
+
+        Raises:
+            WriterError: if another manager has taken over the root.
+        """
+        self._claim.withdraw()
+
     def close(self) -> None:
         """Waits for what is being deleted and frees what is held."""
         self.end_writing()

@@ -1,0 +1,60 @@
+"""The verb `prune`: old steps of a root, told with reasons, and deleted if that is confirmed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cnr_jax.cli.arguments import AsJson, Item, Root
+from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.printing import print_lines
+
+
+def prune(
+    root: Root,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, help="How many steps stay, the newest ones.")
+    ],
+    min_fulls: Annotated[
+        int, typer.Option("--min-fulls", min=1, help="Full checkpoints that stay.")
+    ] = 1,
+    other_runs: Annotated[
+        bool,
+        typer.Option("--other-runs", help="Also delete what new runs have set aside."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete; without it nothing is changed.")
+    ] = False,
+    writer_is_dead: Annotated[
+        bool,
+        typer.Option("--writer-is-dead", help="Whoever saved here last has ended."),
+    ] = False,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Delete old steps; without --yes, tell which and why.
+
+    What the newest steps rest on stays, and what cannot be understood. Where a run may still
+    be saving nothing is deleted.
+    """
+    from cnr_jax.repository.upkeep.prune import prune as pruned
+
+    done = pruned(
+        root,
+        keep=keep,
+        min_fulls=min_fulls,
+        delete=yes,
+        other_runs=other_runs,
+        writer_is_dead=writer_is_dead,
+        item=item,
+    )
+    if as_json:
+        print_json("prune", done.asdict())
+        return Exit.FINE
+    header, *lines = done.lines()
+    styled = [(line, "red" if fate and not fate.stays else "") for line, fate in lines]
+    print_lines([(header[0], "bold"), *styled])
+    if done.going and not yes:
+        print_lines([("nothing was changed: --yes deletes them", "dim")])
+    return Exit.FINE

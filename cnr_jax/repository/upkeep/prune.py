@@ -1,0 +1,345 @@
+"""Deleting steps of a root by hand: what retention would let go of, and why the rest stays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.describe import describe
+from cnr_jax.repository.description import aligned, amount, count_of
+from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.retention import children_first, kept_steps
+from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.upkeep.aside import aside_of_run
+from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
+from cnr_jax.repository.upkeep.writer import RootWriter
+
+FateKind = Literal["full", "delta", "orbax", "unreadable", "aside", "earlier run"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of one folder of a root, and why.
+
+    Attributes:
+        name: of the folder.
+        step: its number; None: it is no step.
+        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax, and never touched here;
+            `"unreadable"`: a step whose manifest cannot be read; `"aside"`: a step that a
+            rollback has set aside; `"earlier run"`: a root that `Options(new_run=True)` has set
+            aside.
+        bytes: of all files in it.
+        stays: whether it is kept.
+        reason: why it is, or is not.
+    """
+
+    name: str
+    step: int | None
+    kind: FateKind
+    bytes: int
+    stays: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What `prune` deletes, and what it keeps. As a text: a table of it.
+
+    Attributes:
+        root: its path.
+        fates: of all steps, oldest first, then of what lies beside them.
+        is_done: whether what does not stay is deleted.
+    """
+
+    root: str
+    fates: tuple[Fate, ...]
+    is_done: bool = False
+
+    @property
+    def going(self) -> tuple[Fate, ...]:
+        """What does not stay."""
+        return tuple(fate for fate in self.fates if not fate.stays)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of all that does not stay."""
+        return sum(fate.bytes for fate in self.going)
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it, and what follows from it, as values of JSON."""
+        return {**dataclasses.asdict(self), "freed_bytes": self.freed_bytes}
+
+    def __str__(self) -> str:
+        """What stays and what does not, with the reasons."""
+        return "\n".join(line for line, _ in self.lines())
+
+    def lines(self) -> list[tuple[str, Fate | None]]:
+        """The text, line by line, with what each is about."""
+        rows = [["name", "kind", "bytes", "", "because"]]
+        gone = "gone" if self.is_done else "goes"
+        for each in self.fates:
+            verdict = "stays" if each.stays else gone
+            rows.append(
+                [each.name, each.kind, amount(each.bytes), verdict, each.reason]
+            )
+        table = aligned(rows, right={2})
+        going = self.going
+        steps = sum(each.step is not None for each in going)
+        what = f"{count_of(steps, 'step')}, {amount(self.freed_bytes)} in all"
+        if len(going) > steps:
+            what = f"{count_of(len(going) - steps, 'other folder')} and {what}"
+        end = "nothing to delete"
+        if going:
+            end = f"deleted: {what}" if self.is_done else f"to be deleted: {what}"
+        return [*zip(table, [None, *self.fates], strict=True), (end, None)]
+
+
+def prune(
+    root: str | os.PathLike[str],
+    *,
+    keep: int,
+    min_fulls: int = 1,
+    delete: bool = False,
+    other_runs: bool = False,
+    writer_is_dead: bool = False,
+    item: str | None = None,
+) -> PrunePlan:
+    """Tells which steps of a root are superfluous, and deletes them if that is asked for.
+
+    The newest steps of the newest run stay, and all that they rest on, as with the retention of a
+    manager. Steps of other runs stay, those that cannot be restored, and everything that a
+    folder without a readable manifest may rest on. What rollbacks have set aside goes as soon as
+    any step of the run does.
+
+    Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
+    is listed restores as before: deltas go before what they rest on.
+
+    Args:
+        root: directory of the checkpoints: a local path or a `file://` URL.
+        keep: how many steps that restore stay, the newest ones.
+        min_fulls: full checkpoints of the newest branch that stay.
+        delete: False: nothing is changed, and what would be is returned.
+        other_runs: whether that is deleted too which is of another run and was set aside: the
+            roots that `Options(new_run=True)` has made of earlier runs.
+        writer_is_dead: the manager that saved here last has ended. Needed where that cannot
+            be seen: it ran on another host, or in this very process.
+        item: the item of each step to go by; None: the one that holds a checkpoint of this
+            library.
+
+    Returns:
+        What stays and what does not, each with the reason.
+
+    Raises:
+        NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
+        OptionError: if it is no root, or not a local one, or a number is not positive.
+        WriterError: if a manager that may still be running saves there; nothing was deleted.
+        OSError: if something cannot be removed; it is there as before, and so is what it rests
+            on.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root = tempfile.mkdtemp()
+        >>> state = {"user": jnp.zeros((8, 4))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> options = cnr.Options(policy=cnr.Full())
+        >>> with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        ...     for step in range(3):
+        ...         _ = manager.save(step, args=cnr.args.Save(state))
+        >>> [(fate.step, fate.stays) for fate in cnr.prune(root, keep=2).fates]
+        [(0, False), (1, True), (2, True)]
+    """
+    _check_numbers(keep=keep, min_fulls=min_fulls)
+    path = open_root(root)
+    item = _item_of(path, item)
+    if not delete:
+        ledger = Ledger.load(path, item)
+        fates = _fates(path, item, ledger, keep, min_fulls, other_runs=other_runs)
+        return PrunePlan(root=os.fspath(path), fates=fates)
+    with _claimed(path, item, writer_is_dead=writer_is_dead) as (writer, ledger):
+        fates = _fates(path, item, ledger, keep, min_fulls, other_runs=other_runs)
+        going = [fate.name for fate in fates if not fate.stays]
+        steps = children_first(ledger, (n for n in going if n in ledger.entries))
+        assert writer.remover is not None
+        # What was set aside may rest on steps, but no step on what was set aside.
+        for name in [*(n for n in going if n not in ledger.entries), *steps]:
+            writer.check_claim()
+            writer.remover.remove(name, background=False)
+            ledger.forget(name)
+    return PrunePlan(root=os.fspath(path), fates=fates, is_done=True)
+
+
+def _check_numbers(**numbers: Any) -> None:
+    for name, given in numbers.items():
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise errors.OptionError(f"{name} is {given!r}, expected a positive number")
+
+
+def _item_of(root: AnyPath, item: str | None) -> str:
+    """The item of a root to go by, which must be one that can be pruned.
+
+    Raises:
+        NoStepError: if there is no such folder.
+        OptionError: if it is no root, or not a local one.
+    """
+    if not is_local(root):
+        raise errors.OptionError(
+            f"{root} is in a storage service, where folders cannot be removed at once\n"
+            "  hint: manager.delete(step), the newest first"
+        )
+    check_can_be_read(root, item)
+    found = item or find_item(root)
+    if found is None:
+        raise errors.OptionError(f"{root} is no root: no checkpoint lies in it")
+    return found
+
+
+@contextlib.contextmanager
+def _claimed(
+    root: AnyPath, item: str, *, writer_is_dead: bool
+) -> Iterator[tuple[RootWriter, Ledger]]:
+    """The writer of a root that nobody else saves to meanwhile, and what is in the root.
+
+    Raises:
+        WriterError: if somebody may.
+    """
+    before = read_writer(root)
+    unknown = before is None and exists(root / names.WRITER)
+    lock = WritingLock(root)
+    is_free = lock.acquire(0)
+    lock.release()
+    is_dead = writer_is_dead or (not unknown and (before is None or before.is_dead))
+    if not is_free or not is_dead:
+        who = f"a manager saves to {root}, and is not known to have ended"
+        hint = "if it has: writer_is_dead=True, or --writer-is-dead of the command"
+        if not is_free:
+            who = f"a manager is writing a save in {root}"
+            hint = "try again when that is over"
+        raise errors.WriterError(
+            f"{who}: nothing was deleted\n"
+            f"  got {before or 'a claim that cannot be read'}\n  hint: {hint}",
+            kind="writer_busy",
+        )
+    writer = RootWriter(lambda: True)
+    try:
+        writer.open(root, item)
+        yield writer, writer.claim()
+        writer.withdraw()
+    finally:
+        writer.close()
+
+
+def _fates(
+    root: AnyPath,
+    item: str,
+    ledger: Ledger,
+    keep: int,
+    min_fulls: int,
+    *,
+    other_runs: bool,
+) -> tuple[Fate, ...]:
+    """What becomes of the steps of a root, oldest first, and of what lies beside them."""
+    steps = {step.directory: step for step in describe(root, item=item).steps}
+    for step in steps.values():
+        if step.problem:
+            # Of each step by itself: those that rest on it have a problem of their own.
+            dense = f"{step.directory}/{item}/{names.DENSE}"
+            ledger.note_damage(dense, step.problem)
+    restorable = ledger.restorable()
+    if not restorable:
+        raise errors.NoStepError(
+            f"no step in {root} can be restored: nothing is deleted\n"
+            "  hint: cnr_jax.verify, or cnr-jax verify, says why"
+        )
+    ledger.run = restorable[-1].run
+    numbers = {names.step_number(name) for name in ledger.directories()}
+    found = kept_steps(
+        ledger,
+        numbers,
+        lambda steps: steps[-keep:],
+        min_fulls=min_fulls,
+        because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
+    )
+    fates: list[Fate] = []
+    for name in sorted(ledger.unreadable, key=names.step_number):
+        is_orbax = name in steps and steps[name].kind == "orbax"
+        reason = "its manifest cannot be read, and what it rests on is not known"
+        fates.append(
+            Fate(
+                name=name,
+                step=names.step_number(name),
+                kind="orbax" if is_orbax else "unreadable",
+                bytes=_bytes_below(root / name),
+                stays=True,
+                reason="plain Orbax has saved it" if is_orbax else reason,
+            )
+        )
+    for entry in ledger.committed():
+        reason = found.reasons.get(entry.step)
+        fates.append(
+            Fate(
+                name=entry.directory,
+                step=entry.step,
+                kind="delta" if entry.parent else "full",
+                bytes=_bytes_below(root / entry.directory),
+                stays=reason is not None,
+                reason=reason or f"it is older than the newest {keep}",
+            )
+        )
+    fates += _beside(root, item, ledger.run, crowded=found.crowded, all_runs=other_runs)
+    return tuple(fates)
+
+
+def _beside(
+    root: AnyPath, item: str, run: str, *, crowded: bool, all_runs: bool
+) -> list[Fate]:
+    """What becomes of what rollbacks and new runs have set aside."""
+    others = set[str]()
+    reason = "a rollback has set it aside: it goes with the first step of the run"
+    own = aside_of_run(root, item, run, others)
+    found = [(name, not crowded, reason) for name in own]
+    for name in sorted(others):
+        try:
+            read_committed(root, name, item)
+        except (errors.CnrError, OSError):
+            found.append((name, True, "its manifest cannot be read"))
+        else:
+            found.append((name, not all_runs, "it is of another run"))
+    fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
+    for path in sorted(root.iterdir(), key=lambda path: path.name):
+        is_removed = names.REMOVED_MARK in path.name
+        if path.name.startswith(names.EARLIER_RUN) and not is_removed:
+            told = path.name, not all_runs, "it holds an earlier run"
+            fates.append(_fate_of_folder(root, *told, kind="earlier run"))
+    return fates
+
+
+def _fate_of_folder(
+    root: AnyPath, name: str, stays: bool, reason: str, *, kind: FateKind
+) -> Fate:
+    return Fate(
+        name=name,
+        step=None,
+        kind=kind,
+        bytes=_bytes_below(root / name),
+        stays=stays,
+        reason=reason,
+    )
+
+
+def _bytes_below(folder: AnyPath) -> int:
+    """Bytes of the files in a local folder; of a link none, as what it leads to stays."""
+    if os.path.islink(folder):
+        return 0
+    return sum(
+        os.lstat(f"{at}/{name}").st_size
+        for at, _, files in os.walk(os.fspath(folder))
+        for name in files
+        if os.path.lexists(f"{at}/{name}")
+    )

@@ -1,0 +1,210 @@
+"""What `prune` deletes and why the rest stays; who may; and what a crash in it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.repository.upkeep.claim import WritingLock
+from cnr_jax.testing import inprocess
+
+from .conftest import flip
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the root lies that is saved once for all tests."""
+    return tmp_path_factory.mktemp("saved") / "root"
+
+
+@pytest.fixture
+def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
+    """Chains 0 <- 1 <- 2 and 3 <- 4 <- 5 and 6 <- 7, whose writer is dead."""
+    if not first.exists():
+        run = tiny_run()
+        with run.open(first, policy=cnr.Consecutive(max_chain=2)) as manager:
+            run.run(manager, range(8))
+        claim_of(first, pid=2**22 + 1, host=socket.gethostname())
+    shutil.copytree(first, tmp_path / "root")
+    return tmp_path / "root"
+
+
+def claim_of(root: Path, **changes: Any) -> None:
+    """Has another program claim a root."""
+    path = root / "cnr_jax.writer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
+
+
+def tree(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+def check_all_restore(root: Path) -> None:
+    """What is listed restores."""
+    with cnr.CheckpointManager(root) as reader:
+        for step in steps_in(root):
+            assert reader.restore(step).state["step"] == step
+
+
+def test_a_plan_changes_nothing_and_is_what_is_done_then(
+    root: Path, tiny_run: Any
+) -> None:
+    before = tree(root)
+    plan = cnr.prune(root, keep=2)
+    assert tree(root) == before and not plan.is_done
+    assert {fate.step: fate.reason for fate in plan.fates if fate.stays} == {
+        6: "it is one of the newest 2",
+        7: "it is one of the newest 2",
+    }
+    held = sum(p.stat().st_size for n in range(6) for p in (root / f"{n}").rglob("*.*"))
+    assert plan.freed_bytes > held > 0
+    plan = cnr.prune(root, keep=1, min_fulls=2)
+    stays = {fate.step: fate.reason for fate in plan.fates if fate.stays}
+    assert stays == {
+        3: "2 full checkpoints are to be kept",
+        6: "7 rests on it",
+        7: "it is the newest",
+    }
+    assert "to be deleted: 5 steps" in str(plan)
+    done = cnr.prune(root, keep=1, min_fulls=2, delete=True)
+    assert done.is_done and done.fates == plan.fates and "\ndeleted: 5" in str(done)
+    assert steps_in(root) == [3, 6, 7]
+    assert cnr.verify(root) == ()
+    check_all_restore(root)
+    # Nobody claims the root now: the next one may prune, or save, at once.
+    assert not cnr.prune(root, keep=1, min_fulls=2, delete=True).going
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.restore(manager, None)
+        run.run(manager, [8])
+        assert manager.all_steps() == [3, 6, 7, 8]
+
+
+def test_deltas_go_before_what_they_rest_on_wherever_it_ends(root: Path) -> None:
+    copy = root.with_name("copy")
+    shutil.copytree(root, copy)
+    with inprocess.watching(copy) as calls:
+        cnr.prune(copy, keep=2, delete=True)
+    assert steps_in(copy) == [6, 7]
+    moments = [c.number for c in calls if c.call in ("rename", "unlink", "fsync")]
+    seen: set[tuple[int, ...]] = set()
+    for nth in moments[:: max(1, len(moments) // 20)]:
+        again, left = root.with_name(f"again-{nth}"), root.with_name(f"left-{nth}")
+        shutil.copytree(root, again)
+        with inprocess.copying(again, left, nth=nth):
+            cnr.prune(again, keep=2, delete=True)
+        found = cnr.describe(left)
+        assert found.latest_step == 7
+        assert all(step.restorable for step in found.steps), nth
+        seen.add(tuple(step.step for step in found.steps))
+        # What is left of it is finished by the next one.
+        cnr.prune(left, keep=2, delete=True, writer_is_dead=True)
+        assert steps_in(left) == [6, 7]
+        assert not cnr.describe(left).removed
+    assert len(seen) > 3
+
+
+def test_nothing_is_deleted_where_somebody_may_be_saving(
+    root: Path, tiny_run: Any
+) -> None:
+    claim_of(root, host="elsewhere", pid=1)
+    before = tree(root)
+    with pytest.raises(
+        cnr.errors.WriterError, match=r"1 on elsewhere.*\n.*--writer-is"
+    ):
+        cnr.prune(root, keep=1, delete=True)
+    (root / "cnr_jax.writer.json").write_text("{")
+    with pytest.raises(cnr.errors.WriterError, match="claim that cannot be read"):
+        cnr.prune(root, keep=1, delete=True)
+    lock = WritingLock(root)
+    assert lock.acquire(0)
+    with pytest.raises(cnr.errors.WriterError, match="is writing a save"):
+        cnr.prune(root, keep=1, delete=True, writer_is_dead=True)
+    lock.release()
+    assert steps_in(root) == list(range(8))
+    assert before.keys() == tree(root).keys()
+    # A manager of this process, whoever says that it is dead: it goes on without harm.
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.restore(manager, None)
+        run.run(manager, [8])
+        with pytest.raises(cnr.errors.WriterError, match="not known to have ended"):
+            cnr.prune(root, keep=1, delete=True)
+        cnr.prune(root, keep=1, delete=True, writer_is_dead=True)
+        run.run(manager, [9])
+        assert manager.all_steps() == steps_in(root)
+        run.check(manager, 9)
+
+
+def test_what_cannot_be_understood_stays_and_takes_no_place(root: Path) -> None:
+    flip(root / "4" / "default" / "manifest.json")
+    next((root / "7" / "default" / "rows.p00000").rglob("c/0")).unlink()
+    plan = cnr.prune(root, keep=1)
+    stays = {fate.step: fate.reason for fate in plan.fates if fate.stays}
+    assert stays.pop(4).startswith("its manifest cannot be read")
+    assert stays.pop(5) == stays.pop(7) == "it cannot be restored, and may be mended"
+    assert stays.pop(6) == "it is the newest"
+    why = "folders up to 4 cannot be read, and may rest on it"
+    assert stays == dict.fromkeys(range(4), why)
+    assert not plan.going
+    for step in range(8):
+        (root / f"{step}" / "default" / "manifest.json").unlink()
+    with pytest.raises(cnr.errors.NoStepError, match="nothing is deleted"):
+        cnr.prune(root, keep=1, delete=True)
+    assert steps_in(root) == list(range(8))
+
+
+def test_what_was_set_aside_goes_if_a_step_goes_or_on_demand(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root, policy=cnr.Full()) as manager:
+        run.run(manager, [10, 20])
+    run = tiny_run()
+    with run.open(root, policy=cnr.Full(), new_run=True) as manager:
+        run.run(manager, [10, 20, 30])
+        run.restore(manager, 10)
+        run.run(manager, [20])
+    (aside,) = (path.name for path in root.glob("*.abandoned-*"))
+    (earlier,) = (path.name for path in root.glob("earlier-run-*"))
+    beside = {f.name: f.stays for f in cnr.prune(root, keep=3).fates if f.step is None}
+    assert beside == {aside: True, earlier: True}
+    plan = cnr.prune(root, keep=2, other_runs=True)
+    assert [fate.name for fate in plan.going] == ["10", aside, earlier]
+    assert "2 other folders and 1 step" in str(plan)
+    cnr.prune(root, keep=2, delete=True, writer_is_dead=True)
+    # 30 was left behind, but nothing took its place: it counts as older than 20.
+    assert steps_in(root) == [20, 30] and not list(root.glob("*.abandoned-*"))
+    # What a new run has set aside is a root of its own.
+    assert steps_in(root / earlier) == [10, 20]
+    cnr.prune(root / earlier, keep=1, delete=True)
+    assert steps_in(root / earlier) == [20]
+    cnr.prune(root, keep=2, delete=True, other_runs=True)
+    assert not (root / earlier).exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"keep": 0}, "keep is 0"), ({"keep": 1, "min_fulls": True}, "min_fulls is True")],
+)
+def test_numbers_are_positive(root: Path, given: Any, says: str) -> None:
+    with pytest.raises(cnr.errors.OptionError, match=says):
+        cnr.prune(root, **given)
+
+
+def test_what_is_no_root_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(cnr.errors.NoStepError):
+        cnr.prune(tmp_path / "nowhere", keep=1)
+    for no_root in (root / "3", tmp_path, "gs://bucket/run"):
+        with pytest.raises(cnr.errors.OptionError):
+            cnr.prune(no_root, keep=1)
