@@ -4,7 +4,8 @@ They take gradients with respect to the gathered rows, `table[ids]`, and the ids
 a gradient as large as the table. As in optax, an optimizer is a pair of pure functions
 `init` and `update`, and its state is a NamedTuple of trees like that of the tables, so
 that `find_tables` finds the slots by their paths. Dense layers keep an optimizer of
-optax.
+optax. `as_optax` makes a transformation of optax of each, which takes the gradients that
+`jax.grad` gives.
 
 To remember: a row that is not in the ids, or is only at masked entries, keeps every bit,
 in the table and in the slots. So `record`, given the same ids and masks, misses nothing.
@@ -16,3 +17,8 @@ from cnr_jax.optim.adam import LazyAdamState as LazyAdamState
 from cnr_jax.optim.adam import lazy_adam as lazy_adam
 from cnr_jax.optim.base import LearningRate as LearningRate
 from cnr_jax.optim.base import RowOptimizer as RowOptimizer
+from cnr_jax.optim.sgd import LazySgdState as LazySgdState
+from cnr_jax.optim.sgd import lazy_sgd as lazy_sgd
+from cnr_jax.optim.transformation import RowSteps as RowSteps
+from cnr_jax.optim.transformation import as_optax as as_optax
+from cnr_jax.optim.transformation import moved_rows as moved_rows

@@ -81,10 +81,19 @@ class RowOptimizer(NamedTuple):
             any order, unless it runs with `--xla_gpu_deterministic_ops=true`.
 
             Raises `OptionError`, at trace time, for arguments that do not fit.
+        advance: `advance(row_grads, slots, count) -> (steps, slots, count)`: what
+            `update` does once the n distinct rows of a table are gathered, for other
+            ways to gather them, as `as_optax` has. float32[n, dim] of summed gradients,
+            the slots' rows in the order of the state's fields, and int32[] of earlier
+            updates, to what is subtracted of the rows, their new slots and the new count.
     """
 
     init: Callable[[Tree], Any]
     update: RowUpdate
+    advance: Callable[
+        [jax.Array, list[jax.Array], jax.Array],
+        tuple[jax.Array, list[jax.Array], jax.Array],
+    ]
 
 
 def row_optimizer(
@@ -108,17 +117,24 @@ def row_optimizer(
         slots = {name: _slots_like(tables, *each) for name, each in slots_of.items()}
         return state_type(count=count, **slots)
 
+    def advance(
+        grads: jax.Array, slots: list[jax.Array], count: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        # As in optax: a count at its limit stays there.
+        count = jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
+        step, new = rule(grads, slots, count)
+        return rate * step, new, count
+
     def update_table(
         table: jax.Array, grads: Any, ids: Any, where: Any, count: Any, *slots: Any
     ) -> tuple[jax.Array, ...]:
         if ids is None:
             return table, count, *slots
         rows, summed = sum_by_row(table, grads, ids, where)
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        # As in optax: a count at its limit stays there.
-        count = jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
-        step, new = rule(summed, [read_rows(slot, rows) for slot in slots], count)
-        values = read_rows(table, rows) - rate * step
+        held = [read_rows(slot, rows) for slot in slots]
+        steps, new, count = advance(summed, held, count)
+        values = read_rows(table, rows) - steps
         written = [write_rows(s, rows, v) for s, v in zip(slots, new, strict=True)]
         return write_rows(table, rows, values), count, *written
 
@@ -131,18 +147,29 @@ def row_optimizer(
                 f"  got {type(state).__name__}, expected {state_type.__name__}\n"
                 "  hint: the order is update(row_grads, ids, tables, state)."
             )
-        leaves, structure = jax.tree.flatten(tables)
+        structure = jax.tree.structure(tables)
         given = {"row_grads": row_grads, "ids": ids, "where": where}
-        slots = {f"state.{name}": getattr(state, name) for name in state_type._fields}
-        columns = [
-            _per_table(structure, tree, name) for name, tree in (given | slots).items()
-        ]
-        _check_slots(leaves, dict(zip(slots, columns[3:], strict=True)))
+        columns = [per_table(structure, tree, name) for name, tree in given.items()]
+        columns += slots_by_table(tables, state)
+        leaves = jax.tree.leaves(tables)
         updated = [update_table(*table) for table in zip(leaves, *columns, strict=True)]
         trees = [structure.unflatten(c) for c in zip(*updated, strict=True)]
         return (trees[0], state_type(*trees[1:])) if trees else (tables, state)
 
-    return RowOptimizer(init, update)
+    return RowOptimizer(init, update, advance)
+
+
+def slots_by_table(tables: Tree, state: Any) -> list[list[Any]]:
+    """Lists what each field of a state has for each table, the count first.
+
+    Raises:
+        OptionError: if it has another structure than the tables, or slots of other shapes.
+    """
+    structure = jax.tree.structure(tables)
+    slots = {f"state.{name}": getattr(state, name) for name in state._fields}
+    columns = [per_table(structure, tree, name) for name, tree in slots.items()]
+    _check_slots(jax.tree.leaves(tables), dict(zip(slots, columns, strict=True)))
+    return columns
 
 
 def _slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
@@ -195,7 +222,7 @@ def _placement(table: Any) -> Any:
     return None
 
 
-def _per_table(structure: Any, tree: Tree, name: str) -> list[Any]:
+def per_table(structure: Any, tree: Tree, name: str) -> list[Any]:
     """Lists what a tree of the tables' structure has for each table."""
     if tree is None:
         return [None] * structure.num_leaves

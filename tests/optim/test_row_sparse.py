@@ -1,4 +1,4 @@
-"""Row-wise Adagrad and lazy Adam, against plain numpy and against dense optax."""
+"""Row-wise Adagrad, lazy Adam and lazy SGD, against plain numpy and against dense optax."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cnr_jax.optim import (
     LazyAdamState,
     RowwiseAdagradState,
     lazy_adam,
+    lazy_sgd,
     rowwise_adagrad,
 )
 from cnr_jax.state.optimizer_states import moving_parts
@@ -176,6 +177,8 @@ def rate(count: Any) -> Any:
         (rowwise_adagrad(0.1), optax.adagrad(0.1), DIM),
         (lazy_adam(0.1), optax.adam(0.1), DIM),
         (lazy_adam(rate, 0.8, 0.9, 1e-3), optax.adam(rate, 0.8, 0.9, 1e-3), DIM),
+        (lazy_sgd(0.1), optax.sgd(0.1, 0.9), DIM),
+        (lazy_sgd(rate, 0.5, True), optax.sgd(rate, 0.5, nesterov=True), DIM),
     ],
 )
 def test_looking_up_every_row_once_is_dense_optax(
@@ -509,6 +512,7 @@ def test_init_refuses_what_is_no_table(name: str, leaf: Any) -> None:
         (lazy_adam, {"b1": 1.0}),
         (lazy_adam, {"b2": -0.1}),
         (lazy_adam, {"eps": 0.0}),
+        (lazy_sgd, {"momentum": 1.0}),
     ],
 )
 def test_hyperparameters_out_of_range_raise(make: Any, arguments: Any) -> None:
