@@ -9,10 +9,11 @@ Stop it as you like, and start it again: it restores the newest checkpoint, onto
 as there are then. `kill_and_resume.py` does just that, and compares.
 
 The model is Flax NNX. Its eight embedding tables are sharded by rows and trained with
-`cnr.optim.rowwise_adagrad`: only rows that a batch looks up are read, differentiated and
-changed. Such training is what makes deltas small. Which rows changed is recorded in the
-train step; with `--tracking fingerprint` it records nothing, and each save finds them by
-hashing all rows; with `audited` it records, and each save checks that by hashing.
+`cnr.optim.rowwise_adagrad`, beside `optax.adagrad` for the dense layers: only rows that a
+batch looks up are changed. Such training is what makes deltas small. Which rows changed
+the optimizer says, and the train step records it; with `--tracking fingerprint` it records
+nothing, and each save finds them by hashing all rows; with `audited` it records, and each
+save checks that by hashing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ DENSE_RATE = 0.02
 SPARSE_OPTIMIZER = cnr.optim.rowwise_adagrad(
     SPARSE_RATE, initial_accumulator_value=0, eps=1e-16
 )
-DENSE_OPTIMIZER = optax.adagrad(DENSE_RATE)
+OPTIMIZER = optax.multi_transform(
+    {"rows": cnr.optim.as_optax(SPARSE_OPTIMIZER), "dense": optax.adagrad(DENSE_RATE)},
+    lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: "rows" if is_table(path) else "dense", params
+    ),
+)
 
 POLICIES = {
     "full": cnr.Full,
@@ -62,11 +68,7 @@ State = dict[str, Any]
 
 
 class DLRM(nnx.Module):
-    """Bottom MLP, dot products of all pairs of vectors, top MLP.
-
-    The tables belong to the model, but `__call__` takes the vectors already looked up:
-    the loss is differentiated with respect to them, never to a whole table.
-    """
+    """Bottom MLP, dot products of all pairs of vectors, top MLP."""
 
     def __init__(self, features: int, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(0.05)
@@ -85,11 +87,11 @@ class DLRM(nnx.Module):
         self.dropout = nnx.Dropout(0.1)
 
     def __call__(
-        self, dense: jax.Array, vectors: dict[str, jax.Array], key: jax.Array
+        self, dense: jax.Array, vectors: list[jax.Array], key: jax.Array
     ) -> jax.Array:
-        """Logits float32[batch] of a batch, with dropout drawn from `key`."""
+        """Logits float32[batch] of looked-up vectors, with dropout drawn from `key`."""
         x = nnx.relu(self.project(nnx.relu(self.bottom(dense))))
-        stacked = jnp.stack([x, *vectors.values()], axis=1)
+        stacked = jnp.stack([x, *vectors], axis=1)
         products = jnp.einsum("bnd,bmd->bnm", stacked, stacked)
         first, second = np.triu_indices(stacked.shape[1], k=1)
         x = jnp.concatenate([x, products[:, first, second]], axis=1)
@@ -101,20 +103,18 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def is_table(path: tuple[Any, ...], _: Any) -> bool:
-    return path[0] == "tables"
+def is_table(path: tuple[Any, ...]) -> bool:
+    return "tables" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
 
 
 def init_state(features: int, seed: int) -> State:
     """The whole train state: everything that a resumed run needs but the reader."""
     key, sub = jax.random.split(jax.random.key(seed))
     params = nnx.state(DLRM(features, rngs=nnx.Rngs(sub)))
-    tables, dense = nnx.split_state(params, is_table, ...)
     return {
         "params": params,
         # Slots have the path of their table behind their own: they are found by that.
-        "sparse_optimizer": SPARSE_OPTIMIZER.init(nnx.to_pure_dict(tables)),
-        "dense_optimizer": DENSE_OPTIMIZER.init(dense),
+        "opt_state": OPTIMIZER.init(params),
         "step": jnp.zeros((), jnp.int32),
         "key": key,
     }
@@ -124,15 +124,9 @@ def state_shardings(abstract: State, mesh: Mesh) -> State:
     """Tables and their slots are cut by rows; all else is on every device."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        of_table = "tables" in jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, P("shard") if of_table and leaf.ndim else P())
+        return NamedSharding(mesh, P("shard") if is_table(path) and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
-
-
-def by_table(values: dict[str, Any]) -> dict[str, Any]:
-    """One value for each table, in the structure that the tables have in the model."""
-    return {"tables": {name: {"embedding": values[name]} for name in TABLES}}
 
 
 def make_train_step(features: int, shardings: State) -> Callable[..., Any]:
@@ -141,42 +135,34 @@ def make_train_step(features: int, shardings: State) -> Callable[..., Any]:
     It records nothing if `touched` is None.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: DLRM(features, rngs=nnx.Rngs(0))))
+    everywhere = shardings["step"]
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(shardings, None, None))
     def train_step(state: State, touched: cnr.Touched | None, batch: Batch) -> Any:
-        ids = dict(zip(TABLES, batch["ids"].T, strict=True))
-        if touched is not None:
-            touched = cnr.record(touched, ids)
-
+        # Every device has the ids and the vectors of the whole batch. Were they cut as the
+        # batch is, the gradients of whole tables would be summed over the devices.
+        columns = jax.lax.with_sharding_constraint(batch["ids"], everywhere).T
+        ids = dict(zip(TABLES, columns, strict=True))
         key, dropout_key = jax.random.split(state["key"])
-        tables, dense = nnx.split_state(state["params"], is_table, ...)
-        rows = nnx.to_pure_dict(tables)
-        vectors = {
-            name: rows["tables"][name]["embedding"][ids[name]] for name in TABLES
-        }
 
-        def loss_fn(dense: nnx.State, vectors: dict[str, jax.Array]) -> Any:
-            model = nnx.merge(graphdef, dense, tables)
+        def loss_fn(params: nnx.State) -> Any:
+            model = nnx.merge(graphdef, params)
+            vectors = [model.tables[name](ids[name]) for name in TABLES]
+            vectors = jax.lax.with_sharding_constraint(vectors, everywhere)
             logits = model(batch["dense"], vectors, dropout_key)
             losses = optax.sigmoid_binary_cross_entropy(logits, batch["label"])
             return losses.mean(), logits
 
-        (loss, logits), (dense_grads, row_grads) = jax.value_and_grad(
-            loss_fn, argnums=(0, 1), has_aux=True
-        )(dense, vectors)
-
-        updates, dense_optimizer = DENSE_OPTIMIZER.update(
-            dense_grads, state["dense_optimizer"], dense
+        params = state["params"]
+        (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = OPTIMIZER.update(
+            grads, state["opt_state"], params, ids=ids
         )
-        dense = optax.apply_updates(dense, updates)
-        rows, sparse_optimizer = SPARSE_OPTIMIZER.update(
-            by_table(row_grads), by_table(ids), rows, state["sparse_optimizer"]
-        )
-        nnx.replace_by_pure_dict(tables, rows)
+        if touched is not None:
+            touched = cnr.record(touched, cnr.optim.moved_rows(updates))
         state = {
-            "params": nnx.merge_state(dense, tables),
-            "sparse_optimizer": sparse_optimizer,
-            "dense_optimizer": dense_optimizer,
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
             "step": state["step"] + 1,
             "key": key,
         }
