@@ -39,6 +39,9 @@ _TABLE_DTYPES = frozenset(
     """.split()
 )
 
+# Fewer are cheap to save whole.
+_MANY_ROWS = 10_000
+
 
 def find_tables(
     state: Any, spec: Sequence[str] | Mapping[str, str | TableSpec]
@@ -58,7 +61,8 @@ def find_tables(
         spec: names of tables, each also its path; or name -> path or `TableSpec`.
 
     Returns:
-        The tables in the order of `spec`. Print it to see what was matched.
+        The tables in the order of `spec`. Print it to see what was matched, and what of the
+        rest looks like a table that is missing, or like a slot.
 
     Raises:
         TableError: if a name matches nothing, or several leaves; if the leaf is not an
@@ -89,11 +93,17 @@ def find_tables(
     owner = _owners(tables)
     dense = [(p, x) for p, x in flatten_paths(state) if p not in owner]
 
-    def perhaps_of(path: tuple[str, ...], leaf: Any) -> str | None:
-        found = (t for t in tables.values() if perhaps_slot(path, leaf, t))
-        return next((table.name for table in found), None)
+    missed = _perhaps_tables(index, dense)
 
-    lines = dense_lines(dense, perhaps_of)
+    def question(path: tuple[str, ...], leaf: Any) -> str:
+        asked = [
+            f"a slot of table {table.name!r}? TableSpec(slots=[...])"
+            for table in tables.values()
+            if perhaps_slot(path, leaf, table)
+        ]
+        return " Or ".join(asked[:1] + ([missed[path]] if path in missed else []))
+
+    lines = dense_lines(dense, question)
     return Tables(tables, [path for path, _ in dense], lines)
 
 
@@ -105,6 +115,31 @@ def perhaps_slot(path: tuple[str, ...], leaf: Any, table: Table) -> bool:
     shape = getattr(leaf, "shape", ())
     is_alike = tuple(shape[:1]) in {(table.rows,), (table.padded_rows,)}
     return is_alike and normalise(path)[-1:] == normalise(table.path)[-1:]
+
+
+def _perhaps_tables(
+    index: PathIndex, dense: Sequence[tuple[tuple[str, ...], Any]]
+) -> dict[tuple[str, ...], str]:
+    """Maps the paths of large dense leaves that look like tables to a question about them.
+
+    These are matrices of floats with many short rows, or with "embed" in their path; but not
+    what an optimizer keeps for them.
+    """
+    alike: dict[tuple[str, ...], str] = {}
+    for path, leaf in dense:
+        shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+        if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        rows, columns = shape
+        short = rows > 8 * columns or "embed" in "/".join(path).lower()
+        nbytes = rows * columns * np.dtype(dtype).itemsize
+        if rows >= _MANY_ROWS and short and nbytes >= 1 << 20:
+            size = f"{nbytes / (1 << 20):.2f} MiB"
+            alike[path] = f"a table? Each save holds all of its {size}"
+    for entry in [index.by_path[path] for path in alike]:
+        for mirror in index.mirrors(entry):
+            alike.pop(mirror.entry.path, None)
+    return alike
 
 
 def _owners(tables: Mapping[str, Table]) -> dict[tuple[str, ...], str]:

@@ -225,21 +225,19 @@ def _rows(table: Table) -> str:
 
 
 def dense_lines(
-    dense: Sequence[tuple[Path, Any]], perhaps_of: Callable[[Path, Any], str | None]
+    dense: Sequence[tuple[Path, Any]], question: Callable[[Path, Any], str]
 ) -> list[str]:
     """Describes the largest dense leaves: a table that was missed stands out.
 
     Args:
         dense: leaves by path.
-        perhaps_of: the table that a leaf looks like a slot of, if any; such leaves come first.
+        question: what to ask about a leaf, such as whether it is a table, or nothing; leaves
+            with a question come first.
     """
     lines = []
     for path, value in dense:
-        if table := perhaps_of(path, value):
-            text = (
-                f"{'/'.join(path)}  a slot of table {table!r}? TableSpec(slots=[...])"
-            )
-            lines.append((math.inf, text))
+        if asked := question(path, value):
+            lines.append((math.inf, f"{'/'.join(path)}  {asked}"))
             continue
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None:

@@ -833,3 +833,23 @@ def test_any_tree_is_split_and_merged_without_loss(rest, extra):
     for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(state), strict=True):
         assert a is b
     assert len(jax.tree.leaves(dense)) + 1 == len(jax.tree.leaves(state))
+
+
+def test_print_asks_of_a_large_dense_leaf_that_looks_like_a_table_whether_it_is_one():
+    params = {
+        "user": jnp.zeros((20_000, 16)),
+        "item": {"embedding": jnp.zeros((30_000, 64))},
+        "wide_embedding": jnp.zeros((16_384, 4096), jnp.bfloat16),
+        "kernel": jnp.zeros((16_384, 4096), jnp.bfloat16),
+        "few": jnp.zeros((9_999, 64)),
+        "counts": jnp.zeros((60_000, 8), jnp.int32),
+    }
+    params = jax.eval_shape(lambda: params)
+    state = {"params": params, "opt_state": {"mu": params, "nu": params}}
+    lines = str(find_tables(state, ["user"])).splitlines()
+    assert [line for line in lines if "a table?" in line] == [
+        "dense    params/item/embedding  a table? Each save holds all of its 7.32 MiB",
+        "dense    params/wide_embedding  a table? Each save holds all of its 128.00 MiB",
+    ]
+    every = ["user", "item", "wide_embedding"]
+    assert "a table?" not in str(find_tables(state, every))
