@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import subprocess
@@ -459,15 +460,25 @@ def test_other_manager_of_the_same_process_is_said_to_be_one(
     manager: cnr.CheckpointManager, state: Any, tables: cnr.Tables, touched: cnr.Touched
 ) -> None:
     manager.save(0, args=cnr.args.Save(state, touched))
+    first = line_of_last_statement()
     manager.wait_until_finished()
     with cnr.CheckpointManager(manager.directory, tables=tables) as other:
         restored = other.restore(None, args=cnr.args.Restore(state))
         other.save(1, args=cnr.args.Save(*restored))
+        second = line_of_last_statement()
     with pytest.raises(
         errors.WriterError,
         match="another manager of this same process: close it, or save through it",
-    ):
+    ) as caught:
         manager.save(2, args=cnr.args.Save(state, touched))
+    # All else is the same of the two: they are told apart by where they saved first.
+    got, expected = str(caught.value).splitlines()[1:3]
+    assert f"by the save at {second}" in got and f"by the save at {first}" in expected
+
+
+def line_of_last_statement() -> str:
+    caller = inspect.stack()[1]
+    return f"{Path(caller.filename).name}:{caller.lineno - 1}"
 
 
 PROGRAM = """
