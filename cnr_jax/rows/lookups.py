@@ -8,6 +8,7 @@ reads ids by the same functions: a row that it changes must be one that `record`
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, Union
 
@@ -21,6 +22,8 @@ from jax.typing import ArrayLike, DTypeLike
 from cnr_jax.errors import CnrError, TouchedError
 from cnr_jax.state.layouts import RowLayout
 from cnr_jax.state.table import index_dtype
+
+_log = logging.getLogger(__name__)
 
 
 class Lookup(NamedTuple):
@@ -85,6 +88,47 @@ def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
         # Not -1, as scatter would wrap it to the last row before it drops anything.
         rows = jnp.where(keep, rows, table.padded_rows)
     return rows.reshape(-1)
+
+
+def report_strays(lookup: Lookup, table: StampedTable, label: str) -> None:
+    """Logs a warning, once ids are known, of those that are negative or out of range.
+
+    Masked entries are not looked at. Under `jax.jit` this copies the ids to the host in each call.
+    """
+    ids = _integers(lookup.ids, label)
+    keep = _counted(lookup, ids.shape, label)
+
+    def report(ids: Any, keep: Any) -> None:
+        ids = np.asarray(ids).reshape(-1)
+        if keep is not None:
+            ids = ids[np.asarray(keep).reshape(-1)]
+        # Compared as Python's integers: ids of 8 bits do not hold the number of rows.
+        named = [
+            (int(i), int(n))
+            for i, n in zip(*np.unique(ids, return_counts=True), strict=True)
+        ]
+        rows = table.lookup_rows
+        found = {
+            "negative, which count from the end": [
+                x for x in named if -rows <= x[0] < 0
+            ],
+            "out of range": [x for x in named if not -rows <= x[0] < rows],
+        }
+        parts = [
+            f"{sum(count for _, count in each):,} {what} ({_few(each)})"
+            for what, each in found.items()
+            if each
+        ]
+        if parts:
+            what = "; ".join(parts)
+            _log.warning("%s: %d ids of %d rows, %s", label, len(ids), rows, what)
+
+    jax.debug.callback(report, ids, keep)
+
+
+def _few(counted: Sequence[tuple[int, int]]) -> str:
+    shown = [f"{i}" + f" {n} times" * (n > 1) for i, n in counted[:4]]
+    return ", ".join(shown + [f"and {len(counted) - 4} more"] * (len(counted) > 4))
 
 
 def in_range(ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:

@@ -31,6 +31,7 @@ from cnr_jax.rows.lookups import (
     StampedTable,
     explicit_sharding,
     lookups,
+    report_strays,
     stored_rows,
 )
 from cnr_jax.state.layouts import Identity
@@ -184,7 +185,7 @@ def reset_touched(touched: Touched) -> Touched:
     return _assemble(touched.tables, shardings)
 
 
-def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
+def record(touched: Touched, ids: Mapping[str, Ids], *, check: bool = False) -> Touched:
     """Returns `touched` with the clock advanced and the looked-up rows stamped with it.
 
     Call it under `jax.jit`, in the step that *applies* the update of these rows, on
@@ -203,6 +204,9 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
         ids: by table, integers of any shape and width; a sequence of such for features
             that share a table; a `Lookup` for masked or ragged ids. Tables that are
             not named are left alone.
+        check: logs a warning, by table, of ids that are negative or out of range: how many, and
+            which. For finding mistakes: it copies the ids of each call to the host. Under
+            `jax.jit` warnings come when the step has run; `jax.effects_barrier()` waits for them.
 
     Returns:
         The same structure, shapes, dtypes and shardings. The clock stops at
@@ -234,10 +238,11 @@ def record(touched: Touched, ids: Mapping[str, Ids]) -> Touched:
     for name, given in ids.items():
         table = tables[name]
         _check_length(stamps[name], table)
-        rows = [
-            stored_rows(lookup, table, label)
-            for label, lookup in lookups(given, f"ids of table {name!r}")
-        ]
+        features = list(lookups(given, f"ids of table {name!r}"))
+        rows = [stored_rows(lookup, table, label) for label, lookup in features]
+        if check:
+            for label, lookup in features:
+                report_strays(lookup, table, label)
         if rows:
             flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
             own = stamps[name]

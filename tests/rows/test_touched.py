@@ -672,3 +672,43 @@ def test_record_inside_shard_map_is_refused_for_sharded_stamps():
     )
     with pytest.raises(TouchedError, match=r"(?s)got \[2\], expected \[8\].*shard_map"):
         mark(touched)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_check_counts_and_names_ids_that_stray(
+    jit: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = partial(record, check=True)
+    checked = jax.jit(checked) if jit else checked
+    ids = {
+        "user": [
+            Lookup(
+                jnp.array([[9, -1], [10, 10], [-11, 77]]), where=jnp.array([1, 1]) > 0
+            ),
+            jnp.array([3, 255], jnp.uint8),
+        ],
+        "item": Lookup(jnp.array([0, 400]), where=jnp.array([True, False])),
+    }
+    touched = fresh(user=10, item=300)
+    marked_rows = checked(touched, ids)
+    jax.effects_barrier()
+    assert sorted(each.getMessage() for each in caplog.records) == [
+        "ids of table 'user'[0]: 6 ids of 10 rows, 1 negative, which count from the end (-1);"
+        " 4 out of range (-11, 10 2 times, 77)",
+        "ids of table 'user'[1]: 2 ids of 10 rows, 1 out of range (255)",
+    ]
+    plain = record(touched, ids)
+    assert stamps_of(marked_rows) == stamps_of(plain)
+
+
+def test_without_check_the_step_is_the_one_without_it() -> None:
+    touched, ids = fresh(user=10), {"user": jnp.array([3, 99])}
+    plain, off, on = (
+        str(jax.make_jaxpr(function)(touched, ids))
+        for function in (
+            record,
+            partial(record, check=False),
+            partial(record, check=True),
+        )
+    )
+    assert plain == off and "callback" not in plain and "callback" in on
