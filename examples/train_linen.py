@@ -12,7 +12,7 @@ optimizer. SGD and Adagrad have it. Adam and momentum do not: with them save wit
 `touched`, as in drop_in.py, or train the tables with `cnr.optim.lazy_adam`.
 
 Each step costs a pass over all rows, which two small tables can afford. Where it is too
-much, take gradients of the looked-up rows and `cnr.optim`, as train_dlrm.py does.
+much, take gradients of the looked-up rows and an optimizer of `cnr.optim`.
 
 The tables are stored exactly (`codec="raw"`), so that the checks at the end are checks
 of bits: of the restored state, and of the training that continues from it.

@@ -22,7 +22,9 @@ TABLE = {
     "errors": ("", ""),
     "policy": ("errors", ""),
     "format": ("errors", "numpy"),
-    "state rows optim": ("errors", "numpy jax"),
+    "state rows": ("errors", "numpy jax"),
+    # optax in a function: it is no requirement.
+    "optim": ("rows", "numpy jax optax"),
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
     "repository": ("repository.plain rows", "numpy jax tensorstore"),
