@@ -124,7 +124,8 @@ def row_optimizer(
         # As in optax: a count at its limit stays there.
         count = jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
         step, new = rule(grads, slots, count)
-        return rate * step, new, count
+        steps: Any = rate * step
+        return steps, new, count
 
     def update_table(
         table: jax.Array, grads: Any, ids: Any, where: Any, count: Any, *slots: Any

@@ -123,6 +123,9 @@ def as_optax(
         ) from error
     named = dict(paths or {})
 
+    def init(params: Tree) -> Any:
+        return optimizer.init(params)
+
     def update(
         updates: Tree,
         state: Any,
@@ -150,7 +153,7 @@ def as_optax(
         trees = [structure.unflatten(column) for column in zip(*moved, strict=True)]
         return (trees[0], type(state)(*trees[1:])) if trees else (updates, state)
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def moved_rows(updates: Tree) -> dict[str, Lookup]:

@@ -127,7 +127,7 @@ def _perhaps_tables(
     """
     alike: dict[tuple[str, ...], str] = {}
     for path, leaf in dense:
-        shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+        shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", object)
         if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
             continue
         rows, columns = shape

@@ -55,7 +55,7 @@ def test_bits_are_those_of_the_row_form(name: str) -> None:
     tables["item"] = normal(1, V, DIM).astype(jnp.bfloat16)
     weights = normal(2, N, DIM)
 
-    def loss(rows: Any, where: Any) -> jax.Array:
+    def loss(rows: Any, where: Any) -> Any:
         kept = [jnp.where(where[name][:, None], rows[name], 0) for name in rows]
         return sum(jnp.sum(weights * row.astype(jnp.float32) ** 2) for row in kept)
 
@@ -127,8 +127,9 @@ def group(params: Any) -> Any:
 
 
 def test_nnx_model_is_trained_recorded_saved_and_restored(tmp_path: Path) -> None:
-    groups = {name: as_optax(o) for name, o in OPTIMIZERS.items()}
-    tx = optax.multi_transform(groups | {"dense": optax.adamw(0.1)}, group)
+    groups: dict[Any, Any] = {name: as_optax(o) for name, o in OPTIMIZERS.items()}
+    groups["dense"] = optax.adamw(0.1)
+    tx = optax.multi_transform(groups, group)
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -178,7 +179,9 @@ def test_step_holds_one_dense_gradient_and_writes_tables_in_place() -> None:
 
     donating = jax.jit(step, donate_argnums=(0, 1))
     ids = jnp.arange(16)
-    memory = donating.lower(tables, tx.init(tables), ids).compile().memory_analysis()
+    memory: Any = (
+        donating.lower(tables, tx.init(tables), ids).compile().memory_analysis()
+    )
     nbytes = tables["user"].nbytes
     assert memory.alias_size_in_bytes >= 3 * nbytes
     assert memory.temp_size_in_bytes < 1.1 * nbytes
@@ -262,7 +265,7 @@ def test_arguments_that_do_not_fit_raise(case: str) -> None:
 
 
 def test_what_would_change_the_steps_of_rows_afterwards_raises() -> None:
-    updates, _ = TX.update(TABLES, TX.init(TABLES), TABLES, ids=IDS)
+    updates: Any = TX.update(TABLES, TX.init(TABLES), TABLES, ids=IDS)[0]
     steps = updates["item"]
     assert isinstance(steps, RowSteps)
     with pytest.raises(TypeError, match="RowSteps"):
