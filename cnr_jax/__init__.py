@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cnr_jax.repository.description import RootDescription as RootDescription
     from cnr_jax.repository.description import StepDescription as StepDescription
     from cnr_jax.repository.description import TableDescription as TableDescription
+    from cnr_jax.repository.metrics import read_metrics as read_metrics
     from cnr_jax.repository.reading import changed_rows as changed_rows
     from cnr_jax.repository.reading import read_rows as read_rows
     from cnr_jax.repository.upkeep.prune import Fate as Fate
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from cnr_jax.state.layouts import ModSharded as ModSharded
     from cnr_jax.state.table import Tables as Tables
     from cnr_jax.state.table import TableSpec as TableSpec
+    from cnr_jax.telemetry import RestoredTable as RestoredTable
+    from cnr_jax.telemetry import RestoreReport as RestoreReport
     from cnr_jax.telemetry import SaveReport as SaveReport
 
     __version__: str
@@ -72,6 +75,7 @@ _HOMES = {
     "handler": "handler_registry",
     "repository.describe": "describe",
     "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
+    "repository.metrics": "read_metrics",
     "repository.reading": "changed_rows read_rows",
     "repository.upkeep.prune": "Fate PrunePlan prune",
     "repository.upkeep.verify": "Problem verify",
@@ -81,7 +85,7 @@ _HOMES = {
     "state.find": "find_tables",
     "state.layouts": "Identity ModSharded",
     "state.table": "TableSpec Tables",
-    "telemetry": "SaveReport",
+    "telemetry": "RestoredTable RestoreReport SaveReport",
 }
 
 # Not for type checkers: to them every name would be there.

@@ -7,6 +7,7 @@ returns is written in the background; `finalize` runs on one process after all h
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -53,6 +54,7 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation, Preserving
 from cnr_jax.repository.lineage.runs import Origin, run_restored
+from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.orbax_steps import is_state_of_orbax
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -106,18 +108,13 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)
-        self._dense = DenseStore()
+        self._dense, self._tracker = DenseStore(), Tracker(self.options)
         self._has_said_too_wide = False
-        self._tracker = Tracker(self.options)
         self._launcher = Launcher(
             self._tracker, self._dense, self.widening, self.channel, self.options
         )
         self.planning = Planning(
-            self.channel,
-            self.writer,
-            self.lifecycle,
-            self._planner,
-            self.widening,
+            self.channel, self.writer, self.lifecycle, self._planner, self.widening
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
@@ -127,6 +124,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             root: of the manager.
             is_step: tells names of its step directories; None: all that end in a digit.
         """
+        if self.options.metrics:
+            check_can_append(root)
         self.channel.name = f"saves in {root.name}"
         self.writer.bind(root, is_step)
         self.guarded = self.lifecycle.managed = True
@@ -220,6 +219,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             recorded_clock=changed.recorded.clock if changed.recorded else None,
             fingerprint_clock=plan.clock if changed.by_fingerprints else None,
             fingerprint_secs=changed.secs,
+            find_secs=time.perf_counter() - started,
             started_secs=started,
         )
         flight = SaveInFlight(place=place, facts=facts)
@@ -318,8 +318,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
         """Saves and waits; Orbax itself always calls `async_save`."""
-        import asyncio
-
         for future in asyncio.run(self.async_save(directory, *args, **kwargs)):
             future.result()
 
@@ -335,9 +333,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)
-            flight.manifest_bytes = write_manifest(
+            flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
+            flight.is_committed_now()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()
@@ -345,7 +344,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
     @outside_mesh()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
-        args = args or Restore()
+        args, started = args or Restore(), time.perf_counter()
         if (attempt := args._attempt) is not None:
             attempt.is_told = True
         place = place_of(directory, opened=attempt is not None)
@@ -362,13 +361,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         # Of several processes each would put together its part of another state.
         said = asked_for(args) if jax.process_count() > 1 else {}
         found, ledger = all_succeed(self.channel, read, said, check_asked_alike)
-        restored = found.put_together()
+        restored = found.put_together(started, attempt.passed_over if attempt else ())
         if isinstance(found, adopted.AdoptedState):
             resumption = adopted.Adoption(place, found.entry, restored.touched)
         else:
             resumption = Resumption(place, found, ledger, restored.touched)
         if attempt is None:
             self.resume(resumption)
+            self.lifecycle.listener.tell(restored.report, None)
         else:
             attempt.resumption = resumption
         return restored

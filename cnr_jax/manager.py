@@ -41,7 +41,7 @@ from cnr_jax.options import Options, checked
 from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
-from cnr_jax.telemetry import SaveReport
+from cnr_jax.telemetry import RestoreReport, SaveReport
 
 _log = logging.getLogger(__name__)
 
@@ -130,11 +130,13 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last committed save of this manager did; known once it is durable.
-
-        No call is needed. With several processes, on all but the first: once that committed it.
-        """
+        """What the last committed save of this manager did; known, without a call, once durable."""
         return self._handler.last_report
+
+    @property
+    def last_restore(self) -> RestoreReport | None:
+        """What the last restore of this manager read, and how far off rows are; None before one."""
+        return self._handler.lifecycle.listener.last_restore
 
     @property
     def failure(self) -> errors.CnrError | None:
@@ -144,8 +146,7 @@ class CheckpointManager(ocp.CheckpointManager):
         failed, its `kind` is `"after_commit"`.
 
         Example:
-            `if manager.failure is not None: alert(str(manager.failure))`, in a train loop that
-            saves every hour.
+            `if manager.failure is not None: alert(str(manager.failure))`, in a train loop.
         """
         return self._handler.lifecycle.last_failure
 
@@ -329,6 +330,10 @@ class CheckpointManager(ocp.CheckpointManager):
         if isinstance(restored, ocp.args.Composite):
             state = restored.get(str(self._listing.item))
         ours = isinstance(state, Restored)
+        if ours:
+            writes = self._handler.tables is not None and not self._orbax.is_read_only
+            root = self._root if writes and directory is None else None
+            self._handler.lifecycle.listener.tell(state.report, root)
         if directory is None and ours:
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
@@ -379,9 +384,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._listing.delete(step)
 
     def reload(self) -> None:
-        """Reads the root again, and lets the next save take it over from another manager.
-
-        Waits for a save that is being written.
+        """Waits for a save, and reads the root again: the next save may take it over from another.
 
         Raises:
             SaveError: if that save failed; the root was read all the same.
@@ -404,8 +407,6 @@ class CheckpointManager(ocp.CheckpointManager):
 
     def check_for_errors(self) -> None:
         """Raises what the last save raised, if it has ended; does not wait.
-
-        Orbax's own takes an error away from the thread that is about to delete old steps.
 
         Raises:
             SaveError: if it failed; once.

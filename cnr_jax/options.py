@@ -15,7 +15,9 @@ from cnr_jax.format.manifest import Tracking
 from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
-from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
+from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, make_codec
+from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec
+from cnr_jax.rows.codecs.slots import slot_codec
 from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
@@ -58,7 +60,9 @@ class Options:
             goes back to its count, and one more. A restore just to look at a state counts too,
             unless another manager makes it.
         slot_codec: how optimizer slots are stored, exactly by default; `"bfloat16"`, or for
-            slots that are never negative `"log"` (16 bits) or `"log8"`.
+            slots that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, by their
+            names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
+            momenta in 8 bits, others exactly.
         compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
             checksums are taken; None: not. Measured on deltas of trained tables of dim 64, all
             bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about 8 % of float32 rows.
@@ -110,6 +114,9 @@ class Options:
             manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`,
             nor wait for a thread that does.
             Under a plain Orbax manager the next save calls it.
+        metrics: whether process 0 adds a line of JSON to `cnr_jax.metrics.jsonl` in the root for
+            each save, once it is durable, and each restore from this root by a manager that
+            saves there. `cnr_jax.read_metrics` reads it. Needs a local root.
         timeout_secs: how long a save waits before it fails: for other processes that have not
             done their part, for its directories, and for room in the staging memory. The
             error names the process.
@@ -155,6 +162,7 @@ class Options:
     verify_reads: bool = True
     staging: Literal["auto", "host", "device"] = "auto"
     on_save: Callable[[SaveReport], None] | None = None
+    metrics: bool = False
     timeout_secs: float = 600.0
     when_busy: Literal["wait", "skip"] = "wait"
     save_on_sigterm: bool = False
@@ -191,7 +199,7 @@ class Options:
         for name in ("", *self.tables):
             for leaf in ("table", "slot"):
                 for bits in {self.auto_bits(0), FALLBACK_BITS}:
-                    _check_readable(self._codec(name, leaf, bits))
+                    check_readable(self._codec(name, leaf, bits))
 
     def _check_policy(self) -> None:
         """Checks that the policy is an object that decides, rather than a name or a class."""
@@ -220,6 +228,11 @@ class Options:
             raise errors.OptionError(
                 f"on_save is {self.on_save!r}, expected a function of a SaveReport\n"
                 "  hint: on_save=print"
+            )
+        if not isinstance(self.metrics, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.OptionError(
+                f"metrics is {self.metrics!r}, expected True or False\n"
+                "  hint: the file is always cnr_jax.metrics.jsonl in the root"
             )
         given: Any = self.tables
         if not isinstance(given, Mapping):
@@ -292,13 +305,13 @@ class Options:
 
     def _follows(self, table: str) -> bool:
         return any(
-            _has_choice(functools.partial(self._codec, table, leaf))
+            has_choice(functools.partial(self._codec, table, leaf))
             for leaf in ("table", "slot")
         )
 
     def is_auto(self, table: str, leaf: str, width: int, dtype: Any) -> bool:
         """Whether the codec that `codec_for` gives depends on the number of restores."""
-        return _has_choice(functools.partial(self.codec_for, table, leaf, width, dtype))
+        return has_choice(functools.partial(self.codec_for, table, leaf, width, dtype))
 
     @property
     def kept_staging_bytes(self) -> int:
@@ -332,11 +345,13 @@ class Options:
         codec = self._given_codec(table, leaf)
         if not isinstance(codec, str):
             return codec
+        if codec == "auto" and leaf != "table":
+            return slot_codec(leaf)
         try:
             return make_codec(codec, bits)
         except ValueError as error:
             why = f"{_where(table)}: {error}"
-            if given == "auto" and _is_codec(codec):
+            if given == "auto" and is_codec(codec):
                 why += (
                     "\n  bits='auto' comes to 8 for small tables, and after more restores than"
                     f" expected\n  hint: give codec {codec!r} a number of bits, such as"
@@ -416,35 +431,5 @@ def checked(options: object) -> Options:
     )
 
 
-def _has_choice(codec: Callable[[int], Codec]) -> bool:
-    """Whether `bits="auto"` has a say in a codec: then other bits make it another one."""
-    return codec(2) != codec(4)
-
-
-def _is_codec(name: str) -> bool:
-    try:
-        make_codec(name, 4)
-    except ValueError:
-        return False
-    return True
-
-
 def _where(table: str) -> str:
     return f"table {table!r}" if table else "options"
-
-
-def _check_readable(codec: Codec) -> None:
-    """Checks that what a codec writes can be read again, by its name and configuration.
-
-    Raises:
-        OptionError: for a codec of the user's own.
-    """
-    codec = at_dim(codec, 1)
-    try:
-        known = codec_from(codec.name, codec.configuration()) == codec
-    except errors.FormatError:
-        known = False
-    if not known:
-        raise errors.OptionError(
-            f"codec {codec!r} could not be read again: it is not one of cnr_jax"
-        )

@@ -28,7 +28,7 @@ TABLE = {
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
     "repository": ("repository.plain rows", "numpy jax tensorstore"),
-    "telemetry options": ("rows format policy", "numpy jax"),
+    "telemetry options": ("rows repository.plain", "numpy jax"),
     "args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
@@ -66,6 +66,7 @@ PLAIN = (
     "holdings",
     "layout",
     "lineage",
+    "metrics",
     "orbax_steps",
     "step",
     "upkeep",

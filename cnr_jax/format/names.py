@@ -42,6 +42,8 @@ WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"
 # In the root: which steps may lack rows, as an audit has found.
 SUSPECTS = "cnr_jax.suspects.json"
+# In the root, if asked for: a line for each save and restore.
+METRICS = "cnr_jax.metrics.jsonl"
 
 
 def process_manifest(process: int) -> str:

@@ -105,6 +105,38 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledError:
+    """How far off rounded rows of a table are: relative l2 errors of a sample of them.
+
+    Attributes:
+        rows: how many were compared, at least one; rows of zeros, which are exact, do not count.
+        mean: of `||row - read|| / ||row||`.
+        worst: the greatest.
+    """
+
+    rows: int
+    mean: float
+    worst: float
+
+
+def joined_error(found: Iterable[SampledError | None]) -> SampledError | None:
+    """The error of several samples together; None if there is no sample.
+
+    Example:
+        >>> few = SampledError(rows=1, mean=0.3, worst=0.3)
+        >>> joined_error([few, None, SampledError(rows=3, mean=0.1, worst=0.2)])
+        SampledError(rows=4, mean=0.15, worst=0.3)
+    """
+    errors = [each for each in found if each is not None]
+    rows = sum(each.rows for each in errors)
+    if not rows:
+        return None
+    mean = sum(each.mean * each.rows for each in errors) / rows
+    worst = max(each.worst for each in errors)
+    return SampledError(rows=rows, mean=float(f"{mean:.6g}"), worst=worst)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessManifest:
     """The contents of `manifest.pNNNNN.json`; see SPEC.md, section 6."""
 
@@ -116,6 +148,8 @@ class ProcessManifest:
     tiles: tuple[Tile, ...]
     slot_bytes: int
     version: int = names.VERSION
+    # By table; None: nothing was sampled.
+    row_errors: Mapping[str, SampledError] | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -130,6 +164,8 @@ def dump_process(manifest: ProcessManifest) -> bytes:
     for entry in document["arrays"].values():
         if entry["compressed"] is None:
             del entry["compressed"]
+    if not manifest.row_errors:
+        del document["row_errors"]
     document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
     return dump_document({"format": PROCESS_FORMAT, **document})
 
@@ -170,6 +206,9 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         tiles=fields.objects("tiles", _read_tile, _quick_tile),
         slot_bytes=fields.integer("slot_bytes"),
         version=fields.integer("version", minimum=1),
+        row_errors=fields.mapping("row_errors", _read_error)
+        if fields.has("row_errors")
+        else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:
@@ -177,6 +216,14 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
             f"{where} is not valid ({len(problems)} problems)", problems
         )
     return manifest
+
+
+def _read_error(fields: Fields) -> SampledError:
+    return SampledError(
+        rows=fields.integer("rows", minimum=1),
+        mean=fields.number("mean"),
+        worst=fields.number("worst"),
+    )
 
 
 def _read_array(fields: Fields) -> ArrayEntry:

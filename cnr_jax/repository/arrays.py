@@ -24,6 +24,7 @@ from cnr_jax.format.tiles import ArrayEntry, Compressed
 from cnr_jax.repository.checked import (
     check_chunk_file,
     damage,
+    file_bytes,
     kind_of,
     means_damage,
     numpy_dtype,
@@ -319,6 +320,12 @@ class ArrayReader:
         self._store = ts.open(
             spec, open=True, assume_metadata=True, context=context(cached)
         ).result()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks that were read so far, each once."""
+        sizes = file_bytes(self._entry)
+        return sum(sizes[chunk] for chunk in self._stored)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements `start` to `stop`, checked; not to be written to. Raises as `start` does."""

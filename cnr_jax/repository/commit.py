@@ -51,6 +51,7 @@ class Facts:
         recorded_clock: of the touched rows, if there are any.
         fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
         fingerprint_secs: that looking for changed rows took.
+        find_secs: from when the save was asked for until it was decided.
         started_secs: reading of `time.perf_counter` when the save was asked for.
     """
 
@@ -61,10 +62,13 @@ class Facts:
     recorded_clock: int | None
     fingerprint_clock: int | None
     fingerprint_secs: float
+    find_secs: float
     started_secs: float
 
 
-def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
+def write_manifest(
+    directory: AnyPath, facts: Facts, own: Written
+) -> tuple[int, list[ProcessManifest]]:
     """Checks that all processes have written their part, and commits it.
 
     Args:
@@ -76,7 +80,7 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     the manifest is durable before Orbax renames the directory.
 
     Returns:
-        Bytes of the manifest.
+        Bytes of the manifest, and the manifests of all processes.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save, or the
@@ -117,7 +121,7 @@ def write_manifest(directory: AnyPath, facts: Facts, own: Written) -> int:
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
-    return digest.bytes
+    return digest.bytes, processes
 
 
 def sync_uncommitted(place: Place) -> bool:

@@ -48,6 +48,10 @@ class TableDescription:
         table_bytes: its encoded rows and row ids in the step.
         slot_bytes: encoded rows of its slots.
         leaves: the table itself first, then its slots.
+        sample_rows: rounded rows of it that were read back while they were saved, to see how
+            far off they are; None where none was.
+        mean_row_error: of these, the mean of `||row - read|| / ||row||`.
+        worst_row_error: the greatest.
     """
 
     name: str
@@ -56,6 +60,14 @@ class TableDescription:
     table_bytes: int
     slot_bytes: int
     leaves: tuple[LeafDescription, ...]
+    sample_rows: int | None = None
+    mean_row_error: float | None = None
+    worst_row_error: float | None = None
+
+    @property
+    def saved_share(self) -> float:
+        """Share of its rows that the step holds: of a delta those that changed."""
+        return self.saved_rows / max(1, self.rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cnr_jax.format.manifest import Manifest, TableEntry
-from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.format.tiles import ProcessManifest, joined_error
 from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.description import LeafDescription, TableDescription
 
@@ -42,8 +43,21 @@ def held_tables(
                 if segment.row_ids not in counted:
                     nbytes[tile.table, _ROW_IDS] += ids.bytes
                     counted.add(segment.row_ids)
-    return tuple(
-        _table(entry, rows, tiles, codecs, nbytes) for entry in manifest.tables
+    found = (_table(entry, rows, tiles, codecs, nbytes) for entry in manifest.tables)
+    return tuple(_with_error(table, processes) for table in found)
+
+
+def _with_error(
+    table: TableDescription, processes: Sequence[ProcessManifest]
+) -> TableDescription:
+    error = joined_error((p.row_errors or {}).get(table.name) for p in processes)
+    if error is None:
+        return table
+    return dataclasses.replace(
+        table,
+        sample_rows=error.rows,
+        mean_row_error=error.mean,
+        worst_row_error=error.worst,
     )
 
 

@@ -10,8 +10,9 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from cnr_jax.format.tiles import (
     PartRef,
     ProcessManifest,
     RowIds,
+    SampledError,
     Segment,
     Tile,
     dump_process,
@@ -34,6 +36,8 @@ from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, encode_chunks
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +77,19 @@ class RunPlan:
 
 
 class Written(NamedTuple):
-    """A process manifest and the digest of its file."""
+    """A process manifest and the digest of its file.
+
+    Attributes:
+        digest: of the file.
+        manifest: in it.
+        waiting_secs: for which the writing waited for rows to be gathered.
+        encode_secs: for which it then waited for their codes.
+    """
 
     digest: FileDigest
     manifest: ProcessManifest
+    waiting_secs: float
+    encode_secs: float
 
 
 class _PartArray(NamedTuple):
@@ -203,8 +216,9 @@ class RowsWriter:
         Returns:
             The process manifest, which is durable.
         """
-        done = 0
-        for chunk, encoded in encode_chunks(chunks, device):
+        done, waits, codes = 0, [0.0], [0.0]
+        encoding = encode_chunks(_timed(chunks, waits), device)
+        for chunk, encoded in _timed(encoding, codes):
             compared.add(chunk, encoded, done)
             for name, values in encoded.parts.items():
                 array = names.array_name(chunk.codec.name, name, values.dtype.name)
@@ -230,6 +244,7 @@ class RowsWriter:
                 part_of_array(arrays[name], encoded)
                 for name, encoded in self._slot_bytes.items()
             ),
+            row_errors=_sampled_errors(compared),
         )
         if arrays:
             # TensorStore syncs files and the directory of each; the ones above are ours.
@@ -239,7 +254,7 @@ class RowsWriter:
         path = self._directory / names.process_manifest(self._process)
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
-        return Written(digest, manifest)
+        return Written(digest, manifest, waits[0], max(0.0, codes[0] - waits[0]))
 
     def stop(self) -> None:
         """Waits until nothing is being written: a failed save's folder may be removed."""
@@ -318,3 +333,28 @@ class RowsWriter:
             self._writers[name].append(data)
         entries = {name: writer.finish() for name, writer in self._writers.items()}
         return {name: entry for name, entry in entries.items() if entry is not None}
+
+
+def _timed(source: Iterable[_T], secs: list[float]) -> Iterator[_T]:
+    """What a source yields; to `secs[0]` is added how long it is waited for."""
+    items = iter(source)
+    while True:
+        started = time.perf_counter()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            secs[0] += time.perf_counter() - started
+        yield item
+
+
+def _sampled_errors(compared: Comparison) -> dict[str, SampledError] | None:
+    """How far off the rows of each table are, as a manifest holds it; None if nothing is."""
+    found: dict[str, SampledError] = {}
+    for table, (rows, mean, worst) in compared.by_table().items():
+        # A manifest with another number would be refused.
+        if mean is not None and worst is not None and math.isfinite(worst):
+            mean, worst = float(f"{mean:.6g}"), float(f"{worst:.6g}")
+            found[table] = SampledError(rows=rows, mean=mean, worst=worst)
+    return found or None

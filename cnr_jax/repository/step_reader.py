@@ -97,6 +97,11 @@ class StepReader:
                 found = self._tiles.setdefault((tile.table, tile.leaf), [])
                 found.append((process.process, tile))
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks of rows that were read so far, each once."""
+        return sum(reader.read_bytes for reader in self._arrays.values())
+
     def check_dense(self) -> Seal:
         """Checks every dense file against its digest, and that there are no others or too few.
 

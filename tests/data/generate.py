@@ -3,11 +3,13 @@
     python tests/data/generate.py v1
     python tests/data/generate.py v1-zstd
     python tests/data/generate.py v1-rollback
+    python tests/data/generate.py v1-errors
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
 (`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed;
-the third goes back to the first step before it saves the last.
+the third goes back to the first step before it saves the last; the fourth writes the first two,
+with manifests that say how far off rounded rows are.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -134,7 +136,7 @@ def generate(folder: Path) -> None:
     folder.mkdir(parents=True)
     _, _, kind = folder.name.partition("-")
     compression = kind if kind == "zstd" else ""
-    steps = STEPS[:1] if compression else STEPS
+    steps = STEPS[: {"zstd": 1, "errors": 2}.get(kind, 3)]
     state = first_state(peaked=bool(compression))
     tables = tables_of(state)
     touched = cnr.init_touched(state, tables)

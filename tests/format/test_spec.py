@@ -45,6 +45,7 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("5.9", 0): (manifest.Totals, ()),
     ("5.10", 0): (manifest.Fork, ()),
     ("6.1", 0): (tiles.ProcessManifest, ("format", "sha256")),
+    ("6.1", 1): (tiles.SampledError, ()),
     ("6.2", 0): (tiles.ArrayEntry, ()),
     ("6.2", 1): (tiles.Compressed, ()),
     ("6.3", 0): (tiles.RowIds, ()),
@@ -173,6 +174,7 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]
     arrays = document["arrays"].values()
+    found += [(("6.1", 1), e) for e in document.get("row_errors", {}).values()]
     found += [(("6.2", 0), a) for a in arrays]
     found += [(("6.2", 1), a["compressed"]) for a in arrays if "compressed" in a]
     found += [(("6.3", 0), e) for e in document["row_ids"]]

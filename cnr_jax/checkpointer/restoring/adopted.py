@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from cnr_jax.checkpointer.restoring.match import kept_leaves
 from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.checked import kind_of, means_damage, numpy_dtype
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry, orbax_entry
@@ -34,6 +36,7 @@ from cnr_jax.repository.replay.leaves import abstract_of, holds_all
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Path, Tables, check_tables, flatten_paths
+from cnr_jax.telemetry import RestoredTable, RestoreReport
 
 _log = logging.getLogger(__name__)
 
@@ -46,14 +49,25 @@ class AdoptedState:
         state: as it was asked for.
         tables: where the tables are in it; empty if that is not known.
         entry: of the step; None if it is none by itself, but another item beside a state of ours.
+        step: its number.
+        read_secs: that reading it took.
     """
 
     state: Any
     tables: Tables
     entry: Entry | None
+    step: int
+    read_secs: float
 
-    def put_together(self) -> Restored:
-        """The state, and touched rows in a fresh lineage, which all processes draw together."""
+    def put_together(
+        self, started_secs: float, passed_over: tuple[int, ...]
+    ) -> Restored:
+        """The state, and touched rows in a fresh lineage, which all processes draw together.
+
+        Args:
+            started_secs: reading of `time.perf_counter` when the restore began.
+            passed_over: steps that were tried before.
+        """
         leaves = dict(flatten_paths(self.state))
         one = SingleDeviceSharding(jax.local_devices()[0])
         shardings = {
@@ -63,7 +77,25 @@ class AdoptedState:
             for name, table in self.tables.items()
         }
         stamps = {n: np.zeros(t.padded_rows, np.int32) for n, t in self.tables.items()}
-        return Restored(self.state, seeded(self.tables, shardings, stamps, 0))
+        touched = seeded(self.tables, shardings, stamps, 0)
+        report = RestoreReport(
+            step=self.step,
+            kind="orbax",
+            generation=0,
+            run=None,
+            chain=(self.step,),
+            bytes_read=sum(getattr(leaf, "nbytes", 0) for leaf in leaves.values()),
+            open_secs=0.0,
+            rows_secs=0.0,
+            dense_secs=self.read_secs,
+            total_secs=time.perf_counter() - started_secs,
+            tables=tuple(
+                RestoredTable(name=name, rows=table.rows)
+                for name, table in self.tables.items()
+            ),
+            passed_over=passed_over,
+        )
+        return Restored(self.state, touched, report)
 
 
 def read_adopted(
@@ -89,6 +121,7 @@ def read_adopted(
                 " possible\n  hint: cnr_jax.import_orbax converts it; then restore with"
                 f" {name} from there"
             )
+    started = time.perf_counter()
     tables = args.tables or tables or Tables({})
     check_tables(tables)
     step = orbax_step(place.root, place.directory, place.item)
@@ -98,8 +131,7 @@ def read_adopted(
         stored = _reading(place, plain.leaves)
         if args.state is None:
             state = _reading(place, plain.restore_all)
-            held = _tables_in(state, tables)
-            return AdoptedState(state=state, tables=held, entry=entry)
+            return _adopted(state, tables, entry, place, started)
         wanted, kept = _match(stored, args, tables, place.directory)
         found = _reading(place, plain.restore, wanted, plain=plain) if wanted else {}
     finally:
@@ -107,8 +139,19 @@ def read_adopted(
     found = {**kept, **found}
     leaves = [found[path] for path, _ in flatten_paths(args.state)]
     state = jax.tree.unflatten(jax.tree.structure(args.state), leaves)
-    held = _tables_in(state, tables)
-    return AdoptedState(state=state, tables=held, entry=entry)
+    return _adopted(state, tables, entry, place, started)
+
+
+def _adopted(
+    state: Any, tables: Tables, entry: Entry | None, place: Place, started_secs: float
+) -> AdoptedState:
+    return AdoptedState(
+        state=state,
+        tables=_tables_in(state, tables),
+        entry=entry,
+        step=step_number(place.directory),
+        read_secs=time.perf_counter() - started_secs,
+    )
 
 
 def _reading(

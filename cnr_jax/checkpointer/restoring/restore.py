@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,22 +29,21 @@ from cnr_jax.args import (
 )
 from cnr_jax.checkpointer.listing import Listing, StepChooser
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, abstract_dense
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.restoring.dense import restore_dense
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
     tables_of,
 )
 from cnr_jax.checkpointer.restoring.match import Wanted, match
+from cnr_jax.checkpointer.restoring.report import Laps, report_of
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
-from cnr_jax.format import names
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.checked import Seal, kind_of, means_damage
-from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.layout import Place, find_item, open_root
 from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
@@ -59,6 +58,7 @@ from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
+from cnr_jax.telemetry import RestoreReport
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +106,20 @@ def restore(
         all_succeed(channel, lambda: chooser.ledger)
     elif elsewhere is None:
         on_primary(channel, lambda: listing.check_exists(step))
+    tried: list[int] = []
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
+        attempt = Attempt(passed_over=tuple(tried))
         try:
             restored = _attempt(
-                taken, args, elsewhere, root, orbax, listing, channel, resume
+                taken, args, attempt, elsewhere, root, orbax, listing, channel, resume
             )
             break
         except errors.DAMAGE as error:
             chooser.note(taken, error)
             if step is not None:
                 raise
+            tried.append(taken)
             _log.debug("step %d cannot be restored", taken, exc_info=error)
     chooser.warn(taken, asked_for=step is not None)
     return taken, restored
@@ -125,6 +128,7 @@ def restore(
 def _attempt(
     step: int,
     args: Any,
+    attempt: Attempt,
     elsewhere: epath.Path | None,
     root: epath.Path,
     orbax: OrbaxSeams,
@@ -133,7 +137,7 @@ def _attempt(
     resume: Callable[[Any], None],
 ) -> Any:
     """Restores a step, and goes on from it if all that was asked for has succeeded."""
-    item, attempt = listing.item or DEFAULT_ITEM, Attempt()
+    item = listing.item or DEFAULT_ITEM
     reads = reads_state(args, item)
     try:
         held = listing.find_state(root, step) if reads else item
@@ -160,11 +164,13 @@ class Attempt:
     """A restore by a manager, perhaps of other items too; it counts as a whole, or not at all.
 
     Attributes:
+        passed_over: steps that were tried before, and found damaged.
         is_told: the processes tell each other how it went, or have done so.
         resumption: to go on from once all that was asked for has succeeded, a `Resumption` or
             an `Adoption`.
     """
 
+    passed_over: tuple[int, ...] = ()
     is_told: bool = False
     resumption: Any = None
 
@@ -176,10 +182,12 @@ class Restored:
     Attributes:
         state: in the structure that was asked for; nested dicts by path if none was.
         touched: goes on with the state: pass both to the next train step.
+        report: what was read, and how far off rows of each table are.
     """
 
     state: Any
     touched: Touched
+    report: RestoreReport
 
     def __iter__(self) -> Any:
         """Unpacks as `state, touched`."""
@@ -198,6 +206,7 @@ class ReadBack:
         arrays: tables and slots, by table and leaf.
         dense: everything else, as nested dicts.
         stamps: shardings and values of the stamps of the touched rows.
+        report: of what was read.
     """
 
     chain: tuple[StepReader, ...]
@@ -207,15 +216,26 @@ class ReadBack:
     arrays: dict[str, dict[str, jax.Array]]
     dense: Any
     stamps: tuple[dict[str, Sharding], dict[str, Any]]
+    report: RestoreReport
 
-    def put_together(self) -> Restored:
+    def put_together(
+        self, started_secs: float, passed_over: tuple[int, ...]
+    ) -> Restored:
         """The state that was asked for, and touched rows in a fresh lineage.
 
         With several processes each must make this call: they draw the lineage together.
+
+        Args:
+            started_secs: reading of `time.perf_counter` when the restore began.
+            passed_over: steps that were tried before.
         """
         touched = seeded(self.tables, *self.stamps, len(self.chain) - 1)
         whole = _assemble(self.state, self.wanted, self.tables, self.arrays, self.dense)
-        return Restored(whole, touched)
+        secs = time.perf_counter() - started_secs
+        report = dataclasses.replace(
+            self.report, total_secs=secs, passed_over=passed_over
+        )
+        return Restored(whole, touched, report)
 
 
 def read_back(
@@ -240,6 +260,7 @@ def read_back(
         ChainError, IntegrityError, FormatError: if the step is damaged.
         StateMismatchError: if the state asked for does not match.
     """
+    laps = Laps()
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
     manifest = chain[-1].manifest
     state, tables = args.state, args.tables or tables
@@ -255,14 +276,22 @@ def read_back(
     # not wait until all of dense/ has been compared with its digests.
     is_read = bool(wanted.dense) or not args.partial
     seal = chain[-1].check_dense() if is_read else None
+    laps.end("open")
+    arrays = _rebuild(chain, wanted)
+    laps.end("rows")
+    rest = restore_dense(dense, chain[-1].directory, wanted, everything, seal)
+    laps.end("dense")
+    stamps = _read_stamps(chain, wanted, tables)
+    laps.end("rows")
     return ReadBack(
         chain=chain,
         state=state,
         tables=tables,
         wanted=wanted,
-        arrays=_rebuild(chain, wanted),
-        dense=_restore_dense(dense, chain[-1].directory, wanted, everything, seal),
-        stamps=_read_stamps(chain, wanted, tables),
+        arrays=arrays,
+        dense=rest,
+        stamps=stamps,
+        report=report_of(chain, wanted, tables, laps, reads_dense=is_read),
     )
 
 
@@ -328,56 +357,6 @@ def _assemble(
     """
     rest = {**wanted.kept, **wanted.texts, **dict(flatten_paths(dense))}
     return merge(state, tables, arrays, nest(rest.items()))
-
-
-def _restore_dense(
-    dense: DenseStore,
-    directory: AnyPath,
-    wanted: Wanted,
-    everything: bool,
-    seal: Seal | None,
-) -> Any:
-    """The dense leaves from the files that were checked, if they are still the same.
-
-    None are wanted of files that were not: then `seal` is None.
-
-    Raises:
-        IntegrityError: if the files have changed, or Orbax cannot read them though they are
-            as they were saved.
-    """
-    if seal is None:
-        return {}
-    try:
-        if everything:
-            found = dense.restore(directory, None)
-        else:
-            leaves = wanted.dense.items()
-            abstract = nest((path, abstract_dense(leaf)) for path, leaf in leaves)
-            found = dense.restore(directory, abstract)
-    except Exception as error:
-        seal.check()  # if it raises, it says why
-        if not means_damage(error) or (
-            not everything and _can_be_read(dense, directory)
-        ):
-            raise
-        where = os.fspath(directory / names.DENSE)
-        raise errors.IntegrityError(
-            f"{where} cannot be read, though its files are those that were saved\n"
-            f"  {type(error).__name__}: {error}",
-            kind=kind_of(error, "dense_unreadable"),
-            path=where,
-        ) from error
-    seal.check()
-    return found
-
-
-def _can_be_read(dense: DenseStore, directory: AnyPath) -> bool:
-    """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
-    try:
-        dense.restore(directory, None)
-    except Exception:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import (
+    Comparison,
     comparing_program,
     host_programs,
     sample_positions,
@@ -112,6 +113,18 @@ def sample_of(plans: Sequence[RunPlan]) -> np.ndarray:
         [plan.count for plan in plans],
         [plan.width for plan in plans],
         [is_rounded(plan) for plan in plans],
+    )
+
+
+def comparison_of(plans: Sequence[RunPlan]) -> Comparison:
+    """What is to compare the sampled rows with what their codes read as."""
+    positions = sample_of(plans)
+    ends = np.cumsum([plan.count for plan in plans])
+    names = sorted({plan.table for plan in plans})
+    index = {name: i for i, name in enumerate(names)}
+    tables = np.asarray([index[plan.table] for plan in plans], np.int64)
+    return Comparison(
+        positions, tables[np.searchsorted(ends, positions, side="right")], names
     )
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,8 +17,10 @@ from cnr_jax.checkpointer.saving.calls import Listener
 from cnr_jax.checkpointer.saving.check import full_fp32_bytes
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.names import step_number
+from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.options import Options
 from cnr_jax.repository.commit import Facts
+from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan, Planner
@@ -50,6 +53,7 @@ class SaveInFlight:
         is_open: whether its state is being written, or was and nobody has found out what became
             of it.
         blocking_secs: for which training waited.
+        gather_secs: of these, for rows.
         writing: of its state, by a thread of its own.
         timeout_secs: how long that thread may wait for other processes.
         release: ends the writing of rows, and frees whoever waits for it to go on.
@@ -58,6 +62,11 @@ class SaveInFlight:
         stopped: why its writing must end, if it must.
         write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
+        written_secs: that this took, and what else was being written.
+        agreed_at_secs: reading of `time.perf_counter` when all processes knew how it went.
+        commit_secs: from then on until it was committed.
+        processes: the process manifests that this process has seen by then; only the first one
+            sees others than its own.
         row_errors: of rounded rows among it; None where all are exact.
         manifest_bytes: of `manifest.json`, if this process has written it.
         synced_early: whether it was made durable before Orbax renamed it.
@@ -76,6 +85,7 @@ class SaveInFlight:
     facts: Facts | None = None
     is_open: bool = False
     blocking_secs: float = 0.0
+    gather_secs: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
     timeout_secs: float = 0.0
     release: Callable[[], None] = _do_nothing
@@ -84,6 +94,10 @@ class SaveInFlight:
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
     written: Written | None = None
+    written_secs: float = 0.0
+    agreed_at_secs: float | None = None
+    commit_secs: float = 0.0
+    processes: Sequence[ProcessManifest] = ()
     row_errors: RowErrors | None = None
     manifest_bytes: int | None = None
     synced_early: bool = False
@@ -170,15 +184,24 @@ class SaveInFlight:
         """Notes what became of it, and frees what only its writing needed."""
         self.outcome = outcome
         self.written = self.manifest = self.stopped = self.write_error = None
+        self.processes = ()
         self.release = _do_nothing
         self.is_open = False
+
+    def is_committed_now(self) -> None:
+        """Notes how long it took to commit what all processes have written."""
+        if self.agreed_at_secs is not None:
+            self.commit_secs = time.perf_counter() - self.agreed_at_secs
 
     def report(self, manifest: Manifest, tables: Tables) -> SaveReport:
         """What a committed save did."""
         assert self.facts is not None
         parent, totals = manifest.parent, manifest.totals
         rounding = self.row_errors
-        own = self.manifest_bytes
+        own, written = self.manifest_bytes, self.written
+        processes = self.processes or ([written.manifest] if written else [])
+        encode_secs = written.encode_secs if written else 0.0
+        waiting_secs = written.waiting_secs if written else 0.0
         if own is None:  # another process has written it
             own = len(dump(manifest))
         return SaveReport(
@@ -195,9 +218,16 @@ class SaveInFlight:
             full_fp32_bytes=full_fp32_bytes(tables, manifest.dense_leaves),
             blocking_secs=self.blocking_secs,
             fingerprint_secs=self.facts.fingerprint_secs,
+            find_secs=self.facts.find_secs,
+            gather_secs=self.gather_secs,
+            encode_secs=encode_secs,
+            write_secs=max(0.0, self.written_secs - encode_secs - waiting_secs),
+            commit_secs=self.commit_secs,
             total_secs=manifest.history[-1].secs,
             reason=manifest.reason,
             restores=manifest.restores,
+            run=manifest.run,
+            tables=held_tables(manifest, processes) if processes else (),
             auto_bits=self.plan.auto_bits,
             sample_rows=rounding.rows if rounding else None,
             mean_row_error=rounding.mean if rounding else None,
@@ -235,7 +265,7 @@ class Lifecycle:
     ) -> None:
         self._writer, self._planner = writer, planner
         self._tables = tables
-        self.listener = Listener(options.on_save)
+        self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
         self.doubt = ""
@@ -291,6 +321,8 @@ class Lifecycle:
         flight = self.flight
         if flight is None or flight.is_unwanted:
             return False
+        if not flight.is_reported:
+            flight.is_committed_now()
         try:
             flight.manifest = flight.manifest or flight.committed_manifest()
         except Exception:
@@ -408,8 +440,5 @@ class Lifecycle:
             _log.exception("there is no report of step %d", flight.step)
             return
         self.report = report
-        _log.info("%s", report)
-        if self.managed:
-            self.listener.tell(report)
-        else:
-            self.listener.tell_here(report)
+        tell = self.listener.tell if self.managed else self.listener.tell_here
+        tell(report, flight.place.root)

@@ -31,7 +31,7 @@ from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
-from cnr_jax.rows.gather.encode import Comparison, RowErrors
+from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.telemetry import percent
@@ -100,7 +100,7 @@ class Launcher:
             directories: tell when it is there.
         """
         flight, changed, options = planned.flight, planned.changed, self._options
-        plan = flight.plan
+        plan, started = flight.plan, time.perf_counter()
         try:
             captured = capture.capture(
                 changed.tiles,
@@ -130,6 +130,7 @@ class Launcher:
                 if not stage.put(chunk):
                     break  # the writing has failed; the thread says why
             stage.start()
+            flight.gather_secs = time.perf_counter() - started
             dense = planned.checked.without_texts()
             parts = await self._dense.save(directory, dense)
             stage.close()
@@ -161,7 +162,7 @@ def _write_rows(
     options: Options,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
-    compared = Comparison(capture.sample_of(plans))
+    compared = capture.comparison_of(plans)
     writer = RowsWriter(
         directory,
         flight.plan.uuid,
@@ -243,7 +244,7 @@ def _in_background(
         raise_if_told(channel, topic)
 
     failure = _raised_by(directories.wait, channel.timeout_secs, check_others)
-    unplaced = failure is not None
+    unplaced, started = failure is not None, time.perf_counter()
     if not unplaced and flight.stopped is None:
         failure = _raised_by(write)
     if failure is not None:
@@ -257,10 +258,12 @@ def _in_background(
             found = _raised_by(_wait_for, part, check_others)
             failure = failure or found
     flight.parts = ()
+    flight.written_secs = time.perf_counter() - started
     is_heard = _end_alike(flight, flight.stopped or failure, channel, topic)
     if unplaced and is_heard:
         # All processes have given up.
         _raised_by(directories.release)
+    flight.agreed_at_secs = time.perf_counter()
 
 
 def _end_alike(

@@ -162,12 +162,17 @@ class Comparison:
 
     Args:
         positions: of the sample, see `sample_positions`.
+        tables: of each of them the table, as an index into `names`.
+        names: of tables.
     """
 
-    def __init__(self, positions: np.ndarray) -> None:
-        self._positions = positions
+    def __init__(
+        self, positions: np.ndarray, tables: np.ndarray, names: Sequence[str]
+    ) -> None:
+        self._positions, self._tables, self._names = positions, tables, names
         self._waiting: dict[_Group, list[tuple[np.ndarray, ...]]] = {}
-        self._errors: list[np.ndarray] = []
+        # With the tables of the rows.
+        self._errors: list[tuple[np.ndarray, np.ndarray]] = []
         self._failed = False
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> None:
@@ -176,19 +181,42 @@ class Comparison:
         if first == last or isinstance(chunk.codec, Raw):
             return
         self._attempt(
-            lambda: self._take(chunk, encoded, self._positions[first:last] - done)
+            lambda: self._take(
+                chunk,
+                encoded,
+                self._positions[first:last] - done,
+                self._tables[first:last],
+            )
         )
 
     def result(self) -> RowErrors | None:
         """The errors of all; None where there was nothing to sample, or comparing failed."""
-        self._attempt(lambda: [self._compare(group) for group in self._waiting])
-        if self._failed or not len(self._positions):
+        if not self._has_compared_all() or not len(self._positions):
             return None
-        errors = np.concatenate([*self._errors, np.empty(0, np.float32)])
+        errors = np.concatenate(
+            [*(found for _, found in self._errors), np.empty(0, np.float32)]
+        )
         if not len(errors):
             return RowErrors(0, None, None)
         mean = float(errors.mean(dtype=np.float64))
         return RowErrors(len(errors), mean, float(errors.max()))
+
+    def by_table(self) -> dict[str, RowErrors]:
+        """The errors of each table of which rows were compared; none if comparing failed."""
+        if not self._has_compared_all() or not self._errors:
+            return {}
+        tables, errors = map(np.concatenate, zip(*self._errors, strict=True))
+        found: dict[str, RowErrors] = {}
+        for i in map(int, np.unique(tables)):
+            own = errors[tables == i]
+            mean = float(own.mean(dtype=np.float64))
+            found[self._names[i]] = RowErrors(len(own), mean, float(own.max()))
+        return found
+
+    def _has_compared_all(self) -> bool:
+        """Whether all that was taken is compared by now, and nothing failed."""
+        self._attempt(lambda: [self._compare(group) for group in self._waiting])
+        return not self._failed
 
     def _attempt(self, work: Callable[[], object]) -> None:
         if self._failed:
@@ -199,18 +227,21 @@ class Comparison:
             self._failed = True
             _log.debug("the error of rounded rows was not measured", exc_info=True)
 
-    def _take(self, chunk: Chunk, encoded: EncodedChunk, at: np.ndarray) -> None:
+    def _take(
+        self, chunk: Chunk, encoded: EncodedChunk, at: np.ndarray, tables: np.ndarray
+    ) -> None:
         if chunk.rows is not None:
             rows = chunk.rows[at]
         elif chunk.sampled is not None:
             at = at[: chunk.sampled.shape[0]]
+            tables = tables[: len(at)]
             rows = np.asarray(chunk.sampled)[: len(at)]
         else:
             return
         parts = [encoded.parts[name][at] for name in sorted(encoded.parts)]
         group = (chunk.codec, rows.dtype, rows.shape[1])
         waiting = self._waiting.setdefault(group, [])
-        waiting.append((rows, np.isin(at, encoded.escaped), *parts))
+        waiting.append((rows, tables, np.isin(at, encoded.escaped), *parts))
         if sum(len(each[0]) for each in waiting) >= _batch_rows(group):
             self._compare(group)
 
@@ -219,7 +250,7 @@ class Comparison:
         waiting, self._waiting[group] = self._waiting[group], []
         if not waiting:
             return
-        rows, exact, *parts = (
+        rows, tables, exact, *parts = (
             np.concatenate(each) for each in zip(*waiting, strict=True)
         )
         size = _batch_rows(group)
@@ -231,7 +262,8 @@ class Comparison:
             found = np.asarray(made)[: len(rows[some])]
             # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
             found = np.where(exact[some], np.float32(0), found)
-            self._errors.append(found[~np.isnan(found)])
+            known = ~np.isnan(found)
+            self._errors.append((tables[some][known], found[known]))
 
 
 def _batch_rows(group: _Group) -> int:

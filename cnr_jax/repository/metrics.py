@@ -1,0 +1,113 @@
+"""What a run has done, line by line: a file of JSON in its root, one line a save or restore.
+
+It is no part of any checkpoint: whoever loses it loses no step. A line is appended by one call, so
+that a program that is killed leaves whole lines, and perhaps the beginning of one more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.checked import refuse_pipe
+from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.layout import check_can_be_read, open_root
+
+
+def check_can_append(root: AnyPath) -> None:
+    """Checks that metrics can be kept in a root.
+
+    Raises:
+        OptionError: if it is in a store, where nothing can be appended.
+    """
+    if not is_local(root):
+        raise errors.OptionError(
+            f"metrics cannot be kept in {os.fspath(root)}\n"
+            "  got metrics=True and a root in a store, where files cannot grow; expected a local"
+            " root\n"
+            "  hint: on_save= is called with each report, and may write it anywhere"
+        )
+
+
+def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
+    """Adds a line to the metrics of a root.
+
+    Args:
+        root: a local one.
+        event: what was done, `"save"` or `"restore"`.
+        facts: values of JSON.
+
+    Raises:
+        OSError: if it cannot be written; a line may then be left unfinished.
+    """
+    document = {
+        "event": event,
+        "written_at_unix_secs": round(time.time(), 3),
+        **facts,
+    }
+    line = json.dumps(document, separators=(",", ":"), default=str).encode() + b"\n"
+    path = os.fspath(root / names.METRICS)
+    # Never through a link or into a pipe, which somebody else has put there.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            # What a killed program has left stays a line of its own.
+            line = b"\n" + line
+        while line:
+            line = line[os.write(descriptor, line) :]
+    finally:
+        os.close(descriptor)
+
+
+def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What a run with `Options(metrics=True)` has noted in its root, the oldest first.
+
+    Imports neither jax nor Orbax. A run may be saving there; the beginning of a line that a killed
+    program has left is passed over. A root that holds runs one after the other
+    (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
+
+    Args:
+        root: directory of the checkpoints, a local path.
+
+    Returns:
+        A dict for each save and restore: `event`, which is `"save"` or `"restore"`;
+        `written_at_unix_secs`; and what `asdict()` of the `SaveReport` or `RestoreReport` gives,
+        without the leaves of tables. Empty without metrics.
+
+    Raises:
+        NoStepError: if there is no such folder; it is a FileNotFoundError too.
+        OptionError: if it is a file, or a step of a root.
+        IntegrityError: if there is no file, but something else, in the place of the metrics.
+        OSError: if they cannot be read.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root, state = tempfile.mkdtemp(), {"user": jnp.zeros((8, 4))}
+        >>> tables, options = cnr.find_tables(state, ["user"]), cnr.Options(metrics=True)
+        >>> with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> [(line["event"], line["step"], line["rows"]) for line in cnr.read_metrics(root)]
+        [('save', 0, 8)]
+    """
+    folder = open_root(root)
+    check_can_be_read(folder)
+    path = folder / names.METRICS
+    if not exists(path):
+        return []
+    refuse_pipe(path)
+    found: list[dict[str, Any]] = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            document: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(document, dict) and "event" in document:
+            found.append(cast("dict[str, Any]", document))
+    return found
