@@ -60,7 +60,10 @@ def step_of(found: RootDescription, number: int) -> StepDescription:
     if own:
         return own[-1]
     if steps:
-        text = f"step {number} in {found.root} was saved by plain Orbax"
+        text = (
+            f"step {number} in {found.root} was saved by plain Orbax\n  hint: a manager with"
+            " Options(adopt=True) restores it, cnr_jax.import_orbax converts it"
+        )
     else:
         there = sorted({each.step for each in found.steps})
         span = f", which run from {there[0]} to {there[-1]}" if there else ""
