@@ -181,6 +181,51 @@ def test_saves_that_retention_removed_are_shown_from_histories(
     )
 
 
+def test_metrics_tell_of_phases_and_of_removed_saves(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    options = {"policy": cnr.OneShot(), "metrics": True, "codec": None, "bits": 4}
+    reports: list[cnr.SaveReport] = []
+    with run.open(
+        root, {"max_to_keep": 2}, on_save=reports.append, **options
+    ) as manager:
+        run.run(manager, range(6))
+    # What no save has noted changes nothing, and does not fail.
+    line = {"event": "save", "run": cnr.describe(root).steps[0].run, "generation": 1}
+    with (root / "cnr_jax.metrics.jsonl").open("a") as file:
+        for more in ({"step": "9"}, {"step": 9, "kind": "<b>"}, {"step": 1e400}, {}):
+            file.write(json.dumps({**line, **more}) + "\n")
+        file.write(json.dumps({**line, "run": "0" * 32, "step": 9, "kind": "full"}))
+    page = report(root)
+    assert page.column("saves", "step") == [str(step) for step in range(6)]
+    gone = [i for i, n in enumerate(page.column("saves", "note")) if n]
+    assert gone == [1, 2, 3]
+    assert set(page.column("saves", "note")) == {"", "removed since"}
+    sizes = [amount(each.total_bytes) for each in reports]
+    assert page.column("saves", "bytes") == sizes
+    waited = [f"{each.blocking_secs:.3f}" for each in reports]
+    assert page.column("saves", "waited") == waited
+    panels = {panel.title: panel for panel in panels_of(course_of(cnr.describe(root)))}
+    phases = {
+        series.name: series.values for series in panels["Seconds by phase"].series
+    }
+    assert phases["find"] == tuple(each.find_secs for each in reports)
+    assert phases["commit"] == tuple(each.commit_secs for each in reports)
+    means = panels["Error of rounding"].series[1]
+    assert means.values == pytest.approx(
+        [each.mean_row_error for each in reports], 1e-3
+    )
+    (shares,) = [
+        series.values
+        for series in panels["Share of rows in deltas, by table"].series
+        if series.name == "user"
+    ]
+    assert None not in shares[1:]
+    held = sum(each.total_bytes for each in reports if each.step in (0, 4, 5))
+    assert panels["Capacity"].series[1].values[-1] == held
+
+
 def test_damage_is_named_and_marked(root: Path) -> None:
     (root / "2" / "default" / "manifest.json").write_text("{")
     next((root / "4" / "default" / "rows.p00000").rglob("c/0")).unlink()

@@ -6,12 +6,22 @@ import dataclasses
 import datetime
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from cnr_jax import errors
-from cnr_jax.format.manifest import HistoryEntry
-from cnr_jax.repository.description import RootDescription, StepDescription
+from cnr_jax.repository.description import (
+    RootDescription,
+    StepDescription,
+    TableDescription,
+)
 from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.metrics import read_metrics
 from cnr_jax.repository.step import read_step
+
+ROWS = "rows"
+PHASES = ("find", "gather", "encode", "write", "commit")
+# Parts of the bytes of a save, by what reports and descriptions call them.
+_PARTS = {"tables": "table", "slots": "slot", "dense": "dense", "manifests": "manifest"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +31,23 @@ class Save:
     Attributes:
         step: its number.
         kind: as in a `StepDescription`.
-        kept: whether the root still holds it; else only its rows, bytes of rows and seconds are
-            known, from the history that a later step carries.
+        kept: whether the root still holds it; else it is known from the metrics of the run, or
+            its rows, bytes of rows and seconds from the history that a later step carries.
         branch: number of the branch; 0: not known.
         parent: where in the course the parent of a delta is; None: nowhere.
         depth: how many checkpoints a restore of it reads; 0: not known.
         restored: whether the run was restored between the save before and this one.
         rows: over all tables.
-        parts: its bytes by what they are: `tables`, `slots`, `dense`, `manifests`.
+        parts: its bytes by what they are: `tables`, `slots`, `dense`, `manifests`; or `ROWS`
+            alone, where only those of rows are known.
         plain_bytes: what a plain full save would have written; None: not known.
         secs: from the start of the save until its manifest was written; None: not known.
+        stall_secs: of these, how long training waited; None: not known.
+        phases: seconds by phase, in their order; empty where they are not known.
         saved_at: when the manifest was written, in UTC; None: not known.
         shares: by table, how much of its rows it holds; empty where that is not known.
+        mean_error: mean relative error of rounded rows that were sampled; None: not known.
+        worst_error: the greatest of them.
         problem: why it cannot be restored; empty if it can.
         may_lack_rows: whether an audit found later that rows may be missing in it.
     """
@@ -48,8 +63,12 @@ class Save:
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     plain_bytes: int | None = None
     secs: float | None = None
+    stall_secs: float | None = None
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     saved_at: datetime.datetime | None = None
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mean_error: float | None = None
+    worst_error: float | None = None
     problem: str = ""
     may_lack_rows: bool = False
 
@@ -85,29 +104,41 @@ class Course:
 def course_of(root: RootDescription) -> Course:
     """The course of the run that a root holds.
 
-    Reads the last manifest of each cycle once more, for the saves that retention has removed.
+    Reads the metrics of the run, if it keeps any, and the last manifest of each cycle once more,
+    for saves that retention has removed.
     """
-    placed: list[tuple[int, int, StepDescription | HistoryEntry]] = [
+    noted = _noted(root)
+    placed: list[tuple[int, int, StepDescription | Save]] = [
         (_branch_of(step, root.steps), step.step, step) for step in root.steps
     ]
-    placed += [(branch, entry.step, entry) for branch, entry in _removed(root)]
+    there = {(branch, step) for branch, step, _ in placed}
+    gone = [save for place, save in noted.items() if place not in there]
+    known = {(save.step, save.rows) for save in gone}
+    gone += [save for save in _removed(root) if (save.step, save.rows) not in known]
+    placed += [(save.branch, save.step, save) for save in gone]
     placed.sort(key=lambda found: found[:2])
     saves: list[Save] = []
     at: dict[int, int] = {}  # of each step the latest save so far
     restores: int | None = None
     for branch, number, found in placed:
-        if isinstance(found, HistoryEntry):
-            saves.append(_save_removed(found, branch))
+        if isinstance(found, Save):
+            saves.append(found)
             continue
         parent = None if found.parent is None else at.get(found.parent)
         depth = 1 if found.parent is None else 0
         if parent is not None:
             depth = saves[parent].depth and saves[parent].depth + 1
-        known = found.kind in ("full", "delta")
-        restored = known and restores is not None and found.restores > restores
-        restores = found.restores if known else restores
+        own = found.kind in ("full", "delta")
+        restored = own and restores is not None and found.restores > restores
+        restores = found.restores if own else restores
         at[number] = len(saves)
-        saves.append(_save_kept(found, branch, parent, depth, restored))
+        save = _save_kept(found, branch, parent, depth, restored)
+        more = noted.get((branch, number))
+        if more is not None and own:
+            save = dataclasses.replace(
+                save, stall_secs=more.stall_secs, phases=more.phases
+            )
+        saves.append(save)
     return Course(root=root, saves=tuple(saves))
 
 
@@ -122,12 +153,8 @@ def _save_kept(
     step: StepDescription, branch: int, parent: int | None, depth: int, restored: bool
 ) -> Save:
     known = step.kind in ("full", "delta")
-    parts = {
-        "tables": step.table_bytes,
-        "slots": step.slot_bytes,
-        "dense": step.dense_bytes,
-        "manifests": step.manifest_bytes,
-    }
+    mean, worst = _errors(step.tables)
+    parts = {part: getattr(step, f"{name}_bytes") for part, name in _PARTS.items()}
     return Save(
         step=step.step,
         kind=step.kind,
@@ -141,25 +168,90 @@ def _save_kept(
         secs=step.secs,
         saved_at=step.saved_at,
         shares={table.name: table.saved_rows / table.rows for table in step.tables},
+        mean_error=mean,
+        worst_error=worst,
         problem="" if step.kind == "orbax" else step.problem,
         may_lack_rows=step.may_lack_rows,
     )
 
 
-def _save_removed(entry: HistoryEntry, branch: int) -> Save:
+def _errors(
+    tables: Sequence[TableDescription],
+) -> tuple[float | None, float | None]:
+    """Mean and worst error of the rows of all tables that were sampled."""
+    found = [
+        (each.sample_rows, each.mean_row_error, each.worst_row_error)
+        for each in tables
+        if each.sample_rows
+    ]
+    rows = sum(count or 0 for count, _, _ in found)
+    if not rows:
+        return None, None
+    mean = sum((count or 0) * (mean or 0.0) for count, mean, _ in found) / rows
+    return mean, max(worst or 0.0 for _, _, worst in found)
+
+
+def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
+    """Saves that the metrics of a root tell of, by branch and step; of one twice the later.
+
+    A root may have had other runs: of these nothing is told. Lines are of whoever wrote the file,
+    and what is no number is left out.
+    """
+    runs = {step.run for step in root.steps if step.kind in ("full", "delta")}
+    try:
+        lines = read_metrics(root.root)
+    except (errors.CnrError, OSError):
+        return {}
+    found: dict[tuple[int, int], Save] = {}
+    for line in lines:
+        step, branch = _number(line, "step"), _number(line, "generation")
+        kind = line.get("kind")
+        if line["event"] != "save" or kind not in ("full", "delta"):
+            continue
+        if step is None or branch is None or line.get("run") not in runs:
+            continue
+        save = _save_noted(line, int(step), int(branch), kind)
+        found[save.branch, save.step] = save
+    return found
+
+
+def _save_noted(line: Mapping[str, Any], step: int, branch: int, kind: str) -> Save:
+    """A save as a line of the metrics tells of it."""
+    parts = {part: _number(line, f"{name}_bytes") for part, name in _PARTS.items()}
+    plain = _number(line, "full_fp32_bytes")
+    phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
+    given = line.get("tables")
+    tables = (
+        [t for t in given if isinstance(t, dict)] if isinstance(given, list) else []
+    )
+    shares = {str(t.get("name")): _number(t, "saved_share") for t in tables}
     return Save(
-        step=entry.step,
-        kind=entry.kind,
+        step=step,
+        kind=kind,
         kept=False,
         branch=branch,
-        rows=entry.rows,
-        parts={"rows": entry.bytes},
-        secs=entry.secs,
+        rows=int(_number(line, "rows") or 0),
+        parts={part: int(size) for part, size in parts.items() if size is not None},
+        plain_bytes=None if plain is None else int(plain),
+        secs=_number(line, "total_secs"),
+        stall_secs=_number(line, "blocking_secs"),
+        phases={phase: secs for phase, secs in phases.items() if secs is not None},
+        shares={name: share for name, share in shares.items() if share is not None},
+        mean_error=_number(line, "mean_row_error"),
+        worst_error=_number(line, "worst_row_error"),
     )
 
 
-def _removed(root: RootDescription) -> Iterator[tuple[int, HistoryEntry]]:
-    """Saves that histories tell of and the root does not hold, with their branches.
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    """A number of 0 or more; None if it is none, or larger than any that is meant."""
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < 1e18 else None
+
+
+def _removed(root: RootDescription) -> Iterator[Save]:
+    """Saves that histories tell of and the root does not hold.
 
     What a history has put together is left out: of no single save.
     """
@@ -183,4 +275,12 @@ def _removed(root: RootDescription) -> Iterator[tuple[int, HistoryEntry]]:
             key = entry.step, entry.rows, entry.secs
             if entry.saves == 1 and key not in known and entry.step not in unreadable:
                 known.add(key)
-                yield step.generation, entry
+                yield Save(
+                    step=entry.step,
+                    kind=entry.kind,
+                    kept=False,
+                    branch=step.generation,
+                    rows=entry.rows,
+                    parts={ROWS: entry.bytes},
+                    secs=entry.secs,
+                )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from cnr_jax.cli.printing import printable
 from cnr_jax.cli.report import svg
-from cnr_jax.cli.report.course import Course, Save
+from cnr_jax.cli.report.course import ROWS, Course, Save
 from cnr_jax.cli.report.panels import (
     COLOURS,
     Panel,
@@ -211,13 +211,15 @@ def _table_row(table: TableDescription, held: Sequence[TableDescription]) -> lis
 
 def _saves(saves: Sequence[Save]) -> Iterator[str]:
     heads = ["step#", "kind", "parent#", "branch#", "saved", "rows#", "bytes#"]
-    heads += ["plain full save#", "times smaller#", "seconds#", "note..."]
+    heads += ["plain full save#", "times smaller#", "seconds#", "waited#"]
+    heads += ["mean error#", "note..."]
     rows: list[list[str]] = []
     for save in saves:
         size, plain = save.total_bytes, save.plain_bytes
         smaller = f"{plain / max(1, size):.1f}" if plain and size is not None else ""
         notes = ["restored before it"] * save.restored
-        notes += ["removed since: bytes of its rows alone"] * (not save.kept)
+        rows_alone = ": bytes of its rows alone" if ROWS in save.parts else ""
+        notes += [f"removed since{rows_alone}"] * (not save.kept)
         notes += ["may lack rows"] * save.may_lack_rows
         notes += [f"cannot be restored: {save.problem}"] * bool(save.problem)
         rows.append(
@@ -232,6 +234,8 @@ def _saves(saves: Sequence[Save]) -> Iterator[str]:
                 amount(plain) if plain else "",
                 smaller,
                 "" if save.secs is None else f"{save.secs:.3f}",
+                "" if save.stall_secs is None else f"{save.stall_secs:.3f}",
+                "" if save.mean_error is None else told(save.mean_error, "share"),
                 "; ".join(notes),
             ]
         )

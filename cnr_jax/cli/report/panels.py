@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cnr_jax.cli.report.course import Course, Save
+from cnr_jax.cli.report.course import PHASES, ROWS, Course, Save
 from cnr_jax.repository.description import amount
 
 Shape = Literal["line", "area", "bars", "dots", "squares", "rings", "crosses"]
@@ -104,6 +104,8 @@ def panels_of(course: Course) -> list[Panel]:
         _capacity(course.saves),
         _shares(course.saves),
         _seconds(course.saves),
+        _phases(course.saves),
+        _errors(course.saves),
         _chains(course.saves),
     ]
     shown: list[Panel] = []
@@ -135,7 +137,7 @@ def _bytes(saves: Sequence[Save]) -> Panel:
         return lambda save: save.kept and save.kind == kind
 
     about = "On this axis equal distances are equal factors."
-    if not all(save.kept for save in saves):
+    if any(ROWS in save.parts for save in saves):
         about += " Of a save that is removed since only the rows are known, not what was dense."
     return Panel(
         title="Bytes of each save",
@@ -223,7 +225,7 @@ def _capacity(saves: Sequence[Save]) -> Panel:
 
 
 def _shares(saves: Sequence[Save]) -> Panel:
-    deltas = [save for save in saves if save.kept and save.kind == "delta"]
+    deltas = [save for save in saves if save.kind == "delta"]
     weights: Counter[str] = Counter()
     for save in deltas:
         weights.update(save.shares)
@@ -245,9 +247,7 @@ def _shares(saves: Sequence[Save]) -> Panel:
                 name=name,
                 colour=colour,
                 shape="line",
-                values=_where(
-                    saves, share(name), lambda s: s.kept and s.kind == "delta"
-                ),
+                values=_where(saves, share(name), lambda s: s.kind == "delta"),
                 dashes=i,
             )
             for i, (name, colour) in enumerate(
@@ -268,6 +268,54 @@ def _seconds(saves: Sequence[Save]) -> Panel:
                 colour="sky",
                 shape="bars",
                 values=tuple(save.secs for save in saves),
+            ),
+            Series(
+                name="of these training waited",
+                colour="red",
+                shape="dots",
+                values=tuple(save.stall_secs for save in saves),
+            ),
+        ),
+    )
+
+
+def _phases(saves: Sequence[Save]) -> Panel:
+    return Panel(
+        title="Seconds by phase",
+        about="Phases overlap: writing goes on in the background while training does, and while"
+        " rows are still gathered.",
+        unit="secs",
+        series=tuple(
+            Series(
+                name=phase,
+                colour=colour,
+                shape="line",
+                values=tuple(save.phases.get(phase) for save in saves),
+                dashes=i,
+            )
+            for i, (phase, colour) in enumerate(zip(PHASES, COLOURS, strict=False))
+        ),
+    )
+
+
+def _errors(saves: Sequence[Save]) -> Panel:
+    return Panel(
+        title="Error of rounding",
+        about="How far rows that were saved are off, relative to their length, of a sample.",
+        unit="share",
+        series=(
+            Series(
+                name="worst row",
+                colour="red",
+                shape="line",
+                values=tuple(save.worst_error for save in saves),
+                dashes=1,
+            ),
+            Series(
+                name="mean",
+                colour="blue",
+                shape="line",
+                values=tuple(save.mean_error for save in saves),
             ),
         ),
     )
