@@ -34,12 +34,13 @@ TOOLS = [
 # Headings of the reference, each with what stands below it: all public names stand somewhere.
 PARTS = {
     "Save and restore": "CheckpointManager args.Save args.Restore Restored Options TableOptions"
-    " SaveReport handler_registry tune import_orbax",
+    " SaveReport RestoreReport RestoredTable handler_registry tune import_orbax",
     "Tables and tracking": "find_tables Tables TableSpec Identity ModSharded init_touched record"
     " reset_touched Touched Lookup",
-    "Policies": "Intermittent OneShot Consecutive Full Decision SaveRecord expected_restores",
+    "Policies": "Intermittent OneShot Consecutive Full Decision SaveRecord expected_restores"
+    " simulate Simulation Schedule ByteModel",
     "Look into a root": "describe RootDescription StepDescription TableDescription"
-    " LeafDescription verify Problem read_rows changed_rows",
+    " LeafDescription verify Problem read_rows changed_rows read_metrics prune PrunePlan Fate",
 }
 MODULES = {"Optimizers": "optim", "Errors": "errors"}
 
