@@ -81,20 +81,8 @@ def import_orbax(
     options, source, root = checked(options), open_root(old), open_root(new)
     check_can_be_read(source, item)
     _check_is_new(root)
-    item = item or find_item(source) or item_beside(source, None) or DEFAULT_ITEM
-    with CheckpointManager(
-        source,
-        options=Options(adopt=True, timeout_secs=options.timeout_secs),
-        item=item,
-    ) as reader:
-        asked: Any = Restore(state)
-        if item != DEFAULT_ITEM:
-            asked = in_item(asked, item, item)
-        found = reader.restore(step, args=asked)
-        found = (found if item == DEFAULT_ITEM else found[item]).state
-        # What turned out damaged on the way does not count any more.
-        taken = reader.latest_step() if step is None else step
-    assert taken is not None
+    reading = Options(adopt=True, timeout_secs=options.timeout_secs)
+    taken, found = _restored(source, item, step, state, reading)
     _say_what_is_left(source, taken)
     if not isinstance(tables, Tables):
         tables = find_tables(found, tables)
@@ -107,6 +95,22 @@ def import_orbax(
         report = manager.last_report
     assert report is not None
     return report
+
+
+def _restored(
+    root: AnyPath, item: str | None, step: int | None, state: Any, options: Options
+) -> tuple[int, Any]:
+    """The step that is taken of a root, and its state, by a manager that only reads."""
+    item = item or find_item(root) or item_beside(root, None) or DEFAULT_ITEM
+    asked: Any = Restore(state)
+    if item != DEFAULT_ITEM:
+        asked = in_item(asked, item, item)
+    with CheckpointManager(root, options=options, item=item) as reader:
+        found = reader.restore(step, args=asked)
+        # What turned out damaged on the way does not count any more.
+        taken = reader.latest_step() if step is None else step
+    assert taken is not None
+    return taken, (found if item == DEFAULT_ITEM else found[item]).state
 
 
 def _check_is_new(root: AnyPath) -> None:
