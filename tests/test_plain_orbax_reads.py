@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,38 @@ def test_plain_orbax_finds_the_handler_of_our_steps(
         run.run(manager, [1])
     program = PROGRAM.format(root=str(tmp_path), args=args)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+WITHOUT_US = """
+import sys
+sys.modules["cnr_jax"] = None
+import orbax.checkpoint as ocp
+with ocp.CheckpointManager({root!r}) as manager:
+    for args in (None, ocp.args.StandardRestore()):
+        try:
+            manager.restore(1, args=args)
+        except (ValueError, FileNotFoundError) as error:
+            print(error)
+"""
+
+
+def test_who_looks_where_plain_orbax_fails_is_told_what_it_is(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as manager:
+        run.run(manager, [1])
+    program = WITHOUT_US.format(root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    item, folder = done.stdout.splitlines()[:2]
+    assert '"default"' in item and str(tmp_path / "1" / "default") in folder
+    claim = (tmp_path / "cnr_jax.writer.json").read_text().splitlines()
+    assert "The steps here were saved by cnr_jax" in claim[1]
+    (call,) = re.findall(r"cnr_jax\.CheckpointManager.*?\(None\)", claim[1])
+    call = call.replace("<this folder>", repr(str(tmp_path)))
+    assert int(eval(call, {"cnr_jax": cnr}).state["step"]) == 1
 
 
 def test_the_managers_own_root_is_read_anew_when_it_is_named(

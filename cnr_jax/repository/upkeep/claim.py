@@ -45,6 +45,12 @@ except ImportError:  # not a POSIX system
 _log = logging.getLogger(__name__)
 # A rollback of 100,000 steps takes about as much.
 _LIMIT_BYTES = 16 << 20
+# Plain Orbax says of our steps only that they cannot be restored: who then looks finds this.
+_ABOUT = (
+    "The steps here were saved by cnr_jax, incremental checkpoints for JAX, and may rest on each"
+    " other. cnr_jax.CheckpointManager(<this folder>).restore(None) reads them; so does plain"
+    " Orbax by restore(step), in a program that has imported cnr_jax.args."
+)
 # How often it is tried to take the lock.
 _POLL_SECS = 0.02
 
@@ -272,7 +278,7 @@ class Claim:
             self._write(dataclasses.replace(self._own, aside=aside))
 
     def _write(self, own: Writer) -> None:
-        document: dict[str, Any] = dataclasses.asdict(own)
+        document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         replace_durably(self._root / names.WRITER, data.encode())
         self._own = own
