@@ -224,6 +224,12 @@ def test_metrics_tell_of_phases_and_of_removed_saves(
     assert None not in shares[1:]
     held = sum(each.total_bytes for each in reports if each.step in (0, 4, 5))
     assert panels["Capacity"].series[1].values[-1] == held
+    # Of a removed save too it is told that the run was restored before it.
+    with run.open(root, {"max_to_keep": 1}, **options) as manager:
+        run.restore(manager, None)
+        run.run(manager, range(6, 9))
+    notes = report(root).column("saves", "note")
+    assert notes[6] == "restored before it; removed since" and notes[8] == ""
 
 
 def test_damage_is_named_and_marked(root: Path) -> None:

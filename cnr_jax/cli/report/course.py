@@ -36,7 +36,8 @@ class Save:
         branch: number of the branch; 0: not known.
         parent: where in the course the parent of a delta is; None: nowhere.
         depth: how many checkpoints a restore of it reads; 0: not known.
-        restored: whether the run was restored between the save before and this one.
+        restores: how often the run was restored along its branch; None: not known.
+        restored: whether it was restored between the save before and this one.
         rows: over all tables.
         parts: its bytes by what they are: `tables`, `slots`, `dense`, `manifests`; or `ROWS`
             alone, where only those of rows are known.
@@ -58,6 +59,7 @@ class Save:
     branch: int = 0
     parent: int | None = None
     depth: int = 0
+    restores: int | None = None
     restored: bool = False
     rows: int = 0
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -119,7 +121,6 @@ def course_of(root: RootDescription) -> Course:
     placed.sort(key=lambda found: found[:2])
     saves: list[Save] = []
     at: dict[int, int] = {}  # of each step the latest save so far
-    restores: int | None = None
     for branch, number, found in placed:
         if isinstance(found, Save):
             saves.append(found)
@@ -128,18 +129,27 @@ def course_of(root: RootDescription) -> Course:
         depth = 1 if found.parent is None else 0
         if parent is not None:
             depth = saves[parent].depth and saves[parent].depth + 1
-        own = found.kind in ("full", "delta")
-        restored = own and restores is not None and found.restores > restores
-        restores = found.restores if own else restores
         at[number] = len(saves)
-        save = _save_kept(found, branch, parent, depth, restored)
+        save = _save_kept(found, branch, parent, depth)
         more = noted.get((branch, number))
-        if more is not None and own:
+        if more is not None and save.parts:
             save = dataclasses.replace(
                 save, stall_secs=more.stall_secs, phases=more.phases
             )
         saves.append(save)
-    return Course(root=root, saves=tuple(saves))
+    return Course(root=root, saves=tuple(_with_restores(saves)))
+
+
+def _with_restores(saves: Sequence[Save]) -> Iterator[Save]:
+    """Saves, and of each whether the run was restored before it."""
+    before: int | None = None
+    for save in saves:
+        if save.restores is None:
+            yield save
+            continue
+        restored = before is not None and save.restores > before
+        before = save.restores
+        yield dataclasses.replace(save, restored=restored)
 
 
 def _branch_of(step: StepDescription, steps: Sequence[StepDescription]) -> int:
@@ -150,7 +160,7 @@ def _branch_of(step: StepDescription, steps: Sequence[StepDescription]) -> int:
 
 
 def _save_kept(
-    step: StepDescription, branch: int, parent: int | None, depth: int, restored: bool
+    step: StepDescription, branch: int, parent: int | None, depth: int
 ) -> Save:
     known = step.kind in ("full", "delta")
     mean, worst = _errors(step.tables)
@@ -161,7 +171,7 @@ def _save_kept(
         branch=branch,
         parent=parent,
         depth=depth,
-        restored=restored,
+        restores=step.restores if known else None,
         rows=step.rows,
         parts=parts if known else {},
         plain_bytes=step.full_fp32_bytes if known else None,
@@ -218,7 +228,7 @@ def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
 def _save_noted(line: Mapping[str, Any], step: int, branch: int, kind: str) -> Save:
     """A save as a line of the metrics tells of it."""
     parts = {part: _number(line, f"{name}_bytes") for part, name in _PARTS.items()}
-    plain = _number(line, "full_fp32_bytes")
+    plain, restores = _number(line, "full_fp32_bytes"), _number(line, "restores")
     phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
     given = line.get("tables")
     tables = (
@@ -230,6 +240,7 @@ def _save_noted(line: Mapping[str, Any], step: int, branch: int, kind: str) -> S
         kind=kind,
         kept=False,
         branch=branch,
+        restores=None if restores is None else int(restores),
         rows=int(_number(line, "rows") or 0),
         parts={part: int(size) for part, size in parts.items() if size is not None},
         plain_bytes=None if plain is None else int(plain),
