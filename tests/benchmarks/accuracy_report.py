@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,8 @@ NAMES = {
     "log_loss": "log loss",
 }
 Run = dict[str, Any]
+# Runs that were made before there was a choice.
+_EXACT: Run = {"slots": "raw"}
 
 
 class Case(NamedTuple):
@@ -42,15 +44,18 @@ class Case(NamedTuple):
         bits: of the default codec; "auto": as chosen for so many restores; None: tables are
             stored exactly.
         restores: how often the run was restored.
+        slots: how those of the optimizer are stored, as `Options(slot_codec=...)` takes it.
     """
 
     bits: int | Literal["auto"] | None
     restores: int
+    slots: str = "raw"
 
     def __str__(self) -> str:
         """Such as `auto (4 bits), 20 restores`."""
         chosen = f"auto ({bits_for(self.restores)} bits)"
         width = {None: "exact", AUTO: chosen}.get(self.bits, f"{self.bits} bits")
+        width += "" if self.slots == "raw" else f", slots {self.slots}"
         return f"{width}, {self.restores} restore{'s' if self.restores > 1 else ''}"
 
 
@@ -65,6 +70,7 @@ class Setting:
         dim: columns of the table.
         restores: numbers of restores of a run.
         bits: widths of a code.
+        sparse: the optimizer of the table, by its name in `flights_dlrm.SPARSES`.
     """
 
     data: str = "flights-3m"
@@ -73,18 +79,23 @@ class Setting:
     dim: int = 16
     restores: tuple[int, ...] = (1, 3, 10, 20, 100)
     bits: tuple[int, ...] = (2, 3, 4, 8)
+    sparse: str = "rowwise_adagrad"
 
     def as_json(self) -> Run:
         """As JSON gives it back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def cases(self, *, fixed: bool = True) -> Iterator[Case]:
+    def cases(self, *, fixed: bool = True, slots: bool = False) -> Iterator[Case]:
         """All runs of a seed but the undisturbed one, those that are judged first.
 
         Args:
             fixed: also those at fixed bits.
+            slots: instead of all these those of exact tables with rounded slots.
         """
         yield Case(None, EXACT_RESTORES)
+        if slots:
+            yield from (Case(None, restores, "auto") for restores in self.restores)
+            return
         for restores in self.restores:
             if restores in AUTO_RESTORES:
                 yield Case(AUTO, restores)
@@ -133,7 +144,8 @@ class Report:
     def get(self, seed: int, case: Case) -> Run | None:
         """One run; None if it is not there yet."""
         key = {"seed": seed, **case._asdict()}
-        return next((run for run in self.runs if key.items() <= run.items()), None)
+        found = (run for run in self.runs if key.items() <= {**_EXACT, **run}.items())
+        return next(found, None)
 
     def add(self, run: Run) -> None:
         """Adds a run and writes all."""
@@ -156,7 +168,7 @@ def changes(runs: Sequence[Run], scope: str, metric: str) -> dict[Case, Interval
     found: dict[Case, list[float]] = {}
     for run in runs:
         if run["restores"]:
-            case = Case(*(run[field] for field in Case._fields))
+            case = Case(*({**_EXACT, **run}[field] for field in Case._fields))
             reference = before[run["seed"]]
             percent = degradation_percent(metric, reference, run[scope][metric])
             found.setdefault(case, []).append(percent)
@@ -181,19 +193,20 @@ def present(runs: Sequence[Run], setting: Setting) -> None:
     print_mark(
         f"{EXACT_RESTORES} restores of exact tables: greatest change, percent", worst, 0
     )
-    _print_auto(found)
+    _print_judged(found, "bits as chosen", lambda case: case.bits == AUTO)
+    _print_judged(found, "slots", lambda case: case.slots != "raw")
     _print_fixed(found, setting)
 
 
-def _print_auto(found: Changes) -> None:
-    """What `bits="auto"` costs, and over the lifetime, how it keeps the mark."""
+def _print_judged(found: Changes, what: str, chosen: Callable[[Case], bool]) -> None:
+    """What some cases cost, and over the lifetime, how they keep the mark."""
     for (scope, metric), of in found.items():
         judged = scope == JUDGED
-        header = ["bits as chosen", "mean", "from", "to"]
+        header = [what, "mean", "from", "to"]
         header += ["mark", "how"] if judged else []
         rows = [
             [str(case), *_cells(of[case]), *(_verdict(of[case]) if judged else ())]
-            for case in sorted(case for case in of if case.bits == AUTO)
+            for case in sorted(filter(chosen, of), key=lambda case: case.restores)
         ]
         if rows:
             print_table(

@@ -54,12 +54,14 @@ class Course:
         held_out: those that follow.
         dim: columns of the table.
         bounds: rows of a feature begin at one of these and end at the next; ascending.
+        sparse: the optimizer of the table, by its name in `flights_dlrm.SPARSES`.
     """
 
     train: Flights
     held_out: Flights
     dim: int
     bounds: tuple[int, ...]
+    sparse: str = "rowwise_adagrad"
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +76,9 @@ class Course:
     def begin(self, seed: int) -> Trainee:
         """A run before its first step."""
         features, columns = self.train.ids.shape[1], self.train.dense.shape[1]
-        state = flights_dlrm.init(self.train.rows, features, columns, self.dim, seed)
+        state = flights_dlrm.init(
+            self.train.rows, features, columns, self.dim, seed, self.sparse
+        )
         saved = self.saved(state)
         return Trainee(state, cnr.init_touched(saved, self.tables(saved)), [])
 
@@ -101,7 +105,11 @@ class Course:
         found = []
         for step in range(start, stop):
             run.state, run.touched, logits = _step(
-                self.bounds, run.state, run.touched, *self.train.batch(step)
+                self.bounds,
+                self.sparse,
+                run.state,
+                run.touched,
+                *self.train.batch(step),
             )
             found.append(logits)
         run.logits += map(np.asarray, found)
@@ -132,9 +140,10 @@ def metrics(logits: np.ndarray, labels: np.ndarray) -> Figures:
     return {"auc": auc(logits, labels), "log_loss": log_loss(logits, labels)}
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def _step(
     bounds: tuple[int, ...],
+    sparse: str,
     state: Any,
     touched: Any,
     ids: jax.Array,
@@ -146,7 +155,7 @@ def _step(
         for feature, (name, start, _) in enumerate(_parts(bounds))
     }
     touched = cnr.record(touched, looked_up)
-    state, logits = flights_dlrm.train_step(state, ids, columns, label)
+    state, logits = flights_dlrm.train_step(state, ids, columns, label, sparse)
     return state, touched, logits
 
 
@@ -158,7 +167,7 @@ def _split(state: Any, bounds: tuple[int, ...]) -> Any:
         return {name: rows[start:stop] for name, start, stop in _parts(bounds)}
 
     optimizer = state["sparse_optimizer"]
-    count, squares = optimizer.count[TABLE], optimizer.sum_of_squares[TABLE]
+    count = optimizer.count[TABLE]
     params = {**state["params"]}
     table = params.pop(TABLE)
     return {
@@ -166,7 +175,10 @@ def _split(state: Any, bounds: tuple[int, ...]) -> Any:
         "params": {**params, **split(table)},
         "sparse_optimizer": optimizer._replace(
             count={name: count for name, _, _ in _parts(bounds)},
-            sum_of_squares=split(squares),
+            **{
+                slot: split(getattr(optimizer, slot)[TABLE])
+                for slot in _slots(optimizer)
+            },
         ),
     }
 
@@ -185,9 +197,14 @@ def joined(saved: Any) -> Any:
         "params": {**whole(params), "dense": params["dense"]},
         "sparse_optimizer": optimizer._replace(
             count={TABLE: optimizer.count[names[0]]},
-            sum_of_squares=whole(optimizer.sum_of_squares),
+            **{slot: whole(getattr(optimizer, slot)) for slot in _slots(optimizer)},
         ),
     }
+
+
+def _slots(optimizer: Any) -> list[str]:
+    """What an optimizer keeps of each row."""
+    return [name for name in optimizer._fields if name != "count"]
 
 
 def _parts(bounds: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""A small DLRM over flights: one table that holds all features, row-wise Adagrad.
+"""A small DLRM over flights: one table that holds all features, and an optimizer of its rows.
 
 What `trained_tables.py` and `accuracy.py` train. The state is a tree in which
 `cnr_jax.find_tables` finds the table and its slot.
@@ -22,12 +22,21 @@ BATCH = 4096
 INITIAL_STD = 0.05
 # Gradients of a mean over a batch are small: they would be lost in the default of 0.1.
 SPARSE = cnr.optim.rowwise_adagrad(0.05, initial_accumulator_value=0, eps=1e-16)
+# The second keeps two slots of the table's shape: a momentum and an accumulator.
+SPARSES = {"rowwise_adagrad": SPARSE, "lazy_adam": cnr.optim.lazy_adam(0.02)}
 DENSE = optax.adagrad(0.02)
 
 State = dict[str, Any]
 
 
-def init(rows: int, features: int, columns: int, dim: int, seed: int = 0) -> State:
+def init(
+    rows: int,
+    features: int,
+    columns: int,
+    dim: int,
+    seed: int = 0,
+    sparse: str = "rowwise_adagrad",
+) -> State:
     """A state to train.
 
     Args:
@@ -36,6 +45,7 @@ def init(rows: int, features: int, columns: int, dim: int, seed: int = 0) -> Sta
         columns: of its dense input.
         dim: columns of the table.
         seed: of all that is drawn.
+        sparse: the optimizer of the table, by its name in `SPARSES`.
     """
     keys = jax.random.split(jax.random.key(seed), 5)
     vectors = features + 1
@@ -48,7 +58,7 @@ def init(rows: int, features: int, columns: int, dim: int, seed: int = 0) -> Sta
     ]
     return {
         "params": {TABLE: table, "dense": dense},
-        "sparse_optimizer": SPARSE.init({TABLE: table}),
+        "sparse_optimizer": SPARSES[sparse].init({TABLE: table}),
         "dense_optimizer": DENSE.init(dense),
     }
 
@@ -73,7 +83,11 @@ def _logits(dense: Any, vectors: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def train_step(
-    state: State, ids: jax.Array, columns: jax.Array, label: jax.Array
+    state: State,
+    ids: jax.Array,
+    columns: jax.Array,
+    label: jax.Array,
+    sparse: str = "rowwise_adagrad",
 ) -> tuple[State, jax.Array]:
     """The next state, and the logits float32[flights] before the update. Jit-able.
 
@@ -82,6 +96,7 @@ def train_step(
         ids: int32[flights, features], rows of the table.
         columns: float32[flights, columns].
         label: float32[flights].
+        sparse: as `init` was given it.
     """
     params = state["params"]
 
@@ -96,7 +111,7 @@ def train_step(
     updates, dense_optimizer = DENSE.update(
         grads[0], state["dense_optimizer"], params["dense"]
     )
-    table, sparse_optimizer = SPARSE.update(
+    table, sparse_optimizer = SPARSES[sparse].update(
         {TABLE: grads[1].reshape(-1, vectors.shape[-1])},
         {TABLE: ids.ravel()},
         {TABLE: params[TABLE]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -116,9 +117,10 @@ def test_what_is_judged_runs_first_and_can_be_all(benchmarks: Any) -> None:
     report = benchmarks("accuracy_report")
     cases = list(report.Setting().cases())
     judged = [(None, 3), ("auto", 1), ("auto", 3), ("auto", 20), ("auto", 100)]
+    judged = [(*case, "raw") for case in judged]
     assert cases[:5] == judged == list(report.Setting().cases(fixed=False))
     widths, restores = (2, 3, 4, 8), (1, 3, 10, 20, 100)
-    assert cases[5:] == list(itertools.product(widths, restores))
+    assert cases[5:] == list(itertools.product(widths, restores, ["raw"]))
 
 
 def test_a_report_goes_on_where_it_stopped(benchmarks: Any, tmp_path: Path) -> None:
@@ -189,6 +191,23 @@ def test_only_rounded_tables_change_a_run(
             assert rounded[scope][metric] != value
     other, _ = training.train_undisturbed(course, 4, [])
     assert other != undisturbed
+
+
+def test_only_rounded_slots_change_a_run(
+    benchmarks: Any, course: Any, tmp_path: Path
+) -> None:
+    training = benchmarks("restored_training")
+    course = dataclasses.replace(course, sparse="lazy_adam")
+    undisturbed, kept = training.train_undisturbed(course, 3, [4])
+    found = {}
+    for slots in ("raw", "auto"):
+        found[slots], _ = training.train_restored(
+            course, kept[4], [4, 8], tmp_path / slots, bits=None, slots=slots
+        )
+    assert found["raw"] == undisturbed != found["auto"]
+    report = benchmarks("accuracy_report")
+    cases = report.Setting(restores=(1, 20)).cases(slots=True)
+    assert list(cases) == [(None, 3, "raw"), (None, 1, "auto"), (None, 20, "auto")]
 
 
 def test_a_restore_that_loses_a_slot_stops_the_run(
