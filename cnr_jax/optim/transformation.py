@@ -166,8 +166,10 @@ def moved_rows(updates: Tree) -> dict[str, Lookup]:
             `nnx.Optimizer.update`; other leaves are passed over.
 
     Returns:
-        By table, its distinct rows with a mask of those that are rows. Empty if no table
-        has an update.
+        By table, its distinct rows with a mask of those that are rows.
+
+    Raises:
+        OptionError: if there are no `RowSteps`: recording nothing would lose rows.
 
     Example:
         >>> from cnr_jax import find_tables, init_touched, record
@@ -182,6 +184,14 @@ def moved_rows(updates: Tree) -> dict[str, Lookup]:
         [0, 1, 0, 1]
     """
     steps = [leaf for leaf in jax.tree.leaves(updates) if isinstance(leaf, RowSteps)]
+    if not steps:
+        raise OptionError(
+            "these updates change rows of no table\n"
+            f"  got {type(updates).__name__}, expected a tree with RowSteps, as as_optax makes"
+            " them\n"
+            "  hint: nnx.Optimizer.update of some versions of Flax returns None: there give"
+            " `record` the ids themselves."
+        )
     return {s.name: Lookup(s.rows, where=s.rows < s.shape[0]) for s in steps}
 
 

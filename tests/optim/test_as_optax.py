@@ -217,7 +217,14 @@ def test_table_without_ids_and_its_count_are_left_alone() -> None:
         assert bits(optax.apply_updates(tables, updates)) == bits(tables)
         assert bits(new) == bits(state)
     assert tx.update({}, tx.init({}), {}, ids={})[0] == {}
-    assert moved_rows({"dense": tables["user"]}) == {}
+
+
+@each_of("updates", [None, {"dense": normal(0, V, DIM)}])
+def test_rows_of_updates_that_have_none_are_not_recorded_as_nothing(
+    updates: Any,
+) -> None:
+    with pytest.raises(OptionError, match="change rows of no table"):
+        moved_rows(updates)
 
 
 TABLES = {"user": {"embedding": normal(0, V, DIM)}, "item": normal(1, V, DIM)}
