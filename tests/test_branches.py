@@ -75,6 +75,20 @@ def test_who_only_looks_at_an_older_step_leaves_none(
     assert manager.all_steps() == [10, 20, 30, 40]
 
 
+def test_a_state_of_which_nothing_is_known_follows_what_was_saved_before_its_step(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    with opened(run) as manager:
+        run.run(manager, [10, 20, 30])
+    # Another manager restores it: that it was step 20 the one that saves is not told.
+    with opened(run) as other:
+        run.restore(other, 20)
+    manager = opened(run)
+    run.run(manager, [25])
+    assert manager.all_steps() == [10, 20, 25]
+
+
 def test_what_rollbacks_set_aside_goes_with_the_first_step_of_the_run(
     tiny_run: Any, opened: Any, tmp_path: Path
 ) -> None:

@@ -397,6 +397,10 @@ class Run:
         self.by_fingerprints = options.tracking == "fingerprint"
         self.model = Model(options, seed)
         self.next_step = 0
+        # The saves that led to the state; and to the newest one, which `all_steps` lists.
+        self.line: list[int] = []
+        self.lines: dict[int, list[int]] = {}
+        self.listed: list[int] = []
         self.manager = self._open()
         self.touched = cnr.init_touched(self.state(), world.tables)
 
@@ -427,6 +431,7 @@ class Run:
         assert report is not None and report.step == step
         assert report.parent in legal, report.reason
         self.model.saved(step, report.parent, self.world)
+        self.line = self.listed = self.lines[step] = [*self.line, step]
         if report.parent is None:
             rows = sum(self.world.stored_rows(table) for table in SHAPES)
         else:
@@ -446,11 +451,11 @@ class Run:
         restored = self.manager.restore(step, args=cnr.args.Restore(world.zeros))
         assert_equals_model(restored.state, self.model, step, world)
         self.model.restored(step, world)
-        self.touched = restored.touched
+        self.line, self.touched = self.lines[step], restored.touched
 
     def check_all(self, choose: Callable[[], World]) -> None:
         """Restores every step somewhere."""
-        assert self.manager.all_steps() == list(self.model.steps)
+        assert self.manager.all_steps() == self.listed
         for step in self.model.steps:
             world = choose()
             args = cnr.args.Restore(world.zeros, tables=world.tables)

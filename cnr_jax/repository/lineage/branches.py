@@ -72,11 +72,16 @@ def full_ones(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     return [each for each in branch_of(tip, entries) if each.parent is None]
 
 
+def _order(entry: Entry) -> tuple[int, int]:
+    return entry.order
+
+
 def forks_of_next(
     tip: Entry | None,
     entries: Sequence[Entry],
     *,
     run: str,
+    lineage: str,
     generation: int,
     step: int,
 ) -> tuple[Fork, ...]:
@@ -90,13 +95,15 @@ def forks_of_next(
             of its run, as far as that had come before this step.
         entries: committed ones.
         run: of the save.
+        lineage: of the stamps that choose its rows.
         generation: of the save.
         step: of the save.
     """
     own = [each for each in entries if each.is_of(run)]
-    before = tip
-    if before is None:
-        before = max(own, key=lambda entry: entry.order, default=None)
+    # A save whose commit was not seen at first is no tip, but the state has gone on from it.
+    same = [e for e in own if e.manifest and e.manifest.lineage == lineage]
+    tip = max([*same, *([tip] if tip else [])], key=_order, default=None)
+    before = tip or max(own, key=_order, default=None)
     if before is None or not before.is_of(run):
         return ()
     last = _last_steps(before, _of_run(before, own))

@@ -194,6 +194,7 @@ class Planner:
                 branch.tip,
                 [e for e in ledger.committed() if e.directory not in gone],
                 run=run,
+                lineage=request.lineage,
                 generation=generation,
                 step=request.step,
             ),
