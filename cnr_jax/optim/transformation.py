@@ -127,31 +127,9 @@ def as_optax(
         return optimizer.init(params)
 
     def update(
-        updates: Tree,
-        state: Any,
-        params: Tree = None,
-        *,
-        ids: Mapping[str, Ids | None] | None = None,
-        **_: Any,
+        updates: Tree, state: Any, params: Tree = None, *, ids: Any = None, **_: Any
     ) -> tuple[Tree, Any]:
-        if params is None or not isinstance(ids, Mapping):
-            given = "no params" if params is None else f"ids of {type(ids).__name__}"
-            raise OptionError(
-                f"a row optimizer needs params, and ids by table\n  got {given}\n"
-                '  hint: update(grads, state, params, ids={"user": ids}), or '
-                'nnx.Optimizer.update(model, grads, ids={"user": ids})'
-            )
-        _check_state(optimizer, params, state)
-        structure = jax.tree.structure(params)
-        columns = [
-            per_table(structure, updates, "grads"),
-            *slots_by_table(params, state),
-        ]
-        looked_up = _ids_by_table(params, ids, named)
-        tables = zip(looked_up, jax.tree.leaves(params), *columns, strict=True)
-        moved = [_move(optimizer, *found, *table) for found, *table in tables]
-        trees = [structure.unflatten(column) for column in zip(*moved, strict=True)]
-        return (trees[0], type(state)(*trees[1:])) if trees else (updates, state)
+        return _update(optimizer, named, updates, state, params, ids)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -193,6 +171,35 @@ def moved_rows(updates: Tree) -> dict[str, Lookup]:
             " `record` the ids themselves."
         )
     return {s.name: Lookup(s.rows, where=s.rows < s.shape[0]) for s in steps}
+
+
+def _update(
+    optimizer: RowOptimizer,
+    paths: Mapping[str, str],
+    updates: Tree,
+    state: Any,
+    params: Tree,
+    ids: Mapping[str, Ids | None] | None,
+) -> tuple[Tree, Any]:
+    """Returns the steps of all tables, and the new state: `update` of the transformation."""
+    if params is None or not isinstance(ids, Mapping):
+        given = "no params" if params is None else f"ids of {type(ids).__name__}"
+        raise OptionError(
+            f"a row optimizer needs params, and ids by table\n  got {given}\n"
+            '  hint: update(grads, state, params, ids={"user": ids}), or '
+            'nnx.Optimizer.update(model, grads, ids={"user": ids})'
+        )
+    _check_state(optimizer, params, state)
+    structure = jax.tree.structure(params)
+    columns = [
+        per_table(structure, updates, "grads"),
+        *slots_by_table(params, state),
+    ]
+    looked_up = _ids_by_table(params, ids, paths)
+    tables = zip(looked_up, jax.tree.leaves(params), *columns, strict=True)
+    moved = [_move(optimizer, *found, *table) for found, *table in tables]
+    trees = [structure.unflatten(column) for column in zip(*moved, strict=True)]
+    return (trees[0], type(state)(*trees[1:])) if trees else (updates, state)
 
 
 def _move(
