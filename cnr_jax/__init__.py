@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cnr_jax import optim as optim
     from cnr_jax.checkpointer.restoring.restore import Restored as Restored
     from cnr_jax.checkpointer.tuning import tune as tune
+    from cnr_jax.exporting.export import Exported as Exported
+    from cnr_jax.exporting.export import export as export
     from cnr_jax.handler import handler_registry as handler_registry
     from cnr_jax.importing import import_orbax as import_orbax
     from cnr_jax.manager import CheckpointManager as CheckpointManager
@@ -69,6 +71,7 @@ _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
     "manager": "CheckpointManager",
+    "exporting.export": "Exported export",
     "importing": "import_orbax",
     "options": "Options TableOptions",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",

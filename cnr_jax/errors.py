@@ -308,6 +308,8 @@ class OptionError(CnrError, ValueError):
     Kinds:
         no_table: there is no table of that name.
         no_row: the command line was asked for a row that the table does not have.
+        not_held: the format of an export cannot hold a leaf, or cannot name it.
+        no_target: an export cannot be written to that folder.
         faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
     """
 
@@ -349,6 +351,38 @@ class SaveError(CnrError, OSError):
     ) -> None:
         super().__init__(message, kind=kind)
         self.step, self.process, self.errno = step, process, errno
+
+
+class ExportError(CnrError, OSError):
+    """An export was not written, and nothing is in its place.
+
+    Make room, or name another folder; what was written beside it has been removed.
+
+    Kinds:
+        target_exists: something of that name is there already, and is left as it is.
+        no_space: there is less room than the export takes; nothing was written.
+
+    Attributes:
+        needed_bytes: that the export takes, about; None if that is not what was wrong.
+        free_bytes: that are free.
+        errno: number of the system's error, such as `errno.ENOSPC`; None if it was another.
+    """
+
+    kind = "export_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        path: str | None = None,
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind, path=path)
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+        self.errno = errno
 
 
 # A step is damaged, or cannot be read by this version: another one may be restored instead.

@@ -44,6 +44,7 @@ GROUPS = {
         errors.ManifestError,
         errors.UnsupportedVersionError,
     ),
+    "In an export": (errors.ExportError,),
     "Any of them": (errors.CnrError,),
 }
 

@@ -38,10 +38,11 @@ TABLE = {
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "importing": ("manager", ""),
+    "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
-    "cnr_jax": ("importing optim simulation", ""),
+    "cnr_jax": ("importing exporting optim simulation", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository simulation", "typer rich numpy matplotlib"),
+    "cli": ("repository simulation exporting", "typer rich numpy matplotlib"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only; two import one another.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, Step
+from cnr_jax.cli.exporting import export
 from cnr_jax.cli.outcome import Exit, print_json, verb
 from cnr_jax.cli.pictures import plot, report
 from cnr_jax.cli.printing import print_lines, progress
@@ -28,7 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` changes anything.",
+    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` changes it.",
 )
 
 
@@ -295,6 +296,7 @@ def _percent(change: float | None) -> str:
 
 
 app.command()(verb(rows))
+app.command()(verb(export))
 app.command()(verb(report))
 app.command()(verb(plot))
 app.command()(verb(simulate))

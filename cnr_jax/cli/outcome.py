@@ -44,6 +44,8 @@ def code_of(error: Exception) -> Exit:
     if isinstance(error, errors.NoStepError):
         return Exit.NO_ROOT if error.kind == "no_root" else Exit.NO_STEP
     if isinstance(error, errors.OptionError):
+        if error.kind in ("not_held", "no_target"):
+            return Exit.FAILED
         named = error.kind in ("no_table", "no_row")
         return Exit.NO_STEP if named else Exit.NOT_A_ROOT
     if isinstance(error, errors.WriterError):

@@ -107,7 +107,7 @@ def read_rows(
         >>> cnr.read_rows(root, "user", [4, 1, 4]).tolist()
         [[8.0, 9.0], [2.0, 3.0], [8.0, 9.0]]
     """
-    return _of_step(root, step, item, lambda place: _rows(place, table, ids, slots))
+    return of_step(root, step, item, lambda place: _rows(place, table, ids, slots))
 
 
 def _rows(place: Place, table: str, ids: Any, slots: bool) -> Any:
@@ -165,7 +165,7 @@ def changed_rows(
     """
     if step is None:
         raise errors.OptionError("a step is an integer, got None")
-    return _of_step(root, step, item, lambda place: _held_rows(place, table))
+    return of_step(root, step, item, lambda place: _held_rows(place, table))
 
 
 def _held_rows(place: Place, table: str) -> np.ndarray:
@@ -186,7 +186,7 @@ def _held_rows(place: Place, table: str) -> np.ndarray:
     return np.sort(logical[logical < entry.rows])
 
 
-def _of_step(
+def of_step(
     root: str | os.PathLike[str],
     step: int | None,
     item: str | None,

@@ -339,6 +339,28 @@ def test_diff_of_blocks_is_that_of_the_whole(root: Path, tiny_limits: Any) -> No
         assert each == pytest.approx(other)
 
 
+def test_export_writes_a_step_and_says_what_is_lossy(root: Path) -> None:
+    to = root.parent / "out" / "step"
+    before = tree(root)
+    code, out, err = call("export", root, "--to", to, "--format", "safetensors")
+    assert (code, err) == (0, "") and tree(root) == before
+    assert out.startswith("step 3 as safetensors: ") and f"in {to}" in out
+    assert "rounded" not in out
+    code, _, err = call("export", root, "--to", to)
+    assert code == 1 and "exists already" in err
+    code, found = as_json("export", root, 1, "--to", f"{to}2", "--table", "user")
+    assert code == 0 and (found["step"], found["format"]) == (1, "orbax")
+    assert found["leaves"] == ["acc/user/embedding", "params/user/embedding"]
+    plain = ocp.StandardCheckpointer().restore(f"{to}2")
+    want = truth_of(root, 1, "params/user")
+    np.testing.assert_array_equal(plain["params"]["user"]["embedding"], want)
+    assert call("export", root, "--to", f"{to}3", "--table", "usr")[0] == 13
+    assert call("export", root, "--to", root / "out")[0] == 1
+    lose(root, 2)
+    assert call("export", root, 2, "--to", f"{to}3")[0] == 14
+    assert sorted(os.listdir(to.parent)) == ["step", "step2"]
+
+
 # ---- how they end ---------------------------------------------------------------------------
 
 VERBS = {
@@ -347,6 +369,7 @@ VERBS = {
     "verify": ["verify"],
     "explain": ["explain", "@", "1"],
     "diff": ["diff", "@", "0", "1"],
+    "export": ["export", "@", "1", "--to", "/nowhere/export"],
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,11 @@ import orbax.checkpoint as ocp
 
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.format import names
+from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.files import AnyPath, exists
+from cnr_jax.rows.tiling import host_device
+from cnr_jax.state.table import Path, flatten_paths, nest
 
 
 def is_host_local(leaf: Any) -> bool:
@@ -130,6 +134,64 @@ class DenseStore:
     def close(self) -> None:
         """Frees what the handler holds."""
         self._handler.close()
+
+
+class DenseOnHost:
+    """Dense leaves of a step as they were saved, on the host, a few at a time.
+
+    Args:
+        directory: of the item.
+        leaves: that are asked for, in the order in which they will be.
+        group_bytes: of leaves that are read in one call; one that has more is read alone.
+    """
+
+    def __init__(
+        self, directory: AnyPath, leaves: Sequence[DenseLeaf], group_bytes: int
+    ) -> None:
+        self._path: Any = ExactPath(directory / names.DENSE)
+        self._leaves, self._group_bytes = leaves, group_bytes
+        self._held: dict[Path, Any] = {}
+
+    def read(self, path: Path) -> Any:
+        """One leaf: a numpy array, a number, or keys on the CPU. Frees those read before.
+
+        Raises:
+            Exception: of Orbax, if its files cannot be read.
+        """
+        if path not in self._held:
+            self._held = self._read(path)
+        return self._held[path]
+
+    def _read(self, first: Path) -> dict[Path, Any]:
+        at = next(i for i, leaf in enumerate(self._leaves) if leaf.path == first)
+        nbytes, wanted, asked = 0, {}, {}
+        for leaf in self._leaves[at:]:
+            dtype = numpy_dtype("uint8" if leaf.kind == "key" else leaf.dtype)
+            nbytes += math.prod(leaf.shape) * dtype.itemsize
+            if wanted and nbytes > self._group_bytes:
+                break
+            wanted[leaf.path], asked[leaf.path] = _on_host(leaf)
+        args = ocp.args.PyTreeRestore(
+            item=nest(wanted.items()),
+            restore_args=nest(asked.items()),
+            partial_restore=True,
+        )
+        handler: Any = _standard_handler()
+        try:
+            return dict(flatten_paths(handler._impl.restore(self._path, args=args)))
+        finally:
+            handler.close()
+
+
+def _on_host(leaf: DenseLeaf) -> tuple[Any, ocp.RestoreArgs]:
+    """What Orbax is to restore a leaf into, and how, so that no accelerator holds it."""
+    if leaf.kind == "scalar":
+        return 0, ocp.RestoreArgs()
+    if leaf.kind == "key":
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.dtype))
+        where = jax.sharding.SingleDeviceSharding(host_device())
+        return key, ocp.ArrayRestoreArgs(sharding=where)
+    return np.empty(0), ocp.RestoreArgs(restore_type=np.ndarray)
 
 
 def abstract_dense(leaf: Any) -> Any:

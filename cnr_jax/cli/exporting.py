@@ -1,0 +1,76 @@
+"""The verb `export`: a step in a form that needs no `cnr_jax` to be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+import typer
+
+from cnr_jax import errors
+from cnr_jax.cli.arguments import AsJson, Item, Root
+from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.printing import print_lines, progress
+
+
+def export(
+    root: Root,
+    to: Annotated[
+        str, typer.Option("--to", metavar="DIR", help="The folder to be made.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Argument(metavar="STEP", help="Instead of the newest that restores."),
+    ] = None,
+    form: Annotated[
+        Literal["orbax", "safetensors", "zarr"],
+        typer.Option("--format", help="A checkpoint of plain Orbax, or another form."),
+    ] = "orbax",
+    table: Annotated[
+        list[str] | None,
+        typer.Option("--table", help="This one with its slots; may be repeated."),
+    ] = None,
+    leaf: Annotated[
+        list[str] | None,
+        typer.Option("--leaf", help="A path, or a pattern such as 'params/*'."),
+    ] = None,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Write a step in full precision, for programs without cnr_jax.
+
+    Changes nothing in the root. This imports jax and Orbax, which takes seconds.
+    """
+    from cnr_jax.cli.roots import read_root, step_of, use_cpu
+    from cnr_jax.repository.description import amount, count_of
+
+    found = read_root(root, item)
+    number = found.latest_step if step is None else step
+    if number is None:
+        raise errors.NoStepError(f"no step in {found.root} can be restored")
+    chosen = step_of(found, number)
+    use_cpu()
+    from cnr_jax.exporting.export import export as write
+
+    with progress("exporting") as tell:
+        done = write(
+            root,
+            chosen.step,
+            to,
+            form,
+            tables=table,
+            leaves=leaf,
+            item=found.item,
+            on_bytes=tell,
+        )
+    if as_json:
+        print_json("export", dataclasses.asdict(done))
+        return Exit.FINE
+    lines = [
+        f"step {done.step} as {done.format}: {count_of(len(done.leaves), 'array')},"
+        f" {amount(done.bytes)}, in {to}"
+    ]
+    if done.lossy:
+        lines.append(f"rounded by a codec: {', '.join(done.lossy)}")
+    print_lines([(line, "") for line in lines])
+    return Exit.FINE

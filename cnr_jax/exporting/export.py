@@ -1,0 +1,312 @@
+"""A step, whole or in part, in a form that needs no `cnr_jax` to be read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.exporting.forms import (
+    check_form,
+    write_orbax,
+    write_safetensors,
+    write_zarr,
+)
+from cnr_jax.exporting.leaves import ExportedLeaf, leaves_of
+from cnr_jax.repository.files import is_local, is_named, sync_directory, sync_tree
+from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.repository.reading import of_step
+from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.rows.tiling import outside_mesh
+from cnr_jax.state.table import few, flatten_paths
+
+Format = Literal["orbax", "safetensors", "zarr"]
+# What tells of the export in its folder; a zarr hierarchy has attributes instead.
+METADATA = "cnr_jax_export.json"
+# Room for each leaf beside its values: its folder and what describes it.
+_LEAF_BYTES = 16 << 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        directory: where it is, absolute.
+        format: `"orbax"`, `"safetensors"` or `"zarr"`.
+        step: that it holds.
+        leaves: paths of the leaves, sorted.
+        lossy: of these, those with rows that a codec has rounded, in this step or in one that it
+            rests on.
+        bytes: of the values.
+    """
+
+    directory: str
+    format: str
+    step: int
+    leaves: tuple[str, ...]
+    lossy: tuple[str, ...]
+    bytes: int
+
+
+@outside_mesh()
+def export(
+    root: str | os.PathLike[str],
+    step: int | None,
+    directory: str | os.PathLike[str],
+    format: Format = "orbax",
+    *,
+    tables: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    like: Any = None,
+    item: str | None = None,
+    shard_bytes: int = 5_000_000_000,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Writes a step in full precision, in a form that needs no `cnr_jax` to be read.
+
+    Tables are decoded, a block of at most 32 MiB at a time, and hold as many rows as they have,
+    in the order of their ids, whatever their layout. Nothing in the root is changed; what is read
+    of it is compared with its checksums. The folder is written under another name beside its own,
+    synced and renamed, so it is there whole or not at all.
+
+    Args:
+        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        step: to export; None: the newest of the newest branch whose chain is there.
+        directory: a local folder to be made; folders above it are made too.
+        format: `"orbax"`: a checkpoint for `ocp.StandardCheckpointer`; `"safetensors"`:
+            `model.safetensors`, or several files with `model.safetensors.index.json`; `"zarr"`:
+            a zarr v3 hierarchy.
+        tables: names of tables, to export these with their slots, and nothing else.
+        leaves: paths, or patterns such as `"params/*"`, to export what fits, beside `tables`.
+        like: of `"orbax"`, a state of the structure that it is to have, such as the one that was
+            saved, with arrays or `jax.ShapeDtypeStruct`. None: nested dicts, with a list for each
+            node whose keys are 0, 1, 2 and so on.
+        item: the item of the step; None: the one that holds a checkpoint of this library.
+        shard_bytes: of `"safetensors"`, bytes of values in a file at most; a leaf is not divided.
+        on_bytes: called with the bytes that are written, and of how many.
+
+    Returns:
+        What was written, and which of it is lossy; `cnr_jax_export.json` in the folder, or
+        `cnr_jax` among the attributes of a zarr hierarchy, says it too, and in which codecs.
+
+    Raises:
+        ExportError: if there is something of that name already, or too little room.
+        OptionError: if a table or leaf is not there, the format cannot hold a leaf, the folder
+            lies in the root, or there are several processes.
+        NoStepError: if there is no such root or step; it is a FileNotFoundError too.
+        ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
+
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, cnr_jax as cnr
+        >>> root, there = tempfile.mkdtemp(), os.path.join(tempfile.mkdtemp(), "plain")
+        >>> state = {"user": jnp.arange(12.0).reshape(6, 2), "rates": [0.1, 0.2]}
+        >>> options = cnr.Options(codec="raw")
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> cnr.export(root, 0, there).lossy
+        ()
+        >>> found = ocp.StandardCheckpointer().restore(there)
+        >>> found["user"][5].tolist(), found["rates"]
+        ([10.0, 11.0], [0.1, 0.2])
+    """
+    if format not in get_args(Format):
+        raise errors.OptionError(
+            f"no format {format!r}, expected one of: {', '.join(get_args(Format))}"
+        )
+    if like is not None and format != "orbax":
+        raise errors.OptionError(f"like= is for format='orbax', not for {format!r}")
+    for name, value in (("tables", tables), ("leaves", leaves)):
+        if isinstance(value, str):
+            raise errors.OptionError(f"{name} are a list of names, got {value!r}")
+    if shard_bytes < 1:
+        raise errors.OptionError(f"shard_bytes is at least 1, got {shard_bytes}")
+    if jax.process_count() > 1:
+        raise errors.OptionError(
+            f"export is for programs of one process, got {jax.process_count()}\n"
+            "  hint: run `cnr-jax export` beside the run"
+        )
+    target = _target(root, directory)
+
+    asked = _Asked(format, tables, leaves, like, shard_bytes, on_bytes)
+    return of_step(root, step, item, lambda place: _export(place, target, asked))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """Arguments of `export`, as they are described there."""
+
+    format: Format
+    tables: Sequence[str] | None
+    leaves: Sequence[str] | None
+    like: Any
+    shard_bytes: int
+    on_bytes: Callable[[int, int], None] | None
+
+
+def _export(place: Place, target: Path, asked: _Asked) -> Exported:
+    chain = open_chain(place.root, place.directory, place.item)
+    manifest = chain[-1].manifest
+    leaves = leaves_of(chain, asked.tables, asked.leaves)
+    if not leaves:
+        raise errors.OptionError("nothing to export: tables and leaves are empty")
+    check_form(asked.format, leaves)
+    if asked.like is not None:
+        _check_like(asked.like, leaves)
+    total = sum(leaf.nbytes for leaf in leaves)
+    _check_room(target, total + _LEAF_BYTES * (len(leaves) + 1))
+    about = {
+        "root": os.fspath(place.root),
+        "step": manifest.step,
+        "uuid": manifest.uuid,
+        "chain": [reader.manifest.step for reader in chain],
+        "leaves": {leaf.name: _told(leaf) for leaf in leaves},
+    }
+    # Before anything is written, as what is damaged is to be known soon.
+    seal = None
+    if any(leaf.kind not in ("row", "text") for leaf in leaves):
+        seal = chain[-1].check_dense()
+    done = 0
+
+    def written(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if asked.on_bytes is not None:
+            asked.on_bytes(done, total)
+
+    with _aside(target) as folder:
+        try:
+            if asked.format == "orbax":
+                write_orbax(folder, leaves, about, written, asked.like)
+            elif asked.format == "zarr":
+                write_zarr(folder, leaves, about, written)
+            else:
+                write_safetensors(folder, leaves, about, written, asked.shard_bytes)
+        finally:
+            if seal is not None:
+                seal.check()  # if it raises, it says why
+        if asked.format != "zarr":  # its readers warn of what is no part of it
+            told = json.dumps({"format": asked.format, **about}, indent=1)
+            (folder / METADATA).write_text(told, "utf-8")
+    return Exported(
+        directory=os.fspath(target),
+        format=asked.format,
+        step=manifest.step,
+        leaves=tuple(sorted(about["leaves"])),
+        lossy=tuple(sorted(leaf.name for leaf in leaves if leaf.told["lossy"])),
+        bytes=total,
+    )
+
+
+def _told(leaf: ExportedLeaf) -> dict[str, Any]:
+    """What the metadata say of a leaf."""
+    shape = {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
+    return {**({} if leaf.kind == "text" else shape), "kind": leaf.kind, **leaf.told}
+
+
+def _check_like(like: Any, leaves: Sequence[ExportedLeaf]) -> None:
+    given = {path for path, _ in flatten_paths(like)}
+    apart = given ^ {leaf.path for leaf in leaves}
+    if apart:
+        raise errors.OptionError(
+            "like= has other leaves than are exported:"
+            f" {few(sorted('/'.join(path) for path in apart))}\n"
+            "  hint: pass a state of the structure that was saved, with what is exported of it"
+        )
+
+
+def _target(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
+    """Where the export will be, as an absolute path; nothing is there.
+
+    Raises:
+        OptionError: if it is no local folder, or lies in the root.
+        ExportError: if something is there.
+    """
+    found = open_root(directory)
+    if not is_local(found):
+        raise errors.OptionError(
+            f"{os.fspath(directory)} is no local folder\n"
+            "  hint: export to a local one, and copy it",
+            kind="no_target",
+        )
+    target = Path(os.path.abspath(os.fspath(found)))
+    source = open_root(root)
+    if is_local(source) and target.resolve().is_relative_to(
+        Path(os.fspath(source)).resolve()
+    ):
+        raise errors.OptionError(
+            f"{target} lies in the root {os.fspath(source)}\n"
+            "  hint: export to another place; a manager takes what lies in its root for its own",
+            kind="no_target",
+        )
+    if is_named(target):
+        raise errors.ExportError(
+            f"{target} exists already, and is left as it is\n"
+            "  hint: name a folder that does not exist, or remove this one",
+            kind="target_exists",
+            path=os.fspath(target),
+            errno=errno.EEXIST,
+        )
+    return target
+
+
+def _check_room(target: Path, needed_bytes: int) -> None:
+    """Checks that there is room, before anything is written.
+
+    Raises:
+        ExportError: if there is not.
+    """
+    there = next(path for path in target.parents if path.exists())
+    free_bytes = shutil.disk_usage(there).free
+    if needed_bytes > free_bytes:
+        raise errors.ExportError(
+            f"no room for an export to {target}\n"
+            f"  got {free_bytes:,} bytes free, expected {needed_bytes:,}\n"
+            "  hint: export some leaves alone, by tables= or leaves=, or to another place",
+            kind="no_space",
+            path=os.fspath(target),
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            errno=errno.ENOSPC,
+        )
+
+
+@contextlib.contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A folder to be made that becomes `target` if all goes well, and else is removed.
+
+    Raises:
+        ExportError: if storage fails, or something is at `target` by then.
+    """
+    aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        aside.mkdir(parents=True)
+        folder = aside / "export"
+        yield folder
+        sync_tree(folder)
+        if is_named(target):
+            raise FileExistsError(errno.EEXIST, "exists by now", os.fspath(target))
+        os.rename(folder, target)
+        sync_directory(target.parent)
+    except OSError as error:
+        if isinstance(error, errors.CnrError):
+            raise
+        raise errors.ExportError(
+            f"the export to {target} failed, and nothing is there\n  {error}",
+            kind="target_exists" if error.errno == errno.EEXIST else None,
+            path=os.fspath(target),
+            errno=error.errno,
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

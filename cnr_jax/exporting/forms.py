@@ -1,0 +1,233 @@
+"""The forms in which a step is exported: safetensors, zarr v3, a checkpoint of plain Orbax.
+
+Each makes the folder that it writes, and writes nothing outside it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
+from cnr_jax.exporting.leaves import ExportedLeaf, block_rows
+from cnr_jax.repository.plain_arrays import write_array, zarr_holds
+from cnr_jax.state.table import Path as LeafPath
+from cnr_jax.state.table import few
+
+_SAFETENSORS = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+# What names no file of its own in a zarr hierarchy.
+_NO_NODES = {"", ".", "..", "zarr.json"}
+
+
+def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
+    """Checks that a form can hold leaves, before anything is written.
+
+    Raises:
+        OptionError: if not, with the leaves.
+    """
+    arrays = [leaf for leaf in leaves if leaf.kind != "text"]
+    if form == "safetensors":
+        bad = [leaf for leaf in arrays if leaf.dtype.name not in _SAFETENSORS]
+    else:
+        bad = [leaf for leaf in arrays if not zarr_holds(leaf.dtype)]
+    if bad:
+        found = few(f"{leaf.name} ({leaf.dtype})" for leaf in bad)
+        raise errors.OptionError(
+            f"{form} has no such dtype: {found}\n"
+            "  hint: choose the other leaves by leaves=, or another format",
+            kind="not_held",
+        )
+    names = collections.Counter(_name_in(form, leaf) for leaf in arrays)
+    bad = [
+        leaf
+        for leaf in arrays
+        if names[name := _name_in(form, leaf)] > 1
+        or (form != "safetensors" and _NO_NODES & set(name.split("/")))
+        or any(name[:i] in names for i, x in enumerate(name) if x == "/")
+    ]
+    if bad:
+        raise errors.OptionError(
+            f"{form} cannot tell leaves apart, or cannot name them:"
+            f" {few(leaf.name for leaf in bad)}\n"
+            "  hint: choose one of them by leaves=, or another format",
+            kind="not_held",
+        )
+
+
+def _name_in(form: str, leaf: ExportedLeaf) -> str:
+    return array_folder(leaf.path) if form == "orbax" else leaf.name
+
+
+# ---- safetensors ----------------------------------------------------------------------------
+
+
+def write_safetensors(
+    directory: Path,
+    leaves: Sequence[ExportedLeaf],
+    about: Mapping[str, Any],
+    written: Callable[[int], None],
+    shard_bytes: int,
+) -> None:
+    """Writes `model.safetensors`; past `shard_bytes` numbered files with an index.
+
+    A leaf is never divided. The library that reads them wants whole tensors in memory to write
+    them, so header and values are written here.
+    """
+    arrays = [leaf for leaf in leaves if leaf.kind != "text"]
+    directory.mkdir()
+    shards = list(_shards(arrays, shard_bytes)) or [[]]
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        index |= {leaf.name: name for leaf in shard}
+        with open(directory / name, "xb") as file:
+            file.write(_header(shard, about))
+            for leaf in shard:
+                _write_values(file, leaf, written)
+    if len(shards) > 1:
+        total = sum(leaf.nbytes for leaf in arrays)
+        told = {"metadata": {"total_size": total}, "weight_map": index}
+        text = json.dumps(told, indent=1)
+        (directory / "model.safetensors.index.json").write_text(text, "utf-8")
+
+
+def _shards(
+    leaves: Sequence[ExportedLeaf], shard_bytes: int
+) -> Iterator[list[ExportedLeaf]]:
+    shard: list[ExportedLeaf] = []
+    nbytes = 0
+    for leaf in leaves:
+        if shard and nbytes + leaf.nbytes > shard_bytes:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(leaf)
+        nbytes += leaf.nbytes
+    if shard:
+        yield shard
+
+
+def _header(leaves: Sequence[ExportedLeaf], about: Mapping[str, Any]) -> bytes:
+    """The length of the header, and the header: where each tensor lies behind it."""
+    header: dict[str, Any] = {"__metadata__": {"cnr_jax": json.dumps(about)}}
+    start = 0
+    for leaf in leaves:
+        stop = start + leaf.nbytes
+        header[leaf.name] = {
+            "dtype": _SAFETENSORS[leaf.dtype.name],
+            "shape": list(leaf.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_values(
+    file: BinaryIO, leaf: ExportedLeaf, written: Callable[[int], None]
+) -> None:
+    for block in leaf.blocks():
+        data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+        file.write(data.data)
+        written(block.nbytes)
+
+
+# ---- zarr -----------------------------------------------------------------------------------
+
+
+def write_zarr(
+    directory: Path,
+    leaves: Sequence[ExportedLeaf],
+    about: Mapping[str, Any],
+    written: Callable[[int], None],
+) -> None:
+    """Writes a zarr v3 hierarchy: a group for each node of the state, an array for each leaf."""
+    directory.mkdir()
+    _write_group(directory, {"cnr_jax": about})
+    for leaf in leaves:
+        if leaf.kind == "text":
+            continue
+        where = directory
+        for key in leaf.name.split("/")[:-1]:
+            where = where / key
+            if not where.exists():
+                where.mkdir()
+                _write_group(where, {})
+        _write_array(directory / leaf.name, leaf, {"cnr_jax": leaf.told}, written)
+
+
+def _write_group(directory: Path, attributes: Mapping[str, Any]) -> None:
+    node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    (directory / "zarr.json").write_text(json.dumps(node, indent=1), "utf-8")
+
+
+def _write_array(
+    path: Path,
+    leaf: ExportedLeaf,
+    attributes: Mapping[str, Any],
+    written: Callable[[int], None],
+) -> None:
+    def blocks() -> Iterator[np.ndarray]:
+        for block in leaf.blocks():
+            yield block
+            written(block.nbytes)
+
+    rows = block_rows(leaf.shape, leaf.dtype)
+    write_array(path, leaf.shape, leaf.dtype, blocks(), rows, attributes)
+
+
+# ---- Orbax ----------------------------------------------------------------------------------
+
+
+def write_orbax(
+    directory: Path,
+    leaves: Sequence[ExportedLeaf],
+    about: Mapping[str, Any],
+    written: Callable[[int], None],
+    like: Any,
+) -> None:
+    """Writes a checkpoint that `ocp.StandardCheckpointer` restores.
+
+    Orbax itself writes all but the arrays: of each of these an element, in whose place the array
+    is then put.
+    """
+    arrays = [leaf for leaf in leaves if leaf.kind in ("row", "array")]
+    values: dict[LeafPath, Any] = {
+        leaf.path: np.zeros(1, leaf.dtype) for leaf in arrays
+    }
+    for leaf in leaves:
+        if leaf.path not in values:
+            values[leaf.path] = leaf.value()
+    save_skeleton(directory, values, {"cnr_jax": about}, like)
+    for leaf in arrays:
+        folder = directory / array_folder(leaf.path)
+        for file in sorted(folder.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        os.rmdir(folder)
+        _write_array(folder, leaf, {"cnr_jax": leaf.told}, written)

@@ -1,0 +1,231 @@
+"""The leaves of a step as they are exported: which there are, and their values block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.dense import DenseOnHost
+from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
+from cnr_jax.format.names import DENSE
+from cnr_jax.repository.checked import damage, kind_of, means_damage, numpy_dtype
+from cnr_jax.repository.compare import logical_rows
+from cnr_jax.repository.holdings import codec_text
+from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.rows.codecs import Raw
+from cnr_jax.state.table import few
+
+# Decoded bytes of a leaf that are held at a time, and of a chunk of what is written.
+BLOCK_BYTES = 32 << 20
+# Dense leaves that are read in one call, which costs as much as a few MiB.
+_GROUP_BYTES = 32 << 20
+# Of Python's own numbers, by name; and of what is no number.
+_SCALARS = {"bool": "bool", "int": "int64", "float": "float64"}
+_WORDS = {"key": "uint32", "text": "uint8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExportedLeaf:
+    """One leaf that is to be exported.
+
+    Attributes:
+        path: in the state.
+        kind: `"row"` of tables and slots, else as in the manifest: `"array"`, `"scalar"`,
+            `"key"`; a `"text"` is told in the metadata alone, but where strings can be stored.
+        shape: of the values; of a table as many rows as it has, without padding; of keys that
+            of their words.
+        dtype: of the values.
+        told: what the metadata say of it.
+        value: the value itself, of what is no array: a number, keys or a string.
+        blocks: the values, cut along the first axis into blocks of at most `BLOCK_BYTES`, or of
+            one entry where that has more; of an array without axes itself.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    told: dict[str, Any]
+    value: Callable[[], Any]
+    blocks: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def name(self) -> str:
+        """The path, joined."""
+        return "/".join(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        if self.kind == "text":
+            return 0
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def block_rows(shape: Sequence[int], dtype: np.dtype) -> int:
+    """Entries of the first axis that a block has."""
+    return max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+
+
+def leaves_of(
+    chain: Sequence[StepReader],
+    tables: Sequence[str] | None,
+    patterns: Sequence[str] | None,
+) -> list[ExportedLeaf]:
+    """The leaves that were asked for, those of the largest elements first.
+
+    So that in a file of all of them each begins at a multiple of its elements.
+
+    Args:
+        chain: of the step, the full checkpoint first.
+        tables: names of tables, which are taken with their slots.
+        patterns: of paths, as `fnmatch` takes them. Where neither is given, all leaves.
+
+    Raises:
+        OptionError: if a table or a pattern fits nothing.
+    """
+    manifest = chain[-1].manifest
+    dense = manifest.dense_leaves
+    paths = {
+        "/".join(leaf.path): leaf.path
+        for leaf in [*(x for t in manifest.tables for x in t.leaves), *dense]
+    }
+    everything = tables is None and patterns is None
+    wanted = set(paths.values()) if everything else set()
+    for name in tables or ():
+        entry = next((each for each in manifest.tables if each.name == name), None)
+        if entry is None:
+            known = few(repr(each.name) for each in manifest.tables)
+            raise errors.OptionError(
+                f"no table {name!r} in step {manifest.step}, expected some of: {known}",
+                kind="no_table",
+            )
+        wanted |= {leaf.path for leaf in entry.leaves}
+    for pattern in patterns or ():
+        found = fnmatch.filter(paths, pattern)
+        if not found:
+            raise errors.OptionError(
+                f"no leaf fits {pattern!r} in step {manifest.step}, which has"
+                f" {few(sorted(paths))}",
+                kind="no_table",
+            )
+        wanted |= {paths[name] for name in found}
+    rows = [
+        _of_table(chain, table, leaf)
+        for table in manifest.tables
+        for leaf in table.leaves
+        if leaf.path in wanted
+    ]
+    rest = [leaf for leaf in dense if leaf.path in wanted]
+    # Sorting is stable, so dense leaves keep their order, in which they are read.
+    rest.sort(key=lambda leaf: -_dtype_of(leaf).itemsize)
+    found = rows + _of_dense(chain[-1], rest)
+    return sorted(found, key=lambda leaf: -leaf.dtype.itemsize)
+
+
+def _of_table(
+    chain: Sequence[StepReader], table: TableEntry, leaf: LeafEntry
+) -> ExportedLeaf:
+    dtype = chain[-1].dtypes[table.name, leaf.name]
+    shape = (table.rows, *leaf.shape[1:])
+
+    def blocks() -> Iterator[np.ndarray]:
+        step = block_rows(shape, dtype)
+        for start in range(0, table.rows, step):
+            stop = min(start + step, table.rows)
+            yield logical_rows(chain, table.name, leaf.name, start, stop)
+
+    codecs = {
+        codec_text(named.name, named.configuration): named.name != Raw.name
+        for reader in chain
+        for process in reader.processes
+        for tile in process.tiles
+        if (tile.table, tile.leaf) == (table.name, leaf.name)
+        for named in (process.codecs[segment.codec] for segment in tile.segments)
+    }
+    return ExportedLeaf(
+        path=leaf.path,
+        kind="row",
+        shape=shape,
+        dtype=dtype,
+        told={
+            "table": table.name,
+            "leaf": leaf.name,
+            "codecs": list(codecs),
+            "lossy": any(codecs.values()),
+        },
+        value=lambda: None,
+        blocks=blocks,
+    )
+
+
+def _of_dense(reader: StepReader, dense: Sequence[DenseLeaf]) -> list[ExportedLeaf]:
+    """Dense leaves: read in groups in this order, each group once."""
+    stored = [leaf for leaf in dense if leaf.kind != "text"]
+    store = DenseOnHost(reader.directory, stored, _GROUP_BYTES)
+    return [_dense(leaf, reader, store) for leaf in dense]
+
+
+def _dtype_of(leaf: DenseLeaf) -> np.dtype:
+    """Of the values that are written for it; of a text, which has none, no matter which."""
+    if leaf.kind in _WORDS:
+        return np.dtype(_WORDS[leaf.kind])
+    return numpy_dtype(_SCALARS.get(leaf.dtype, leaf.dtype))
+
+
+def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedLeaf:
+    told: dict[str, Any] = {"lossy": False}
+    shape, dtype = leaf.shape, _dtype_of(leaf)
+    if leaf.kind == "text":
+        told["text"] = leaf.value
+    elif leaf.kind == "key":
+        told["key"] = leaf.dtype
+        words = jax.eval_shape(
+            lambda: jax.random.key_data(jax.random.key(0, impl=leaf.dtype))
+        )
+        shape = (*shape, *words.shape)
+
+    def value() -> Any:
+        if leaf.kind == "text":
+            return leaf.value
+        try:
+            return store.read(leaf.path)
+        except Exception as error:
+            if not means_damage(error):
+                raise
+            fact = f"cannot be read: {type(error).__name__}: {error}"
+            kind = kind_of(error, "dense_unreadable")
+            raise damage(reader.directory / DENSE, fact, kind) from error
+
+    def blocks() -> Iterator[np.ndarray]:
+        found = value()
+        if leaf.kind == "key":
+            found = jax.random.key_data(found)
+        array = np.asarray(found, dtype)
+        if array.shape != shape:
+            raise errors.FormatError(
+                f"{leaf.kind} {'/'.join(leaf.path)} has the shape {list(array.shape)},"
+                f" expected {list(shape)}"
+            )
+        if not shape:
+            yield array
+        step = block_rows(shape, dtype)
+        for start in range(0, shape[0] if shape else 0, step):
+            yield array[start : start + step]
+
+    return ExportedLeaf(
+        path=leaf.path,
+        kind=leaf.kind,
+        shape=shape,
+        dtype=dtype,
+        told=told,
+        value=value,
+        blocks=blocks,
+    )

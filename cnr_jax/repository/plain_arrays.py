@@ -1,0 +1,98 @@
+"""Arrays of any shape in zarr v3, written block by block for readers other than this library."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from cnr_jax.repository.arrays import context
+
+# Blocks of one array in flight: one is written while the next is decoded.
+_IN_FLIGHT = 1
+
+
+def zarr_holds(dtype: np.dtype) -> bool:
+    """Whether zarr v3 has a dtype, as far as TensorStore knows.
+
+    Example:
+        >>> zarr_holds(np.dtype("bfloat16")), zarr_holds(np.dtype("datetime64[s]"))
+        (True, False)
+    """
+    try:
+        ts.open(_spec("memory://", (1,), dtype, 1, {}), create=True).result()
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def write_array(
+    path: Path,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    blocks: Iterable[np.ndarray],
+    chunk_rows: int,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Writes an array as a folder of its own.
+
+    Args:
+        path: of the folder.
+        shape: of the array.
+        dtype: of it.
+        blocks: the values, in the order of the first axis, `chunk_rows` of it in each but the
+            last; of an array without axes itself.
+        chunk_rows: entries of the first axis in a chunk.
+        attributes: to be stored with it.
+
+    Raises:
+        ValueError: of TensorStore, if storage does not take it.
+    """
+    where = {"driver": "file", "path": f"{path}/"}
+    spec = _spec(where, shape, dtype, chunk_rows, attributes)
+    store = ts.open(spec, create=True, context=context(cached=False)).result()
+    pending: collections.deque[ts.WriteFutures] = collections.deque()
+    start = 0
+    for block in blocks:
+        target = store[start : start + len(block)] if shape else store
+        # Blocks are never written to again.
+        pending.append(target.write(block, can_reference_source_data_indefinitely=True))
+        start += len(block) if shape else 0
+        while len(pending) > _IN_FLIGHT:
+            pending.popleft().result()
+    while pending:
+        pending.popleft().result()
+
+
+def _spec(
+    kvstore: Any,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    chunk_rows: int,
+    attributes: Mapping[str, Any],
+) -> dict[str, Any]:
+    rows = [max(1, min(chunk_rows, shape[0]))] if shape else []
+    chunk = [*rows, *(max(1, size) for size in shape[1:])]
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": {
+            "shape": list(shape),
+            "data_type": dtype.name,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": chunk},
+            },
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+            "attributes": dict(attributes),
+        },
+        # Else a chunk of zeros is left out, and its absence means nothing.
+        "store_data_equal_to_fill_value": True,
+    }

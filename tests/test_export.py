@@ -1,0 +1,323 @@
+"""Exports are read back by who has never heard of this library, and hold what a restore gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax import errors
+
+from .conftest import flip
+
+LAYOUT = cnr.ModSharded(shards=4, rows_per_shard=6)
+ROWS = 22  # of 24 that are stored
+
+
+class Optimizer(NamedTuple):
+    """As optax has them, with a part that holds nothing."""
+
+    empty: tuple[()]
+    seen: Any
+
+
+def state_of(user: np.ndarray, item: np.ndarray) -> dict[str, Any]:
+    """Two tables, one dealt out over devices and with a slot, and dense leaves of all kinds."""
+    mesh = jax.make_mesh(
+        (4,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    split = NamedSharding(mesh, P("rows"))
+    return {
+        "params": {
+            "user": jax.device_put(user, split),
+            "item": jnp.asarray(item, jnp.bfloat16),
+        },
+        "opt": Optimizer((), {"user": jax.device_put(user[:, 0] ** 2, split)}),
+        "layers": [{"w": jnp.eye(3)}, {"w": np.arange(5, dtype=np.int8)}],
+        "steps": 7,
+        "rate": np.float32(0.5),
+        "key": jax.random.key(3),
+        "name": "first",
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A root, a full step and a delta on it, and the state as step 1 restores."""
+    root = tmp_path_factory.mktemp("exported") / "root"
+    rng = np.random.default_rng(0)
+    user = rng.normal(size=(24, 8)).astype(np.float32)
+    item = rng.normal(size=(40, 2)).astype(np.float32)
+    spec = cnr.TableSpec(
+        "params/user", slots=["opt/seen/user"], rows=ROWS, layout=LAYOUT
+    )
+    state = state_of(user, item)
+    tables = cnr.find_tables(state, {"user": spec, "item": "params/item"})
+    options = cnr.Options(
+        bits=4, tables={"item": cnr.TableOptions(codec="raw")}, policy=cnr.OneShot()
+    )
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        user[[1, 7, 23]] += 1.0
+        item[30:] -= 1.0
+        state = state_of(user, item)
+        manager.save(1, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        assert manager.last_report is not None and manager.last_report.kind == "delta"
+        found = manager.restore(1, args=cnr.args.Restore(state)).state
+    at = LAYOUT.to_physical(np.arange(ROWS))
+    found["params"]["user"] = np.asarray(found["params"]["user"])[at]
+    found["opt"].seen["user"] = np.asarray(found["opt"].seen["user"])[at]
+    return root, found
+
+
+def wanted(state: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What forms of arrays alone hold of a state, by name."""
+    return {
+        "params/user": state["params"]["user"],
+        "params/item": np.asarray(state["params"]["item"]),
+        "opt/seen/user": state["opt"].seen["user"],
+        "layers/0/w": np.asarray(state["layers"][0]["w"]),
+        "layers/1/w": np.asarray(state["layers"][1]["w"]),
+        "steps": np.int64(7),
+        "rate": np.float32(0.5),
+        "key": np.asarray(jax.random.key_data(state["key"])),
+    }
+
+
+def check(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert found.keys() == want.keys()
+    for name, values in want.items():
+        values = np.asarray(values)
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape)
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def check_told(directory: Path, form: str, done: cnr.Exported) -> None:
+    """What is rounded is said, and in which codec; nothing is left beside."""
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+    if form == "zarr":
+        told = json.loads((directory / "zarr.json").read_text())["attributes"][
+            "cnr_jax"
+        ]
+    else:
+        told = json.loads((directory / "cnr_jax_export.json").read_text())
+        assert told["format"] == form
+    assert (told["step"], told["chain"]) == (1, [0, 1])
+    assert done.lossy == ("params/user",)
+    leaves = told["leaves"]
+    assert {name for name, leaf in leaves.items() if leaf["lossy"]} == {"params/user"}
+    assert "adaptive 4 bits" in leaves["params/user"]["codecs"]
+    assert leaves["opt/seen/user"]["codecs"] == ["raw"]
+    assert leaves["name"]["text"] == "first"
+    assert leaves["key"]["key"] == "threefry2x32"
+
+
+# Of keys, on which devices Orbax is not told.
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_plain_orbax_restores_an_export(saved: Any, tmp_path: Path) -> None:
+    root, want = saved
+    there = tmp_path / "new" / "plain"
+    seen: list[tuple[int, int]] = []
+    done = cnr.export(root, None, there, on_bytes=lambda *told: seen.append(told))
+    assert (done.step, done.directory) == (1, str(there))
+    assert seen[-1][1] == done.bytes and seen == sorted(seen)
+    check_told(there, "orbax", done)
+    for checkpointer in (ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer()):
+        with checkpointer:
+            found = checkpointer.restore(there)
+        assert isinstance(found["layers"], list)
+        assert (found.pop("steps"), found.pop("name")) == (7, "first")
+        assert found.pop("rate") == 0.5
+        key = np.asarray(jax.random.key_data(found.pop("key")))
+        flat = {
+            "params/user": found["params"]["user"],
+            "params/item": found["params"]["item"],
+            "opt/seen/user": found["opt"]["seen"]["user"],
+            "layers/0/w": found["layers"][0]["w"],
+            "layers/1/w": found["layers"][1]["w"],
+            "key": key,
+        }
+        expected = wanted(want)
+        check(flat, {name: expected[name] for name in flat})
+
+
+def test_an_export_like_a_state_is_restored_into_it(saved: Any, tmp_path: Path) -> None:
+    root, want = saved
+    like = {name: want[name] for name in ("params", "opt", "layers", "rate")}
+    arrays = ["params/*", "opt/*", "layers/*", "rate"]
+    there = tmp_path / "plain"
+    cnr.export(root, 1, there, leaves=arrays, like=like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), like
+        )
+        found = checkpointer.restore(there, target)
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    jax.tree.map(np.testing.assert_array_equal, found, like)
+    with pytest.raises(
+        errors.OptionError, match="other leaves than are exported: name"
+    ):
+        cnr.export(root, 1, tmp_path / "b", like={**want, "name": {"a": 1}})
+
+
+def safetensors_in(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, from the description of the format alone."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert json.loads(header.pop("__metadata__")["cnr_jax"])["step"] == 1
+    dtypes = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U32": "uint32"}
+    found: dict[str, np.ndarray] = {}
+    end = 0
+    for name, each in header.items():
+        start, stop = each["data_offsets"]
+        dtype = jnp.dtype(dtypes.get(each["dtype"], "int64"))
+        assert start == end and (8 + size + start) % dtype.itemsize == 0
+        values = np.frombuffer(data[8 + size + start : 8 + size + stop], dtype)
+        found[name], end = values.reshape(each["shape"]), stop
+    assert 8 + size + end == len(data)
+    return found
+
+
+def test_safetensors_are_in_one_file_or_in_shards_with_an_index(
+    saved: Any, tmp_path: Path
+) -> None:
+    root, want = saved
+    one, many = tmp_path / "a" / "one", tmp_path / "b" / "many"
+    check_told(one, "safetensors", cnr.export(root, 1, one, "safetensors"))
+    check(safetensors_in(one / "model.safetensors"), wanted(want))
+    limit = 400
+    done = cnr.export(root, 1, many, "safetensors", shard_bytes=limit)
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) > 2
+    assert index["metadata"]["total_size"] == done.bytes
+    found = {}
+    for file in files:
+        held = safetensors_in(many / file)
+        assert {index["weight_map"][name] for name in held} == {file}
+        assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= limit
+        found |= held
+    check(found, wanted(want))
+
+
+def test_the_library_of_safetensors_reads_an_export(saved: Any, tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy")
+    root, want = saved
+    # Its numpy face knows no bfloat16.
+    cnr.export(
+        root, 1, tmp_path / "a", "safetensors", tables=["user"], leaves=["[!p]*"]
+    )
+    held = library.load_file(tmp_path / "a" / "model.safetensors")
+    expected = wanted(want)
+    del expected["params/item"]
+    check(held, expected)
+
+
+def test_zarr_is_a_hierarchy_of_groups_and_arrays(saved: Any, tmp_path: Path) -> None:
+    root, want = saved
+    there = tmp_path / "zarr"
+    check_told(there, "zarr", cnr.export(root, 1, there, "zarr"))
+    found = {}
+    for name in wanted(want):
+        store = {"driver": "file", "path": str(there / name)}
+        array = ts.open({"driver": "zarr3", "kvstore": store}).result()
+        found[name] = np.asarray(array.read().result())
+        for parent in (there / name).relative_to(there).parents:
+            group = json.loads((there / parent / "zarr.json").read_text())
+            assert (group["node_type"], group["zarr_format"]) == ("group", 3)
+    check(found, wanted(want))
+    array = json.loads((there / "params/user/zarr.json").read_text())
+    assert array["attributes"]["cnr_jax"]["lossy"] is True
+
+
+def test_some_tables_or_leaves_alone_are_exported(saved: Any, tmp_path: Path) -> None:
+    root, _ = saved
+    done = cnr.export(root, 0, tmp_path / "a", "zarr", tables=["user"])
+    assert done.leaves == ("opt/seen/user", "params/user")
+    done = cnr.export(
+        root, 0, tmp_path / "b", "zarr", tables=["item"], leaves=["layers/*"]
+    )
+    assert done.leaves == ("layers/0/w", "layers/1/w", "params/item")
+    assert done.lossy == ()
+
+
+def refused(root: Path, to: Path, match: str, **given: Any) -> errors.CnrError:
+    before = sorted(to.parent.iterdir())
+    with pytest.raises(errors.CnrError, match=match) as caught:
+        cnr.export(root, given.pop("step", 1), to, **given)
+    assert sorted(to.parent.iterdir()) == before
+    return caught.value
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, to = saved[0], tmp_path / "there"
+    assert refused(root, to, "no table 'users'", tables=["users"]).kind == "no_table"
+    assert refused(root, to, "no leaf fits 'x/", leaves=["x/*"]).kind == "no_table"
+    refused(root, to, "a list of names, got 'user'", tables="user")
+    refused(root, to, "no format 'hdf5'", format="hdf5")
+    refused(root, to, "nothing to export", tables=[])
+    refused(root, to, "step 5 does not exist", step=5)
+    assert refused(root, root / "out", "lies in the root").kind == "no_target"
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage)
+        error = refused(root, to, "got 100 bytes free, expected")
+    assert isinstance(error, errors.ExportError) and isinstance(error, OSError)
+    assert error.free_bytes == 100 < error.needed_bytes
+    to.mkdir()
+    assert refused(root, to, "exists already").kind == "target_exists"
+    assert not any(to.iterdir())
+
+
+def test_damage_is_an_error_and_no_export(saved: Any, tmp_path: Path) -> None:
+    copy, to = tmp_path / "root", tmp_path / "there"
+    shutil.copytree(saved[0], copy)
+    dense = next(path for path in (copy / "1/default/dense/d").iterdir())
+    chunk = next((copy / "0/default/rows.p00000").rglob("*codes*/c/0"))
+    flip(chunk, at=1)
+    for form in ("orbax", "safetensors", "zarr"):
+        with pytest.raises(errors.IntegrityError, match="default/rows"):
+            cnr.export(copy, 1, to, form)
+    done = cnr.export(copy, 1, tmp_path / "item", tables=["item"])
+    assert done.leaves == ("params/item",)
+    flip(dense)
+    with pytest.raises(errors.IntegrityError, match="default/dense"):
+        cnr.export(copy, 1, to, leaves=["layers/*"])
+    assert sorted(os.listdir(tmp_path)) == ["item", "root"]
+
+
+def test_a_dtype_that_a_format_lacks_is_named(tmp_path: Path, unsynced: None) -> None:
+    state = {
+        "user": jnp.arange(8).reshape(4, 2).astype(jnp.int4),
+        "a": {"b.c": jnp.ones(2)},
+    }
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path / "root", tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    with pytest.raises(
+        errors.OptionError, match=r"no such dtype: user \(int4\)"
+    ) as caught:
+        cnr.export(tmp_path / "root", 0, tmp_path / "there", "safetensors")
+    assert caught.value.kind == "not_held"
+    cnr.export(tmp_path / "root", 0, tmp_path / "there")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "there")
+    assert found["user"].dtype == jnp.int4 and found["a"]["b.c"].shape == (2,)
+    np.testing.assert_array_equal(found["user"], state["user"])
