@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,9 @@ from cnr_jax.checkpointer.orbax_compat.places import (
     step_names,
 )
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
 from cnr_jax.format import names
+from cnr_jax.repository.plain_arrays import write_array
 
 
 @dataclasses.dataclass
@@ -928,3 +931,21 @@ def test_leaves_are_restored_in_the_structure_of_their_metadata_but_for_placehol
     assert (
         jax.random.key_data(found["key"]) == jax.random.key_data(state["key"])
     ).all()
+
+
+def test_arrays_that_are_not_packed_are_folders_and_as_long_as_these_say(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "item"
+    leaves = {("a", "b"): np.zeros(1), ("a", "c"): 7}
+    save_skeleton(path, leaves, {"told": 1}, None)
+    assert (path / array_folder(("a", "b")) / "zarr.json").is_file()
+    shutil.rmtree(path / "a.b")
+    blocks = [np.arange(2.0), np.arange(1.0)]
+    write_array(path / "a.b", (3,), np.dtype(float), blocks, 2, {})
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(path)
+        told = checkpointer.metadata(path).item_metadata
+    assert found["a"]["b"].tolist() == [0, 1, 0] and found["a"]["c"] == 7
+    assert told.tree["a"]["b"].shape == (3,)
+    assert told.custom_metadata == {"told": 1}

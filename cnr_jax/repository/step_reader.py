@@ -33,7 +33,12 @@ from cnr_jax.rows.codecs import Codec, Part, codec_from
 
 
 def open_chain(
-    root: AnyPath, directory: str, item: str, *, verify: bool = True
+    root: AnyPath,
+    directory: str,
+    item: str,
+    *,
+    verify: bool = True,
+    kept: KeptChunks | None = None,
 ) -> tuple[StepReader, ...]:
     """Readers of the checkpoints to replay, the full one first and `directory` last.
 
@@ -42,12 +47,13 @@ def open_chain(
         directory: name of the step directory to restore.
         item: name of the item in each step directory.
         verify: whether chunks are compared with the checksums in the manifests.
+        kept: holds chunks that small slices are cut from; None: a store of its own.
 
     Raises:
         ChainError, IntegrityError, ManifestError: as `resolve_chain`, and if a process manifest
             of the chain is missing or damaged.
     """
-    kept = KeptChunks()
+    kept = kept if kept is not None else KeptChunks()
     readers: list[StepReader] = []
     with without_collections():
         for name, manifest in resolve_chain(root, directory, item):
