@@ -34,9 +34,10 @@ from cnr_jax.state.table import few, flatten_paths
 Format = Literal["orbax", "safetensors", "zarr"]
 # What tells of the export in its folder; a zarr hierarchy has attributes instead.
 METADATA = "cnr_jax_export.json"
-# Chunks of the chain that are kept: rows are read once, in order, so those of the arrays of one
-# leaf are enough.
-_KEPT_BYTES = 96 << 20
+# Bytes of chunks of the chain that are kept, by us and by TensorStore: rows are read once, in
+# order, so one chunk of each array of a leaf is enough.
+_KEPT_BYTES = 64 << 20
+_CACHE_BYTES = 32 << 20
 # Room for each leaf beside its values: its folder and what describes it.
 _LEAF_BYTES = 16 << 10
 
@@ -79,7 +80,7 @@ def export(
 ) -> Exported:
     """Writes a step in full precision, in a form that needs no `cnr_jax` to be read.
 
-    Tables are decoded, a block of at most 16 MiB at a time, and hold as many rows as they have,
+    Tables are decoded, a block of at most 8 MiB at a time, and hold as many rows as they have,
     in the order of their ids, whatever their layout. Nothing in the root is changed; what is read
     of it is compared with its checksums. The folder is written under another name beside its own,
     synced and renamed, so it is there whole or not at all.
@@ -161,7 +162,9 @@ class _Asked:
 
 def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     kept = KeptChunks(_KEPT_BYTES)
-    chain = open_chain(place.root, place.directory, place.item, kept=kept)
+    chain = open_chain(
+        place.root, place.directory, place.item, kept=kept, cache_bytes=_CACHE_BYTES
+    )
     manifest = chain[-1].manifest
     leaves = leaves_of(chain, asked.tables, asked.leaves)
     if not leaves:

@@ -23,7 +23,7 @@ from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import few
 
 # Decoded bytes of a leaf that are held at a time, and of a chunk of what is written.
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
 # Dense leaves that are read in one call, which costs as much as a few MiB.
 _GROUP_BYTES = 32 << 20
 # Of Python's own numbers, by name; and of what is no number.

@@ -53,13 +53,15 @@ _IN_FLIGHT = 3
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
+# Bytes of chunks that TensorStore may keep: neighbouring shards read the two halves of one chunk.
+CACHE_BYTES = 128 << 20
 # Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
 # side by side.
 KEPT_BYTES = 192 << 20
 
 
 @functools.cache
-def context(cached: bool = True) -> ts.Context:
+def context(cache_bytes: int = CACHE_BYTES) -> ts.Context:
     """Limits of our own, so that a save does not take all cores from training."""
     return ts.Context(
         {
@@ -67,8 +69,7 @@ def context(cached: bool = True) -> ts.Context:
             "data_copy_concurrency": {"limit": 2},
             # The directory is private until Orbax renames it: no other writer exists.
             "file_io_locking": {"mode": "none"},
-            # Neighbouring shards read the two halves of one chunk.
-            "cache_pool": {"total_bytes_limit": (128 << 20) if cached else 0},
+            "cache_pool": {"total_bytes_limit": cache_bytes},
         }
     )
 
@@ -297,7 +298,7 @@ class ArrayReader:
         verify: whether each chunk's checksum is compared with the manifest's. TensorStore
             compares the chunk's data with its checksum in any case.
         kept: holds the chunks that small slices are cut from; None: a store of its own.
-        cached: whether TensorStore may give out again what it has read before.
+        cache_bytes: that TensorStore may keep of what it has read, to give it out again.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class ArrayReader:
         *,
         verify: bool = True,
         kept: KeptChunks | None = None,
-        cached: bool = True,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
@@ -318,7 +319,7 @@ class ArrayReader:
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # Not in the spec: `open=True` would override it there, and read zarr.json.
         self._store = ts.open(
-            spec, open=True, assume_metadata=True, context=context(cached)
+            spec, open=True, assume_metadata=True, context=context(cache_bytes)
         ).result()
 
     @property

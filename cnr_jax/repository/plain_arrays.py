@@ -54,7 +54,7 @@ def write_array(
     """
     where = {"driver": "file", "path": f"{path}/"}
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
-    store = ts.open(spec, create=True, context=context(cached=False)).result()
+    store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
     for block in blocks:

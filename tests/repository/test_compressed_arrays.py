@@ -77,7 +77,7 @@ def test_a_bit_that_zstd_takes_for_data_is_refused(tmp_path: Path) -> None:
         passed += found not in (None, values.tobytes())
         file.write_bytes(flipped)
         for verify in (True, False):
-            reader = ArrayReader(tmp_path / "a", entry, verify=verify, cached=False)
+            reader = ArrayReader(tmp_path / "a", entry, verify=verify, cache_bytes=0)
             with pytest.raises(errors.IntegrityError, match=str(tmp_path / "a")):
                 reader.read(0, values.size)
     assert passed > 30, "zstd alone refused them"

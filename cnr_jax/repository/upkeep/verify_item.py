@@ -170,7 +170,7 @@ def _check_chunk(
         if not readers:
             from cnr_jax.repository.arrays import ArrayReader
 
-            readers.append(ArrayReader(array, entry, cached=False))
+            readers.append(ArrayReader(array, entry, cache_bytes=0))
         readers[0].chunk(chunk)
 
 
@@ -226,7 +226,7 @@ def _check_tiles(
     if data and ids:
         from cnr_jax.repository.arrays import ArrayReader
 
-        reader = ArrayReader(item / rows, ids, cached=False)
+        reader = ArrayReader(item / rows, ids, cache_bytes=0)
     done: set[tuple[int, int]] = set()
     for tile in lacking_rows(process) if manifest.kind == "full" else ():
         text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
