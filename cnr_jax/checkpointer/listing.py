@@ -34,7 +34,7 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.branches import branch_of
-from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
@@ -399,7 +399,7 @@ class StepChooser:
             elif entry is None:
                 is_newer = names.step_number(directory) > step
             else:
-                is_newer = entry.order > taken.order
+                is_newer = order(entry) > order(taken)
             if is_newer:
                 _log.warning(
                     "step %s is passed over, and step %d restored: %s",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import re
 import stat
@@ -352,6 +353,7 @@ def _check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
         )
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a stored dtype name, bfloat16 and float8 included.
 

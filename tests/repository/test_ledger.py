@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry, entry_of, named
+from cnr_jax.repository.lineage.entries import Entry, entry_of, named, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -271,7 +271,7 @@ class Straight:
 
     def committed(self) -> list[Entry]:
         found = [entry for entry in self.entries.values() if entry.manifest]
-        return sorted(found, key=lambda entry: entry.order)
+        return sorted(found, key=order)
 
     def restorable(self) -> list[Entry]:
         committed = self.committed()
@@ -279,11 +279,11 @@ class Straight:
 
     def by_step(self, step: int) -> Entry | None:
         found = [entry for entry in self.entries.values() if entry.step == step]
-        return max(found, key=lambda entry: entry.order) if found else None
+        return max(found, key=order) if found else None
 
     def orphans(self) -> list[Entry]:
         found = [entry for entry in self.entries.values() if self.is_orphan(entry)]
-        return sorted(found, key=lambda entry: entry.order)
+        return sorted(found, key=order)
 
     def dependents(self, directory: str) -> list[Entry]:
         found = [
@@ -292,7 +292,7 @@ class Straight:
             if entry.directory != directory
             and any(e.directory == directory for e in self.chain(entry))
         ]
-        return sorted(found, key=lambda entry: entry.order, reverse=True)
+        return sorted(found, key=order, reverse=True)
 
     def closure(self, directories: list[str]) -> set[str]:
         kept = set(directories)

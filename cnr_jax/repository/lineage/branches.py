@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from cnr_jax.format.manifest import Fork, HistoryEntry
-from cnr_jax.repository.lineage.entries import Entry, parent_of
+from cnr_jax.repository.lineage.entries import Entry, order, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _SPARE_PARENTS = 16
@@ -72,10 +72,6 @@ def full_ones(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     return [each for each in branch_of(tip, entries) if each.parent is None]
 
 
-def _order(entry: Entry) -> tuple[int, int]:
-    return entry.order
-
-
 def forks_of_next(
     tip: Entry | None,
     entries: Sequence[Entry],
@@ -102,8 +98,8 @@ def forks_of_next(
     own = [each for each in entries if each.is_of(run)]
     # A save whose commit was not seen at first is no tip, but the state has gone on from it.
     same = [e for e in own if e.manifest and e.manifest.lineage == lineage]
-    tip = max([*same, *([tip] if tip else [])], key=_order, default=None)
-    before = tip or max(own, key=_order, default=None)
+    tip = max([*same, *([tip] if tip else [])], key=order, default=None)
+    before = tip or max(own, key=order, default=None)
     if before is None or not before.is_of(run):
         return ()
     last = _last_steps(before, _of_run(before, own))
@@ -119,11 +115,12 @@ def forks_of_next(
 
 def _of_run(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     """Entries of the run of a step that are no newer, newest last."""
-    found = sorted(entries, key=lambda entry: entry.order)
+    found = sorted(entries, key=order)
     run = tip.run
     if tip.orbax:  # which belongs to whatever run there is
         run = next((each.run for each in reversed(found) if not each.orbax), run)
-    return [each for each in found if each.is_of(run) and each.order <= tip.order]
+    newest = order(tip)
+    return [each for each in found if each.is_of(run) and order(each) <= newest]
 
 
 def _last_steps(tip: Entry, own: Sequence[Entry]) -> dict[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from cnr_jax.format.manifest import Fork, Manifest, ParentRef
@@ -49,10 +50,10 @@ class Entry:
         """Whether a run counts it among its steps, and may drop it or move it aside."""
         return bool(self.orbax) or self.run == run
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Newest last: a later generation is newer, whatever its step numbers."""
-        return self.generation, self.step
+
+# Sorts entries, newest last: a later generation is newer, whatever its step numbers. It is asked of
+# all entries in every save.
+order: Callable[[Entry], tuple[int, int]] = operator.attrgetter("generation", "step")
 
 
 def entry_of(directory: str, manifest: Manifest) -> Entry:
@@ -140,8 +141,9 @@ class Derived:
         Returns:
             Whether that is all that changes.
         """
-        newest = self.committed[-1].order if self.committed else entry.order
-        if entry.directory in self.wanted or above is entry or entry.order < newest:
+        newest = self.committed[-1] if self.committed else entry
+        is_older = order(entry) < order(newest)
+        if entry.directory in self.wanted or above is entry or is_older:
             return False
         standing = self.standing[above.directory] if above else NOWHERE
         standing = standing.with_child(entry, sound=sound)
@@ -206,7 +208,7 @@ def derive(
             wanted.add(entry.parent.directory)
     standing = _standing(entries, above, damaged)
     committed = [entry for entry in entries if entry.is_committed]
-    committed.sort(key=lambda entry: entry.order)
+    committed.sort(key=order)
     return Derived(
         version=version,
         committed=committed,
@@ -259,5 +261,5 @@ def is_sound(entry: Entry, damaged: Collection[str]) -> bool:
 
 def named(entries: Collection[Entry]) -> str:
     """Step directories for an error text, oldest first."""
-    ordered = sorted(entries, key=lambda entry: entry.order)
+    ordered = sorted(entries, key=order)
     return ", ".join(entry.directory for entry in ordered)

@@ -33,6 +33,7 @@ from cnr_jax.repository.lineage.entries import (
     entry_of,
     is_sound,
     orbax_entry,
+    order,
     parent_of,
 )
 from cnr_jax.repository.orbax_steps import orbax_step, saved_by
@@ -364,7 +365,7 @@ class Ledger:
     def by_step(self, step: int) -> Entry | None:
         """The entry of a step; of the highest generation, should there be several."""
         found = self._derive().by_step.get(step)
-        return max(found, key=lambda entry: entry.order) if found else None
+        return max(found, key=order) if found else None
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""
@@ -401,7 +402,7 @@ class Ledger:
         """Entries that cannot be restored for want of a parent, oldest first."""
         standing = self._derive().standing
         found = [e for e in self._entries.values() if not standing[e.directory].rooted]
-        return sorted(found, key=lambda entry: entry.order)
+        return sorted(found, key=order)
 
     def dependents(self, directory: str) -> list[Entry]:
         """Every entry whose chain contains `directory`, itself left out, newest first."""
@@ -414,7 +415,7 @@ class Ledger:
             return []
         found.remove(directory)
         entries = [e for e in self._entries.values() if e.directory in found]
-        return sorted(entries, key=lambda entry: entry.order, reverse=True)
+        return sorted(entries, key=order, reverse=True)
 
     def depth(self, directory: str) -> int:
         """Entries in the chain of a step directory, itself included; 0 if it has no entry."""

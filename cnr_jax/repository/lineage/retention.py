@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.lineage.branches import full_ones
-from cnr_jax.repository.lineage.entries import Entry, parent_of
+from cnr_jax.repository.lineage.entries import Entry, order, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def kept_steps(
     lost, adopted = _lost(ledger), _not_replaced(ledger)
     counted = sorted(
         known.keys() - lost - others - adopted,
-        key=lambda step: e.order if (e := known[step]) else (0, step),
+        key=lambda step: order(e) if (e := known[step]) else (0, step),
     )
     wanted = set(rule(counted))
     reasons = dict.fromkeys(others & known.keys(), "it is of another run")
@@ -128,7 +128,7 @@ def _full_ones(counted: Sequence[Entry]) -> list[int]:
     """Full checkpoints of the newest branch, oldest first; one may be being written."""
     if not counted:
         return []
-    tip = max(counted, key=lambda entry: entry.order)
+    tip = max(counted, key=order)
     return [entry.step for entry in full_ones(tip, counted)]
 
 

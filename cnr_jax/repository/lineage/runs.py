@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, is_local
-from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Runs:
         found = {e.uuid: e for e in own if e.step >= step}
         for entry in [*found.values()]:
             found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
-        return sorted(found.values(), key=lambda entry: entry.order, reverse=True)
+        return sorted(found.values(), key=order, reverse=True)
 
 
 def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
