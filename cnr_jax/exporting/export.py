@@ -126,25 +126,13 @@ def export(
         >>> found["user"][5].tolist(), found["rates"]
         ([10.0, 11.0], [0.1, 0.2])
     """
-    if format not in get_args(Format):
-        raise errors.OptionError(
-            f"no format {format!r}, expected one of: {', '.join(get_args(Format))}"
-        )
-    if like is not None and format != "orbax":
-        raise errors.OptionError(f"like= is for format='orbax', not for {format!r}")
-    for name, value in (("tables", tables), ("leaves", leaves)):
-        if isinstance(value, str):
-            raise errors.OptionError(f"{name} are a list of names, got {value!r}")
-    if shard_bytes < 1:
-        raise errors.OptionError(f"shard_bytes is at least 1, got {shard_bytes}")
+    asked = _Asked(format, tables, leaves, like, shard_bytes, on_bytes)
     if jax.process_count() > 1:
         raise errors.OptionError(
             f"export is for programs of one process, got {jax.process_count()}\n"
             "  hint: run `cnr-jax export` beside the run"
         )
     target = _target(root, directory)
-
-    asked = _Asked(format, tables, leaves, like, shard_bytes, on_bytes)
     return of_step(root, step, item, lambda place: _export(place, target, asked))
 
 
@@ -158,6 +146,24 @@ class _Asked:
     like: Any
     shard_bytes: int
     on_bytes: Callable[[int, int], None] | None
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(Format):
+            known = ", ".join(get_args(Format))
+            raise errors.OptionError(
+                f"no format {self.format!r}, expected one of: {known}"
+            )
+        if self.like is not None and self.format != "orbax":
+            raise errors.OptionError(
+                f"like= is for format='orbax', not for {self.format!r}"
+            )
+        for name, value in (("tables", self.tables), ("leaves", self.leaves)):
+            if isinstance(value, str):
+                raise errors.OptionError(f"{name} are a list of names, got {value!r}")
+        if self.shard_bytes < 1:
+            raise errors.OptionError(
+                f"shard_bytes is at least 1, got {self.shard_bytes}"
+            )
 
 
 def _export(place: Place, target: Path, asked: _Asked) -> Exported:

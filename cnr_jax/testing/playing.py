@@ -290,8 +290,11 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _saved(self, step: int, values: Values) -> None:
         report = self.manager.last_report
-        # Retention may drop the newest step at once; then there is no report.
         parent = report.parent if report is not None and report.step == step else None
+        if report is None or report.step != step:
+            # Retention has dropped the newest step at once. A full one would have been kept, if
+            # anything is and one lacked: so it was a delta, if one was legal.
+            parent = max(self.model.legal_parents(), default=None)
         self.model.saved(step, values, parent)
         self._note_earlier()
         self._count("full" if parent is None else "delta")

@@ -145,8 +145,7 @@ class Planner:
 
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
-            UsedRootError: if the root holds checkpoints of a run that this save is not known
-                to go on with.
+            UsedRootError: if the root holds a run that this save is not known to go on with.
         """
         if not request.lineage:
             request = dataclasses.replace(request, lineage=secrets.token_hex(16))

@@ -130,8 +130,7 @@ def prune(
             roots that `Options(new_run=True)` has made of earlier runs.
         writer_is_dead: the manager that saved here last has ended. Needed where that cannot
             be seen: it ran on another host, or in this very process.
-        item: the item of each step to go by; None: the one that holds a checkpoint of this
-            library.
+        item: of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
         What stays and what does not, each with the reason.
@@ -140,8 +139,7 @@ def prune(
         NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
         OptionError: if it is no root, or not a local one, or a number is not positive.
         WriterError: if a manager that may still be running saves there; nothing was deleted.
-        OSError: if something cannot be removed; it is there as before, and so is what it rests
-            on.
+        OSError: if something cannot be removed; it is there as before, with what it rests on.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
