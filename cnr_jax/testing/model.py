@@ -386,10 +386,11 @@ class Model:
         """Drops what the current run does not keep, and nothing that is kept rests on."""
         ordered, unknown = self.ordered(), max(self.foreign, default=-1)
         own = [saved.step for saved in ordered if saved.run == self.run]
-        wanted = set(self.keeps(own)) | (self.steps.keys() - set(own))
+        ruled = set(self.keeps(own))
+        wanted = ruled | (self.steps.keys() - set(own))
         wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
-        if wanted & set(own):
+        if ruled:
             there = self.branch(own[-1])
             fulls = [s for s in ordered if s.step in there and s.parent is None]
             spare = self.min_fulls - sum(saved in kept for saved in fulls)

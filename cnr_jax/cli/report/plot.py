@@ -46,7 +46,7 @@ def picture_of(course: Course, form: Literal["png", "svg"]) -> bytes:
 
     panels = panels_of(course)
     # Names are of whoever wrote the root: no formulas in them, and any letters.
-    plain = {
+    plain: dict[Any, Any] = {
         "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "cnr_jax",
