@@ -20,14 +20,13 @@ from cnr_jax.args import (
 )
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
-from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_orbax_options,
     with_retention,
     with_safety,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, shorten_logs
 from cnr_jax.checkpointer.restoring.restore import Restored, restore
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cnr_jax.format.manifest import to_json
+from cnr_jax.format.manifest import Manifest, to_json
+from cnr_jax.format.tiles import ProcessManifest, joined_error
 from cnr_jax.repository.description import TableDescription
 
 # Kinds of slots that a codec can make smaller.
@@ -260,6 +264,79 @@ class RestoreReport:
         if self.passed_over:
             line += f"; passed over {', '.join(map(str, self.passed_over))}"
         return line
+
+
+class Laps:
+    """Seconds of phases that follow each other, and may come again.
+
+    Attributes:
+        secs: by phase.
+    """
+
+    def __init__(self) -> None:
+        self.secs: collections.Counter[str] = collections.Counter()
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """All that passed since the last call was of this phase."""
+        now = time.perf_counter()
+        self.secs[phase] += now - self._last  # pyright: ignore[reportArgumentType]
+        self._last = now
+
+
+def restore_report(
+    manifests: Sequence[Manifest],
+    processes: Sequence[ProcessManifest],
+    *,
+    bytes_read: int,
+    reads_dense: bool,
+    tables: Mapping[str, tuple[str, int]],
+    laps: Laps,
+) -> RestoreReport:
+    """The report of a restore that has read all it needs; its total time is still to come.
+
+    Args:
+        manifests: of the chain, the full checkpoint first, the restored one last.
+        processes: their process manifests.
+        bytes_read: of files of rows.
+        reads_dense: whether dense files were read.
+        tables: what was restored: the name that it was saved under, and rows, by its name.
+        laps: the phases `open`, `rows` and `dense`.
+    """
+    last = manifests[-1]
+    digests = [digest for each in manifests for digest in each.processes]
+    digests += last.dense_files if reads_dense else ()
+    return RestoreReport(
+        step=last.step,
+        kind=last.kind,
+        generation=last.generation,
+        run=last.run,
+        chain=tuple(each.step for each in manifests),
+        bytes_read=bytes_read + sum(digest.bytes for digest in digests),
+        open_secs=laps.secs["open"],
+        rows_secs=laps.secs["rows"],
+        dense_secs=laps.secs["dense"],
+        total_secs=0.0,
+        tables=tuple(
+            _restored_table(name, rows, stored, processes)
+            for name, (stored, rows) in sorted(tables.items())
+        ),
+    )
+
+
+def _restored_table(
+    name: str, rows: int, stored: str, processes: Sequence[ProcessManifest]
+) -> RestoredTable:
+    error = joined_error((each.row_errors or {}).get(stored) for each in processes)
+    if error is None:
+        return RestoredTable(name=name, rows=rows)
+    return RestoredTable(
+        name=name,
+        rows=rows,
+        sample_rows=error.rows,
+        mean_row_error=error.mean,
+        worst_row_error=error.worst,
+    )
 
 
 def _numbers(document: dict[str, Any]) -> dict[str, float]:

@@ -64,7 +64,6 @@ PLAIN = (
     "describe",
     "description",
     "files",
-    "holdings",
     "layout",
     "lineage",
     "metrics",

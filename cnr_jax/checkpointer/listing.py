@@ -33,8 +33,7 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.branches import branch_of
-from cnr_jax.repository.lineage.entries import Entry, order
+from cnr_jax.repository.lineage.entries import Entry, branch_of, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step

@@ -35,7 +35,6 @@ from cnr_jax.repository.files import (
     is_local,
     size_of,
 )
-from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import (
     check_can_be_read,
     find_item,
@@ -44,7 +43,12 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.orbax_steps import saved_by
-from cnr_jax.repository.step import read_processes, read_step, without_collections
+from cnr_jax.repository.step import (
+    held_tables,
+    read_processes,
+    read_step,
+    without_collections,
+)
 
 OF_ORBAX = (
     "of plain Orbax, which restores it, as does a manager with Options(adopt=True)"

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -35,7 +35,7 @@ from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
-from cnr_jax.rows.gather.encode import Comparison, encode_chunks
+from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
 
 _T = TypeVar("_T")
 
@@ -84,12 +84,14 @@ class Written(NamedTuple):
         manifest: in it.
         waiting_secs: for which the writing waited for rows to be gathered.
         encode_secs: for which it then waited for their codes.
+        row_errors: of rounded rows; None where all are exact.
     """
 
     digest: FileDigest
     manifest: ProcessManifest
     waiting_secs: float
     encode_secs: float
+    row_errors: RowErrors | None
 
 
 class _PartArray(NamedTuple):
@@ -230,6 +232,7 @@ class RowsWriter:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
         tiles = tuple(self._tile(plan) for plan in self._plans)
         arrays = self._finish_arrays()
+        row_errors, by_table = compared.result()
         manifest = ProcessManifest(
             uuid=self._uuid,
             process=self._process,
@@ -244,7 +247,7 @@ class RowsWriter:
                 part_of_array(arrays[name], encoded)
                 for name, encoded in self._slot_bytes.items()
             ),
-            row_errors=_sampled_errors(compared),
+            row_errors=_sampled_errors(by_table),
         )
         if arrays:
             # TensorStore syncs files and the directory of each; the ones above are ours.
@@ -254,7 +257,8 @@ class RowsWriter:
         path = self._directory / names.process_manifest(self._process)
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
-        return Written(digest, manifest, waits[0], max(0.0, codes[0] - waits[0]))
+        encoding = max(0.0, codes[0] - waits[0])
+        return Written(digest, manifest, waits[0], encoding, row_errors)
 
     def stop(self) -> None:
         """Waits until nothing is being written: a failed save's folder may be removed."""
@@ -349,10 +353,10 @@ def _timed(source: Iterable[_T], secs: list[float]) -> Iterator[_T]:
         yield item
 
 
-def _sampled_errors(compared: Comparison) -> dict[str, SampledError] | None:
+def _sampled_errors(errors: Mapping[str, RowErrors]) -> dict[str, SampledError] | None:
     """How far off the rows of each table are, as a manifest holds it; None if nothing is."""
     found: dict[str, SampledError] = {}
-    for table, (rows, mean, worst) in compared.by_table().items():
+    for table, (rows, mean, worst) in errors.items():
         # A manifest with another number would be refused.
         if mean is not None and worst is not None and math.isfinite(worst):
             mean, worst = float(f"{mean:.6g}"), float(f"{worst:.6g}")

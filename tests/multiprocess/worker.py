@@ -33,7 +33,8 @@ import cnr_jax as cnr
 import cnr_jax.checkpointer.saving.capture
 import cnr_jax.handler
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
-from cnr_jax.checkpointer.orbax_compat.seams import ChainDeleter, distributed_client
+from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
+from cnr_jax.checkpointer.saving.ending import ChainDeleter
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Call
 

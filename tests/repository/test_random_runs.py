@@ -17,8 +17,7 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.policy import Consecutive, Full, OneShot
-from cnr_jax.repository.lineage.branches import branch_of
-from cnr_jax.repository.lineage.entries import Entry, entry_of
+from cnr_jax.repository.lineage.entries import Entry, branch_of, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation

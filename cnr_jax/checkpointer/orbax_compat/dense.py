@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
-from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.checked import Seal, kind_of, means_damage, numpy_dtype
 from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
@@ -130,6 +132,53 @@ class DenseStore:
             partial_restore=True,
         )
         return handler._impl.restore(path, args=args)
+
+    def restore_sealed(
+        self, directory: AnyPath, leaves: Mapping[Path, Any] | None, seal: Seal | None
+    ) -> Any:
+        """Restores leaves from files that were checked, if these are still the same.
+
+        Args:
+            directory: of the item.
+            leaves: what to restore, by path; None: all of them, on one device.
+            seal: of the files; None: they were not checked, and nothing is wanted of them.
+
+        Raises:
+            IntegrityError: if the files have changed, or Orbax cannot read them though they
+                are as they were saved.
+        """
+        if seal is None:
+            return {}
+        abstract = None
+        if leaves is not None:
+            abstract = nest(
+                (path, abstract_dense(leaf)) for path, leaf in leaves.items()
+            )
+        try:
+            found = self.restore(directory, abstract)
+        except Exception as error:
+            seal.check()  # if it raises, it says why
+            if not means_damage(error) or (
+                leaves is not None and self._can_be_read(directory)
+            ):
+                raise
+            where = os.fspath(directory / names.DENSE)
+            raise errors.IntegrityError(
+                f"{where} cannot be read, though its files are those that were saved\n"
+                f"  {type(error).__name__}: {error}",
+                kind=kind_of(error, "dense_unreadable"),
+                path=where,
+            ) from error
+        seal.check()
+        return found
+
+    def _can_be_read(self, directory: AnyPath) -> bool:
+        """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
+        try:
+            self.restore(directory, None)
+        except Exception:
+            return False
+        return True
 
     def close(self) -> None:
         """Frees what the handler holds."""

@@ -8,27 +8,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
-from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere
 from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
-from cnr_jax.format.names import step_number
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.retention import children_first
-from cnr_jax.repository.upkeep.aside import clear_aside
-from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _Manager = ocp.CheckpointManager
+_here = threading.local()
+# Modules and functions of Orbax that log an error, with its traceback, before it comes out.
+_RAISED = {
+    ("async_checkpointer", "_thread_func"),
+    ("checkpoint_manager", "wait_until_finished"),
+}
+_LONGEST = 400
+# Those whose threads belong to no manager that could be told; of the error all hear in the end.
+_SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 # Where Orbax waits for all processes before and after the commit of a save.
 COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
 
@@ -262,126 +266,23 @@ class OrbaxSeams:
         )
         return [f"{prefix}_{name}.{directory}" for name in COMMIT_BARRIERS]
 
-    def replace_deleter(self, writer: RootWriter) -> ChainDeleter:
-        """Puts a deleter that knows chains in the place of Orbax's, and returns it.
+    def replace_deleter(
+        self, make: Callable[[Any, ocp.CheckpointManagerOptions], _T]
+    ) -> _T:
+        """Puts what deletes steps in the place of Orbax's own, and returns it.
 
         Args:
-            writer: of the root.
-
-        Raises:
-            OptionError: if removed steps are to go where they cannot.
+            make: makes it of Orbax's, which it may use, and the options of the manager.
         """
         manager = self._manager
         theirs, options = manager._checkpoint_deleter, manager._options
-        manager._checkpoint_deleter = ChainDeleter(self, writer, theirs, options)
-        return manager._checkpoint_deleter
+        manager._checkpoint_deleter = made = make(theirs, options)
+        return made
 
 
 def _told_elsewhere(commit: Job, theirs: Callable[..., None], *args: Any) -> None:
     with told_elsewhere():
         commit.run(theirs, *args)
-
-
-class ChainDeleter:
-    """What an Orbax manager deletes steps through: children first, and only its own.
-
-    Args:
-        orbax: names the directories of steps.
-        writer: of the root.
-        theirs: Orbax's deleter. It still deletes in storage services, where directories
-            cannot be renamed at once.
-        options: of the manager: where removed steps go, and who deletes their files.
-
-    Raises:
-        OptionError: if removed steps are to go where they cannot.
-    """
-
-    def __init__(
-        self,
-        orbax: OrbaxSeams,
-        writer: RootWriter,
-        theirs: Any,
-        options: ocp.CheckpointManagerOptions,
-    ) -> None:
-        self._orbax, self._writer = orbax, writer
-        self._theirs, self._options = theirs, options
-        self._failed: list[Exception] = []
-        # What was set aside, but not by this run.
-        self._not_ours: set[str] = set()
-        remover = writer.remover
-        if remover is None:
-            return
-        theirs.close()  # it may have a thread, which nothing would end
-        if options.todelete_full_path is not None:
-            raise errors.OptionError(
-                "todelete_full_path works in gs:// only, which this root is not\n"
-                f"  got {options.todelete_full_path!r} for {writer.root}\n"
-                "  hint: todelete_subdir keeps removed steps in a folder of the root"
-            )
-        remover.threads = options.num_deletion_threads or remover.threads
-
-    def delete(self, step: int) -> None:
-        """Removes one step; what fails is kept for `take_failures`."""
-        self._delete([step])
-
-    def delete_steps(self, steps: Sequence[int]) -> None:
-        """Removes what retention lets go of: steps, and first what rollbacks have set aside."""
-        writer, ledger = self._writer, self._writer.ledger
-        if self._orbax.is_primary and ledger is not None and ledger.crowded:
-            if writer.remover is not None and writer.place is not None:
-                clear_aside(writer.place, ledger.run, self._remove, self._not_ours)
-        self._delete(steps)
-
-    def _delete(self, steps: Sequence[int]) -> None:
-        """Removes steps, those first that others do not depend on.
-
-        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
-        the save that made the steps superfluous is committed all the same.
-        """
-        if not steps or not self._orbax.is_primary:
-            return
-        ledger, stay = self._writer.ledger or Ledger(), set[str]()
-        directories = map(self._orbax.existing_directory, steps)
-        for directory in children_first(ledger, directories):
-            try:
-                if directory not in stay:
-                    self._remove(directory)
-                    continue
-            except FileNotFoundError:
-                _log.warning("step %s is gone already", directory)
-                continue
-            except Exception as error:
-                self._failed.append(error)
-                _log.error("step %s is not removed and stays: %s", directory, error)
-            # It counts on, and the next retention decides about it again.
-            ledger.doomed.discard(directory)
-            stay |= ledger.closure([directory])
-
-    def _remove(self, directory: str) -> None:
-        self._writer.check_claim()
-        remover, folder = self._writer.remover, self._options.todelete_subdir
-        if remover is None:
-            self._theirs.delete(step_number(directory))
-        elif folder is not None:
-            remover.keep(directory, folder)
-        else:
-            background = self._options.enable_background_delete
-            remover.remove(directory, background=background)
-
-    def take_failures(self) -> list[Exception]:
-        """Why steps were not removed since this was asked last."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def raise_failure(self) -> None:
-        """Raises why a step was not removed; only process 0 removes any."""
-        failures = self.take_failures()
-        if failures:
-            raise failures[0]
-
-    def close(self) -> None:
-        """Waits for what is being deleted in the background."""
-        (self._writer.remover or self._theirs).close()
 
 
 class _CountingFrom:
@@ -409,3 +310,39 @@ def distributed_client() -> Any:
 def is_distributed() -> bool:
     """Whether the run has called `jax.distributed.initialize`."""
     return ocp.multihost.is_jax_distributed_client_initialized()
+
+
+class _Tracebacks(logging.Filter):
+    """Leaves out what is told elsewhere; other errors of Orbax are logged as ever."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = (record.module, record.funcName)
+        if not record.exc_info or "orbax" not in record.pathname:
+            return True
+        if place in _RAISED and getattr(_here, "is_told", False):
+            _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+            return False
+        if place in _SHORTENED:
+            text = " ".join(record.getMessage().split())
+            record.msg, record.args = text[:_LONGEST], None
+            record.exc_info = None
+        return True
+
+
+_TRACEBACKS = _Tracebacks()
+
+
+@contextlib.contextmanager
+def told_elsewhere() -> Iterator[None]:
+    """What fails in here, in this thread, is told by whoever hears of it."""
+    before = getattr(_here, "is_told", False)
+    _here.is_told = True
+    try:
+        yield
+    finally:
+        _here.is_told = before
+
+
+def shorten_logs() -> None:
+    """Keeps the tracebacks of failed saves out of the log."""
+    logging.getLogger("absl").addFilter(_TRACEBACKS)

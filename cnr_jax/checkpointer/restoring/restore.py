@@ -33,14 +33,12 @@ from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
-from cnr_jax.checkpointer.restoring.dense import restore_dense
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
     tables_of,
 )
 from cnr_jax.checkpointer.restoring.match import Wanted, match
-from cnr_jax.checkpointer.restoring.report import Laps, report_of
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.manifest import TableEntry
@@ -58,7 +56,7 @@ from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
-from cnr_jax.telemetry import RestoreReport
+from cnr_jax.telemetry import Laps, RestoreReport, restore_report
 
 _log = logging.getLogger(__name__)
 
@@ -279,7 +277,8 @@ def read_back(
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
-    rest = restore_dense(dense, chain[-1].directory, wanted, everything, seal)
+    leaves = None if everything else wanted.dense
+    rest = dense.restore_sealed(chain[-1].directory, leaves, seal)
     laps.end("dense")
     stamps = _read_stamps(chain, wanted, tables)
     laps.end("rows")
@@ -291,7 +290,17 @@ def read_back(
         arrays=arrays,
         dense=rest,
         stamps=stamps,
-        report=report_of(chain, wanted, tables, laps, reads_dense=is_read),
+        report=restore_report(
+            [reader.manifest for reader in chain],
+            [process for reader in chain for process in reader.processes],
+            bytes_read=sum(reader.read_bytes for reader in chain),
+            reads_dense=is_read,
+            tables={
+                name: (wanted.tables.stored[name], tables[name].rows)
+                for name, _, _ in wanted.tables.leaves
+            },
+            laps=laps,
+        ),
     )
 
 

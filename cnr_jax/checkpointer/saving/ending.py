@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Barriers
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
-from cnr_jax.checkpointer.orbax_compat.logs import told_elsewhere
 from cnr_jax.checkpointer.orbax_compat.places import Directories
-from cnr_jax.checkpointer.orbax_compat.seams import ChainDeleter, OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, told_elsewhere
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.retention import children_first
+from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched
 
@@ -65,7 +69,9 @@ class Ending:
 
     def replace_deleter(self) -> None:
         """From now on steps are deleted as chains allow, children first."""
-        self.deleter = self._orbax.replace_deleter(self._writer)
+        self.deleter = self._orbax.replace_deleter(
+            functools.partial(ChainDeleter, self._orbax, self._writer)
+        )
 
     def begin(self, step: int, flight: SaveInFlight, touched: Touched | None) -> None:
         """Notes that the save of a step begins, with these touched rows."""
@@ -313,3 +319,106 @@ class Ending:
             raise
         self._lifecycle.end_writing()
         self._lifecycle.report_commit()
+
+
+class ChainDeleter:
+    """What an Orbax manager deletes steps through: children first, and only its own.
+
+    Args:
+        orbax: names the directories of steps.
+        writer: of the root.
+        theirs: Orbax's deleter. It still deletes in storage services, where directories
+            cannot be renamed at once.
+        options: of the manager, as Orbax has them: where removed steps go, and who deletes their
+            files.
+
+    Raises:
+        OptionError: if removed steps are to go where they cannot.
+    """
+
+    def __init__(
+        self,
+        orbax: OrbaxSeams,
+        writer: RootWriter,
+        theirs: Any,
+        options: Any,
+    ) -> None:
+        self._orbax, self._writer = orbax, writer
+        self._theirs, self._options = theirs, options
+        self._failed: list[Exception] = []
+        # What was set aside, but not by this run.
+        self._not_ours: set[str] = set()
+        remover = writer.remover
+        if remover is None:
+            return
+        theirs.close()  # it may have a thread, which nothing would end
+        if options.todelete_full_path is not None:
+            raise errors.OptionError(
+                "todelete_full_path works in gs:// only, which this root is not\n"
+                f"  got {options.todelete_full_path!r} for {writer.root}\n"
+                "  hint: todelete_subdir keeps removed steps in a folder of the root"
+            )
+        remover.threads = options.num_deletion_threads or remover.threads
+
+    def delete(self, step: int) -> None:
+        """Removes one step; what fails is kept for `take_failures`."""
+        self._delete([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Removes what retention lets go of: steps, and first what rollbacks have set aside."""
+        writer, ledger = self._writer, self._writer.ledger
+        if self._orbax.is_primary and ledger is not None and ledger.crowded:
+            if writer.remover is not None and writer.place is not None:
+                clear_aside(writer.place, ledger.run, self._remove, self._not_ours)
+        self._delete(steps)
+
+    def _delete(self, steps: Sequence[int]) -> None:
+        """Removes steps, those first that others do not depend on.
+
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
+        the save that made the steps superfluous is committed all the same.
+        """
+        if not steps or not self._orbax.is_primary:
+            return
+        ledger, stay = self._writer.ledger or Ledger(), set[str]()
+        directories = map(self._orbax.existing_directory, steps)
+        for directory in children_first(ledger, directories):
+            try:
+                if directory not in stay:
+                    self._remove(directory)
+                    continue
+            except FileNotFoundError:
+                _log.warning("step %s is gone already", directory)
+                continue
+            except Exception as error:
+                self._failed.append(error)
+                _log.error("step %s is not removed and stays: %s", directory, error)
+            # It counts on, and the next retention decides about it again.
+            ledger.doomed.discard(directory)
+            stay |= ledger.closure([directory])
+
+    def _remove(self, directory: str) -> None:
+        self._writer.check_claim()
+        remover, folder = self._writer.remover, self._options.todelete_subdir
+        if remover is None:
+            self._theirs.delete(step_number(directory))
+        elif folder is not None:
+            remover.keep(directory, folder)
+        else:
+            background = self._options.enable_background_delete
+            remover.remove(directory, background=background)
+
+    def take_failures(self) -> list[Exception]:
+        """Why steps were not removed since this was asked last."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def raise_failure(self) -> None:
+        """Raises why a step was not removed; only process 0 removes any."""
+        failures = self.take_failures()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """Waits for what is being deleted in the background."""
+        (self._writer.remover or self._theirs).close()

@@ -20,14 +20,12 @@ from cnr_jax.format.names import step_number
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.options import Options
 from cnr_jax.repository.commit import Facts
-from cnr_jax.repository.holdings import held_tables
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan, Planner
 from cnr_jax.repository.rows_writer import Written
-from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.step import held_tables, read_committed
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
 
@@ -67,7 +65,6 @@ class SaveInFlight:
         commit_secs: from then on until it was committed.
         processes: the process manifests that this process has seen by then; only the first one
             sees others than its own.
-        row_errors: of rounded rows among it; None where all are exact.
         manifest_bytes: of `manifest.json`, if this process has written it.
         synced_early: whether it was made durable before Orbax renamed it.
         is_synced: whether it was committed, and synced or found impossible to sync, before
@@ -98,7 +95,6 @@ class SaveInFlight:
     agreed_at_secs: float | None = None
     commit_secs: float = 0.0
     processes: Sequence[ProcessManifest] = ()
-    row_errors: RowErrors | None = None
     manifest_bytes: int | None = None
     synced_early: bool = False
     is_synced: bool = False
@@ -197,8 +193,8 @@ class SaveInFlight:
         """What a committed save did."""
         assert self.facts is not None
         parent, totals = manifest.parent, manifest.totals
-        rounding = self.row_errors
         own, written = self.manifest_bytes, self.written
+        rounding = written.row_errors if written else None
         processes = self.processes or ([written.manifest] if written else [])
         encode_secs = written.encode_secs if written else 0.0
         waiting_secs = written.waiting_secs if written else 0.0

@@ -176,9 +176,8 @@ def _write_rows(
         # Whatever it was: the folder may be removed, and its name used again, at once.
         writer.stop()
         raise
-    flight.row_errors = compared.result()
-    if flight.row_errors is not None:
-        _say_rounding(flight, flight.row_errors, plans, options)
+    if flight.written.row_errors is not None:
+        _say_rounding(flight, flight.written.row_errors, plans, options)
 
 
 def _say_rounding(

@@ -18,8 +18,13 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Fork, HistoryEntry, Kind, ParentRef, TableEntry
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
-from cnr_jax.repository.lineage.branches import Branch, forks_of_next, full_ones
-from cnr_jax.repository.lineage.entries import Entry, named
+from cnr_jax.repository.lineage.entries import (
+    Branch,
+    Entry,
+    forks_of_next,
+    full_ones,
+    named,
+)
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
 
@@ -153,7 +158,7 @@ class Planner:
         uuid = f"{self._nonce}{self._attempt:08x}"
         run, left = self.runs.of_save(ledger, request.origin, request.step, uuid)
         branch = self._branch(request)
-        branch.forget_parents(ledger)
+        branch.forget_parents(ledger.entries)
         generation = self._generation(ledger, branch)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.lineage.branches import full_ones
-from cnr_jax.repository.lineage.entries import Entry, order, parent_of
+from cnr_jax.repository.lineage.entries import Entry, full_ones, order, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)

@@ -189,34 +189,20 @@ class Comparison:
             )
         )
 
-    def result(self) -> RowErrors | None:
-        """The errors of all; None where there was nothing to sample, or comparing failed."""
-        if not self._has_compared_all() or not len(self._positions):
-            return None
-        errors = np.concatenate(
-            [*(found for _, found in self._errors), np.empty(0, np.float32)]
-        )
-        if not len(errors):
-            return RowErrors(0, None, None)
-        mean = float(errors.mean(dtype=np.float64))
-        return RowErrors(len(errors), mean, float(errors.max()))
+    def result(self) -> tuple[RowErrors | None, dict[str, RowErrors]]:
+        """The errors of all, and of each table of which rows were compared.
 
-    def by_table(self) -> dict[str, RowErrors]:
-        """The errors of each table of which rows were compared; none if comparing failed."""
-        if not self._has_compared_all() or not self._errors:
-            return {}
-        tables, errors = map(np.concatenate, zip(*self._errors, strict=True))
-        found: dict[str, RowErrors] = {}
-        for i in map(int, np.unique(tables)):
-            own = errors[tables == i]
-            mean = float(own.mean(dtype=np.float64))
-            found[self._names[i]] = RowErrors(len(own), mean, float(own.max()))
-        return found
-
-    def _has_compared_all(self) -> bool:
-        """Whether all that was taken is compared by now, and nothing failed."""
+        None and no table where there was nothing to sample, or comparing failed.
+        """
         self._attempt(lambda: [self._compare(group) for group in self._waiting])
-        return not self._failed
+        if self._failed or not len(self._positions):
+            return None, {}
+        if not self._errors:
+            return RowErrors(0, None, None), {}
+        tables, errors = map(np.concatenate, zip(*self._errors, strict=True))
+        indices = map(int, np.unique(tables))
+        by_table = {self._names[i]: _joined(errors[tables == i]) for i in indices}
+        return _joined(errors), by_table
 
     def _attempt(self, work: Callable[[], object]) -> None:
         if self._failed:
@@ -264,6 +250,13 @@ class Comparison:
             found = np.where(exact[some], np.float32(0), found)
             known = ~np.isnan(found)
             self._errors.append((tables[some][known], found[known]))
+
+
+def _joined(errors: np.ndarray) -> RowErrors:
+    if not len(errors):
+        return RowErrors(0, None, None)
+    mean = float(errors.mean(dtype=np.float64))
+    return RowErrors(len(errors), mean, float(errors.max()))
 
 
 def _batch_rows(group: _Group) -> int:
