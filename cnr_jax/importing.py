@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM, Restore, Save, in_item
+from cnr_jax.checkpointer.orbax_compat.places import step_names
 from cnr_jax.format.names import step_number
 from cnr_jax.manager import CheckpointManager
 from cnr_jax.options import Options, checked
@@ -39,6 +42,7 @@ def import_orbax(
     state: Any = None,
     options: Options | None = None,
     item: str | None = None,
+    orbax_options: ocp.CheckpointManagerOptions | None = None,
 ) -> SaveReport:
     """Saves a step of a root of plain Orbax as a full checkpoint in a new root.
 
@@ -57,6 +61,8 @@ def import_orbax(
             `CheckpointManager(new, ...)`. By default rows of tables are rounded;
             `Options(codec="raw")` keeps all bits.
         item: that holds the state in `old`, if several items of a step are states.
+        orbax_options: of the manager that wrote `old`, where they say how steps are named; in
+            `new` names are the usual ones.
 
     Returns:
         The report of the save, once it is durable.
@@ -82,8 +88,13 @@ def import_orbax(
     check_can_be_read(source, item)
     _check_is_new(root)
     reading = Options(adopt=True, timeout_secs=options.timeout_secs)
-    taken, found = _restored(source, item, step, state, reading)
-    _say_what_is_left(source, taken)
+    named = step_names(orbax_options)
+    item = item or find_item(source) or item_beside(source, named) or DEFAULT_ITEM
+    with CheckpointManager(
+        source, options=reading, item=item, orbax_options=orbax_options
+    ) as reader:
+        taken, found = _restored(reader, item, step, state)
+    _say_what_is_left(source, taken, named)
     if not isinstance(tables, Tables):
         tables = find_tables(found, tables)
     touched = None
@@ -98,17 +109,15 @@ def import_orbax(
 
 
 def _restored(
-    root: AnyPath, item: str | None, step: int | None, state: Any, options: Options
+    reader: CheckpointManager, item: str, step: int | None, state: Any
 ) -> tuple[int, Any]:
-    """The step that is taken of a root, and its state, by a manager that only reads."""
-    item = item or find_item(root) or item_beside(root, None) or DEFAULT_ITEM
+    """The step that is taken of a root, and its state."""
     asked: Any = Restore(state)
     if item != DEFAULT_ITEM:
         asked = in_item(asked, item, item)
-    with CheckpointManager(root, options=options, item=item) as reader:
-        found = reader.restore(step, args=asked)
-        # What turned out damaged on the way does not count any more.
-        taken = reader.latest_step() if step is None else step
+    found = reader.restore(step, args=asked)
+    # What turned out damaged on the way does not count any more.
+    taken = reader.latest_step() if step is None else step
     assert taken is not None
     return taken, (found if item == DEFAULT_ITEM else found[item]).state
 
@@ -130,9 +139,11 @@ def _check_is_new(root: AnyPath) -> None:
         )
 
 
-def _say_what_is_left(root: AnyPath, step: int) -> None:
+def _say_what_is_left(
+    root: AnyPath, step: int, named: Callable[[str], bool] | None
+) -> None:
     """Names in the log what else a step holds."""
-    for directory in step_directories(root):
+    for directory in step_directories(root, named):
         if step_number(directory) == step:
             held = [p for p in (root / directory).iterdir() if is_directory(p)]
             left = sorted(p.name for p in held if not is_state_of_orbax(p))

@@ -304,6 +304,14 @@ def test_damage_is_passed_over_and_what_is_in_the_way_goes_aside_whole(
     run.check(manager, 3)
     (aside,) = (path for path in root.iterdir() if "abandoned" in path.name)
     assert files_of(aside) == held
+    manager.close()
+    # It is older than every step of the run: as soon as one goes, it goes too.
+    other = root / f"3.abandoned-g1-{'0' * 32}"  # of which nothing is known
+    shutil.copytree(aside, other)
+    manager = opened(run, root, adopt=True, max_to_keep=3)
+    run.run(manager, [5])
+    assert manager.all_steps() == [3, 4, 5]
+    assert not aside.exists() and files_of(other) == held
 
 
 def test_a_rollback_outranks_later_steps_of_orbax(
@@ -429,6 +437,19 @@ def test_an_import_takes_the_state_and_the_step_that_are_given(
     with pytest.raises(errors.NoStepError):
         cnr.import_orbax(tmp_path / "none", tmp_path / "b", ["user"])
     assert not (tmp_path / "b").exists()
+    named = ocp.CheckpointManagerOptions(
+        step_prefix="ck", step_format_fixed_length=4, max_to_keep=1
+    )
+    other = tmp_path / "named"
+    other.mkdir()
+    for step in (1, 2):
+        shutil.copytree(old / str(step), other / f"ck_000{step}")
+    before = files_of(other)
+    report = cnr.import_orbax(
+        other, tmp_path / "of_named", ["user"], options=options, orbax_options=named
+    )
+    assert report.step == 2 and files_of(other) == before
+    assert cnr.describe(tmp_path / "of_named").steps[0].step == 2
     broken = shutil.copytree(old, tmp_path / "broken")
     damage(broken / "3")
     assert cnr.import_orbax(broken, tmp_path / "c", ["user"]).step == 2

@@ -37,7 +37,7 @@ TABLE = {
         "numpy jax etils",
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
-    "importing": ("manager", ""),
+    "importing": ("manager", "orbax"),
     "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
     "cnr_jax": ("importing exporting optim simulation", ""),

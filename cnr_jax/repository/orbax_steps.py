@@ -116,11 +116,32 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
             path=where,
         )
     found = item if item in held else held[0]
+    return OrbaxStep(item=found, uuid=_uuid(step, directory))
+
+
+def is_set_aside(step: AnyPath, directory: str, item: str) -> bool:
+    """Whether a folder is an adopted step under the name that a rollback has given it.
+
+    Args:
+        step: the folder.
+        directory: name of the step directory that it was.
+        item: of this library beside it.
+
+    Raises:
+        OSError: if it cannot be seen.
+    """
+    if saved_by(step, item) != "orbax":
+        return False
+    return step.name == names.abandoned(directory, 1, _uuid(step, directory))
+
+
+def _uuid(step: AnyPath, directory: str) -> str:
+    """What tells a step of plain Orbax from others of its name, wherever it lies now."""
     note, said = step / names.ORBAX_METADATA, b""
     if exists(note):
         said = read_small(note, _MOST_BYTES)
     digest = hashlib.sha256(b"orbax\0" + directory.encode() + b"\0" + said)
-    return OrbaxStep(item=found, uuid=digest.hexdigest()[:32])
+    return digest.hexdigest()[:32]
 
 
 def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | None:

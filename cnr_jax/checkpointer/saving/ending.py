@@ -369,7 +369,13 @@ class ChainDeleter:
         writer, ledger = self._writer, self._writer.ledger
         if self._orbax.is_primary and ledger is not None and ledger.crowded:
             if writer.remover is not None and writer.place is not None:
-                clear_aside(writer.place, ledger.run, self._remove, self._not_ours)
+                clear_aside(
+                    writer.place,
+                    ledger.run,
+                    self._remove,
+                    self._not_ours,
+                    adopts=writer.adopts,
+                )
         self._delete(steps)
 
     def _delete(self, steps: Sequence[int]) -> None:

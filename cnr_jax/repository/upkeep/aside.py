@@ -9,11 +9,18 @@ import os
 from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.names import ABANDONED_MARK, SUSPECTS, abandoned, is_abandoned
+from cnr_jax.format.names import (
+    ABANDONED_MARK,
+    SUSPECTS,
+    abandoned,
+    is_abandoned,
+    step_number,
+)
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
 
@@ -99,7 +106,12 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
 
 
 def aside_of_run(
-    root: AnyPath, item: str, run: str | None, others: set[str]
+    root: AnyPath,
+    item: str,
+    run: str | None,
+    others: set[str],
+    *,
+    adopts: bool = False,
 ) -> list[str]:
     """Names of what rollbacks of a run have set aside, the newest first: it may rest on older.
 
@@ -109,15 +121,20 @@ def aside_of_run(
         run: whose rollbacks.
         others: names that are not looked at, of which it is known that they are not of the run;
             those that are found not to be, or cannot be understood, are added.
+        adopts: whether adopted steps of plain Orbax are of the run, as they were in the root.
 
     Raises:
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
     for name in sorted(path.name for path in root.iterdir()):
-        if name in others or not is_abandoned(name, name.partition(ABANDONED_MARK)[0]):
+        before = name.partition(ABANDONED_MARK)[0]
+        if name in others or not is_abandoned(name, before):
             continue
         try:
+            if adopts and is_set_aside(root / name, before, item):
+                found.append((1, step_number(before), name))
+                continue
             manifest = read_committed(root, name, item)
         except errors.CnrError:
             others.add(name)
@@ -132,7 +149,12 @@ def aside_of_run(
 
 
 def clear_aside(
-    place: Place, run: str | None, remove: Callable[[str], None], others: set[str]
+    place: Place,
+    run: str | None,
+    remove: Callable[[str], None],
+    others: set[str],
+    *,
+    adopts: bool,
 ) -> None:
     """Removes what rollbacks of a run have set aside; what cannot be removed stays.
 
@@ -141,9 +163,10 @@ def clear_aside(
         run: whose rollbacks.
         remove: a directory of the root.
         others: see `aside_of_run`.
+        adopts: the same.
     """
     try:
-        for name in aside_of_run(place.root, place.item, run, others):
+        for name in aside_of_run(place.root, place.item, run, others, adopts=adopts):
             remove(name)
             _log.info("%s, which a rollback had set aside, is removed", name)
     except (errors.CnrError, OSError) as error:

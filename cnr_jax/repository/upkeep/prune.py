@@ -16,6 +16,7 @@ from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
+from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.aside import aside_of_run
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
@@ -306,7 +307,13 @@ def _beside(
         try:
             read_committed(root, name, item)
         except (errors.CnrError, OSError):
-            found.append((name, True, "its manifest cannot be read"))
+            is_orbax = saved_by(root / name, item) == "orbax"
+            told = (
+                "plain Orbax has saved it"
+                if is_orbax
+                else "its manifest cannot be read"
+            )
+            found.append((name, True, told))
         else:
             found.append((name, not all_runs, "it is of another run"))
     fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
