@@ -136,13 +136,16 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
     if not step.tables:
         return lines
     cells = [["table", "leaf", "shape", "dtype", "codecs", "rows", "bytes", "tiles"]]
+    cells[0] += ["mean error", "worst"]
     for table in step.tables:
         for i, leaf in enumerate(table.leaves):
             shape = " x ".join(f"{n:,}" for n in leaf.shape)
             row = [leaf.name, shape, leaf.dtype, ", ".join(leaf.codecs) or "-"]
             row += [f"{leaf.rows:,}", amount(leaf.bytes), str(leaf.tiles)]
-            cells.append(["" if i else table.name, *row])
-    header, *rest = aligned(cells, right={5, 6, 7})
+            # Errors are those of rows of tables; slots are not compared.
+            off = (None, None) if i else (table.mean_row_error, table.worst_row_error)
+            cells.append(["" if i else table.name, *row, *map(_percent, off)])
+    header, *rest = aligned(cells, right={5, 6, 7, 8, 9})
     return [*lines, ("", ""), (header, "bold"), *((line, "") for line in rest)]
 
 

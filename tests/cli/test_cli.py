@@ -114,6 +114,7 @@ def test_show_takes_a_step_apart(root: Path) -> None:
         "raw",
         line.split()[7],
     ]
+    assert line.split()[-2:] == ["-", "-"]  # it is stored exactly
     code, found = as_json("show", root, 2)
     assert code == 0 and found["chain"] == [0, 2]
     assert found["tables"][0]["leaves"][1]["path"] == "acc/user/embedding"
