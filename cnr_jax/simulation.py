@@ -203,7 +203,7 @@ def simulate(
 
     Raises:
         OptionError: if a trace is no array of integers, has an id past the rows of its table,
-            or tables differ in steps; if there are fewer than `every` steps.
+            or none at all, or tables differ in steps; if there are fewer than `every` steps.
 
     Example:
         >>> ids = np.random.default_rng(0).zipf(1.5, (100, 50)) % 1000
@@ -299,6 +299,12 @@ def _checked(
             raise OptionError(
                 f"the trace of table {name!r} has ids past its rows\n"
                 f"  got {int(ids.max()):,}, expected less than {size:,}"
+            )
+        if size < 1:
+            raise OptionError(
+                f"the trace of table {name!r} looks up no row\n"
+                f"  got ids up to {int(ids.max())}, expected one of 0 or more\n"
+                "  hint: rows= says how many rows a table has of which none is looked up"
             )
         found[name] = (ids, size)
     steps = {name: len(ids) for name, (ids, _) in found.items()}

@@ -93,6 +93,7 @@ def test_the_command_prints_the_same(
         ({"user": np.arange(4), "item": np.arange(3)}, 1, None, "same number"),
         ({"user": np.arange(4)}, 1, {"usr": 9}, "that the trace lacks: usr"),
         ({}, 1, None, "no table"),
+        ({"user": np.full((4, 2), -1)}, 1, None, "looks up no row"),
     ],
 )
 def test_what_is_no_trace_is_refused(
