@@ -273,6 +273,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     refused(root, to, "no format 'hdf5'", format="hdf5")
     refused(root, to, "nothing to export", tables=[])
     refused(root, to, "step 5 does not exist", step=5)
+    refused(root, to, r"got 'there'\n.*export\(root, step, directory\)", step="there")
     assert refused(root, root / "out", "lies in the root").kind == "no_target"
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     with monkeypatch.context() as patched:

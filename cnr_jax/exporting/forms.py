@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import json
-import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -227,7 +227,5 @@ def write_orbax(
     save_skeleton(directory, values, {"cnr_jax": about}, like)
     for leaf in arrays:
         folder = directory / array_folder(leaf.path)
-        for file in sorted(folder.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        os.rmdir(folder)
+        shutil.rmtree(folder)
         _write_array(folder, leaf, {"cnr_jax": leaf.told}, written)

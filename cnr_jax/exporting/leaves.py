@@ -17,6 +17,7 @@ from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
 from cnr_jax.format.names import DENSE
 from cnr_jax.repository.checked import damage, kind_of, means_damage, numpy_dtype
 from cnr_jax.repository.compare import logical_rows
+from cnr_jax.repository.reading import table_entry
 from cnr_jax.repository.step import codec_text
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
@@ -100,20 +101,14 @@ def leaves_of(
     everything = tables is None and patterns is None
     wanted = set(paths.values()) if everything else set()
     for name in tables or ():
-        entry = next((each for each in manifest.tables if each.name == name), None)
-        if entry is None:
-            known = few(repr(each.name) for each in manifest.tables)
-            raise errors.OptionError(
-                f"no table {name!r} in step {manifest.step}, expected some of: {known}",
-                kind="no_table",
-            )
-        wanted |= {leaf.path for leaf in entry.leaves}
+        wanted |= {leaf.path for leaf in table_entry(manifest, name).leaves}
     for pattern in patterns or ():
         found = fnmatch.filter(paths, pattern)
         if not found:
             raise errors.OptionError(
-                f"no leaf fits {pattern!r} in step {manifest.step}, which has"
-                f" {few(sorted(paths))}",
+                f"no leaf fits {pattern!r} in step {manifest.step}\n"
+                f"  got leaves {few(sorted(paths))}\n"
+                "  hint: a path, such as 'params/w', or a pattern, such as 'params/*'",
                 kind="no_table",
             )
         wanted |= {paths[name] for name in found}

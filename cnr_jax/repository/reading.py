@@ -232,7 +232,8 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
         raise errors.OptionError(
             f"a step is an integer, got {reprlib.repr(step)}\n"
-            "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table)"
+            "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table),"
+            " export(root, step, directory)"
         )
     path = open_root(root)
     check_can_be_read(path, item)
