@@ -13,6 +13,7 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.repository.upkeep.claim import WritingLock
 from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 from .conftest import flip
 
@@ -112,6 +113,16 @@ def test_deltas_go_before_what_they_rest_on_wherever_it_ends(root: Path) -> None
         assert steps_in(left) == [6, 7]
         assert not cnr.describe(left).removed
     assert len(seen) > 3
+
+
+def test_one_that_fails_stands_in_nobodys_way(root: Path) -> None:
+    with inprocess.failing(root, Fault("rename", action="EIO", match="/5")):
+        with pytest.raises(OSError, match="Input/output"):
+            cnr.prune(root, keep=2, delete=True)
+    assert steps_in(root) == [*range(8)]
+    assert all(step.restorable for step in cnr.describe(root).steps)
+    cnr.prune(root, keep=2, delete=True)
+    assert steps_in(root) == [6, 7]
 
 
 def test_nothing_is_deleted_where_somebody_may_be_saving(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cnr_jax.format.manifest import Fork, HistoryEntry, Manifest, ParentRef
 from cnr_jax.format.names import step_number
@@ -48,7 +48,7 @@ class Entry:
         return self.manifest is not None or bool(self.orbax)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["full", "delta", "orbax"]:
         """`"full"` or `"delta"`, or `"orbax"` for one that was adopted."""
         if self.orbax:
             return "orbax"

@@ -253,12 +253,13 @@ class Claim:
     def withdraw(self) -> None:
         """Leaves the root to nobody, unless another manager has claimed it meanwhile.
 
+        Nor where something is moved aside: it is noted in the claim alone.
+
         Raises:
             WriterError: if one has.
         """
         self.check()
-        if self._own is not None:
-            assert self._own.aside is None
+        if self._own is not None and self._own.aside is None:
             os.unlink(self._root / names.WRITER)
             self._own = None
 

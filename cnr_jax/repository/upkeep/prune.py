@@ -117,7 +117,9 @@ def prune(
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
     manager. Steps of other runs stay, those that cannot be restored, and everything that a
     folder without a readable manifest may rest on. What rollbacks have set aside goes as soon as
-    any step of the run does.
+    any step of the run does. With `delete` what killed programs have left is cleared too, before
+    anything else and as by the first save of a manager: saves that were never committed, and
+    steps that were removed in part.
 
     Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
     is listed restores as before: deltas go before what they rest on.
@@ -210,6 +212,8 @@ def _claimed(
     """
     before = read_writer(root)
     unknown = before is None and exists(root / names.WRITER)
+    # Only to say at once that a save is being written: the claim below takes the lock itself, and
+    # waits for a save that begins before it.
     lock = WritingLock(root)
     is_free = lock.acquire(0)
     lock.release()
@@ -228,7 +232,13 @@ def _claimed(
     writer = RootWriter(lambda: True)
     try:
         writer.open(root, item)
-        yield writer, writer.claim()
+        try:
+            yield writer, writer.claim()
+        except BaseException:
+            # Else the next one would take this one for a manager that may still be saving.
+            with contextlib.suppress(errors.WriterError, OSError):
+                writer.withdraw()
+            raise
         writer.withdraw()
     finally:
         writer.close()
@@ -285,7 +295,7 @@ def _fates(
             Fate(
                 name=entry.directory,
                 step=entry.step,
-                kind="delta" if entry.parent else "full",
+                kind=entry.kind,
                 bytes=_bytes_below(root / entry.directory),
                 stays=reason is not None,
                 reason=reason or f"it is older than the newest {keep}",
