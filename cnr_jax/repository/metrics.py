@@ -18,6 +18,9 @@ from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.layout import check_can_be_read, open_root
 
+# Of a save, in their order: its report, and so its line, has `find_secs` and so on.
+PHASES = ("find", "gather", "encode", "write", "commit")
+
 
 def check_can_append(root: AnyPath) -> None:
     """Checks that metrics can be kept in a root.

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cnr_jax.errors import CnrError, TouchedError
 from cnr_jax.state.layouts import RowLayout
-from cnr_jax.state.table import index_dtype
+from cnr_jax.state.table import few, index_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,8 @@ def report_strays(lookup: Lookup, table: StampedTable, label: str) -> None:
             "out of range": [x for x in named if not -rows <= x[0] < rows],
         }
         parts = [
-            f"{sum(count for _, count in each):,} {what} ({_few(each)})"
+            f"{sum(count for _, count in each):,} {what}"
+            f" ({few(f'{i}' + f' {n} times' * (n > 1) for i, n in each)})"
             for what, each in found.items()
             if each
         ]
@@ -124,11 +125,6 @@ def report_strays(lookup: Lookup, table: StampedTable, label: str) -> None:
             _log.warning("%s: %d ids of %d rows, %s", label, len(ids), rows, what)
 
     jax.debug.callback(report, ids, keep)
-
-
-def _few(counted: Sequence[tuple[int, int]]) -> str:
-    shown = [f"{i}" + f" {n} times" * (n > 1) for i, n in counted[:4]]
-    return ", ".join(shown + [f"and {len(counted) - 4} more"] * (len(counted) > 4))
 
 
 def in_range(ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.monitoring
 
 from cnr_jax import errors
 from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.metrics import append_event
+from cnr_jax.repository.metrics import PHASES, append_event
 from cnr_jax.telemetry import RestoreReport, SaveReport
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def record(report: SaveReport | RestoreReport) -> None:
         return
     took("/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=kind)
     took("/cnr_jax/save/duration_secs", report.total_secs, kind=kind)
-    for phase in ("find", "gather", "encode", "write", "commit"):
+    for phase in PHASES:
         secs = getattr(report, f"{phase}_secs")
         took(f"/cnr_jax/save/{phase}_duration_secs", secs, kind=kind)
     counted("/cnr_jax/save/bytes_written", report.total_bytes, kind=kind)

@@ -15,11 +15,10 @@ from cnr_jax.repository.description import (
     TableDescription,
 )
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.metrics import read_metrics
+from cnr_jax.repository.metrics import PHASES, read_metrics
 from cnr_jax.repository.step import read_step
 
 ROWS = "rows"
-PHASES = ("find", "gather", "encode", "write", "commit")
 # Parts of the bytes of a save, by what reports and descriptions call them.
 _PARTS = {"tables": "table", "slots": "slot", "dense": "dense", "manifests": "manifest"}
 

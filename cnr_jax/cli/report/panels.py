@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cnr_jax.cli.report.course import PHASES, ROWS, Course, Save
+from cnr_jax.cli.report.course import ROWS, Course, Save
 from cnr_jax.repository.description import amount
+from cnr_jax.repository.metrics import PHASES
 
 Shape = Literal["line", "area", "bars", "dots", "squares", "rings", "crosses"]
 Unit = Literal["bytes", "share", "secs", "count"]
