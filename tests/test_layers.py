@@ -202,6 +202,20 @@ def test_what_a_root_holds_is_read_without_jax_orbax_and_tensorstore() -> None:
     subprocess.run([sys.executable, "-c", code, *modules], check=True, timeout=120)
 
 
+def test_modules_and_functions_are_no_longer_than_one_reads_at_once() -> None:
+    too_long = list[str]()
+    for module, source in sources_of(PACKAGE).items():
+        lines = source.count("\n")
+        too_long += [f"{module}: {lines} lines"] * (lines > 450)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=False)
+                told = text.count("\n") + 1 if text else 0
+                lines = (node.end_lineno or 0) - node.lineno + 1 - told
+                too_long += [f"{module}.{node.name}: {lines} lines"] * (lines > 70)
+    assert not too_long
+
+
 @pytest.mark.tools
 @pytest.mark.parametrize(
     ("module", "source"),

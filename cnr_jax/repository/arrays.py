@@ -32,8 +32,7 @@ from cnr_jax.repository.checked import (
 )
 from cnr_jax.repository.files import AnyPath, is_local, size_of
 
-# Bytes of a chunk at most. 16 MiB chunks write at disk speed; 1 MiB chunks alone are 2 to 3 times
-# slower, as each is a file that is synced.
+# Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
 CHUNK_BYTES = 16 << 20
 # An array is cut into so many chunks while they have `LEAST_CHUNK_BYTES`, because who wants a few
 # rows reads whole chunks. Of 4 M x 64 at 4 bits 100 neighbours take 6 % of the bytes so, and 22 %
