@@ -7,6 +7,7 @@ step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 FORMAT = "cnr_jax"
 VERSION = 1
@@ -169,6 +170,36 @@ def is_set_aside(name: str) -> bool:
     """
     marks = (TEMPORARY_SUFFIX, ABANDONED_MARK, REMOVED_MARK)
     return any(mark in name for mark in marks)
+
+
+def beside(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What lies in a root beside its steps, sorted.
+
+    Args:
+        found: names of all that lies in the root.
+
+    Returns:
+        Names by what they say: `removed` and `unfinished` (being written, or left by a kill),
+        `abandoned`, `earlier_runs`. Each is in one of them only, the first that it says, as what
+        was unfinished or abandoned may be removed since.
+
+    Example:
+        >>> beside(["7", "8.removed-0", "9.orbax-checkpoint-tmp.removed-0"])["removed"]
+        ('8.removed-0', '9.orbax-checkpoint-tmp.removed-0')
+    """
+    held: dict[str, list[str]] = {
+        kind: [] for kind in ("removed", "unfinished", "abandoned", "earlier_runs")
+    }
+    for name in sorted(found):
+        if REMOVED_MARK in name:
+            held["removed"].append(name)
+        elif TEMPORARY_SUFFIX in name:
+            held["unfinished"].append(name)
+        elif ABANDONED_MARK in name:
+            held["abandoned"].append(name)
+        elif name.startswith(EARLIER_RUN):
+            held["earlier_runs"].append(name)
+    return {kind: tuple(each) for kind, each in held.items()}
 
 
 def step_number(directory: str) -> int:

@@ -113,9 +113,8 @@ def describe(
         for name, each in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
-    return RootDescription(
-        root=os.fspath(path), item=item, steps=tuple(steps), **_beside(plain)
-    )
+    held = names.beside(entry.name for entry in plain.iterdir())
+    return RootDescription(root=os.fspath(path), item=item, steps=tuple(steps), **held)
 
 
 def _look_at_all(
@@ -136,23 +135,6 @@ def _look_at_all(
                 on_step(done, len(directories))
     _drop_removed(root, found)
     return found
-
-
-def _beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
-    """What lies in a root beside its steps, as `RootDescription` names it."""
-    beside = sorted(entry.name for entry in root.iterdir())
-    removed = [name for name in beside if names.REMOVED_MARK in name]
-    unfinished = [name for name in beside if names.TEMPORARY_SUFFIX in name]
-    abandoned = [name for name in beside if names.ABANDONED_MARK in name]
-    # In the order of their marks: what was aside may be removed since.
-    return {
-        "removed": tuple(removed),
-        "unfinished": tuple(n for n in unfinished if n not in removed),
-        "abandoned": tuple(n for n in abandoned if n not in {*removed, *unfinished}),
-        "earlier_runs": tuple(
-            n for n in beside if n.startswith(names.EARLIER_RUN) and n not in removed
-        ),
-    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

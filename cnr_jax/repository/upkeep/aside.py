@@ -13,6 +13,7 @@ from cnr_jax.format.names import (
     ABANDONED_MARK,
     SUSPECTS,
     abandoned,
+    beside,
     is_abandoned,
     step_number,
 )
@@ -127,7 +128,7 @@ def aside_of_run(
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
-    for name in sorted(path.name for path in root.iterdir()):
+    for name in beside(path.name for path in root.iterdir())["abandoned"]:
         before = name.partition(ABANDONED_MARK)[0]
         if name in others or not is_abandoned(name, before):
             continue

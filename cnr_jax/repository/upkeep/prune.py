@@ -327,11 +327,9 @@ def _beside(
         else:
             found.append((name, not all_runs, "it is of another run"))
     fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
-    for path in sorted(root.iterdir(), key=lambda path: path.name):
-        is_removed = names.REMOVED_MARK in path.name
-        if path.name.startswith(names.EARLIER_RUN) and not is_removed:
-            told = path.name, not all_runs, "it holds an earlier run"
-            fates.append(_fate_of_folder(root, *told, kind="earlier run"))
+    for name in names.beside(path.name for path in root.iterdir())["earlier_runs"]:
+        told = name, not all_runs, "it holds an earlier run"
+        fates.append(_fate_of_folder(root, *told, kind="earlier run"))
     return fates
 
 

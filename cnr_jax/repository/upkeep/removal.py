@@ -305,17 +305,15 @@ _MEANINGS = {
 def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
     """Looks through a root of which the ledger has been read."""
     present = sorted(path.name for path in root.iterdir()) if exists(root) else []
-    # A removed directory may have been temporary or abandoned before.
-    removed = [name for name in present if names.REMOVED_MARK in name]
-    rest = [name for name in present if name not in removed]
+    held = names.beside(present)
     return Leftovers(
-        temporary=tuple(name for name in rest if names.TEMPORARY_SUFFIX in name),
-        removed=tuple(removed),
-        abandoned=tuple(name for name in rest if names.ABANDONED_MARK in name),
-        earlier=tuple(name for name in rest if name.startswith(names.EARLIER_RUN)),
+        temporary=held["unfinished"],
+        removed=held["removed"],
+        abandoned=held["abandoned"],
+        earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
         unreadable=tuple(sorted(set(ledger.unreadable) - ledger.of_orbax)),
-        claims=tuple(name for name in rest if name.startswith(_REPLACED)),
+        claims=tuple(name for name in present if name.startswith(_REPLACED)),
     )
 
 

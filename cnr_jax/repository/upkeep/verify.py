@@ -181,20 +181,15 @@ def _items(root: AnyPath, step: str) -> list[str]:
 
 def _beside(root: AnyPath) -> Iterator[Problem]:
     """Notes on what lies beside the steps."""
-    meanings = (
-        (names.REMOVED_MARK, "removed", "a removed step of which files are left"),
-        (names.ABANDONED_MARK, "abandoned", "a step that a rollback moved aside"),
-        (
-            names.TEMPORARY_SUFFIX,
-            "unfinished",
-            "a save that is being written, or was killed",
-        ),
-    )
-    for entry in root.iterdir():
-        for mark, kind, message in meanings:
-            if mark in entry.name:
-                yield Problem(entry.name, "", kind, (), message)
-                break
+    meanings = {
+        "removed": "a removed step of which files are left",
+        "abandoned": "a step that a rollback moved aside",
+        "unfinished": "a save that is being written, or was killed",
+    }
+    held = names.beside(entry.name for entry in root.iterdir())
+    for kind, message in meanings.items():
+        for name in held[kind]:
+            yield Problem(name, "", kind, (), message)
 
 
 class _Item:
