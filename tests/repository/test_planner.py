@@ -250,6 +250,15 @@ def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) ->
     assert run.plan(20, 2).kind == "full"
 
 
+def test_the_last_save_is_a_delta_though_full_ones_are_too_few(run: Run) -> None:
+    run.planner = Planner(OneShot(), nonce=NONCE, min_fulls=2)
+    assert run.save(0, 0).kind == "full"
+    assert run.plan(10, 1, urgent=True).kind == "delta"
+    plan = run.save(10, 1)
+    assert plan.kind == "full" and plan.reason.startswith("min_fulls=2")
+    assert run.plan(20, 2).kind == "delta"
+
+
 def test_changed_tables_make_the_save_full(run: Run, make_table: Any) -> None:
     run.save(0, clock=3)
     plan = run.plan(1, clock=4, tables=(make_table(16),))
