@@ -301,7 +301,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 in its dtypes whatever they are, with a warning where that changes values.
 
         Returns:
-            `Restored(state, touched)`, or a Composite with one where items are named.
+            `Restored(state, touched)`, with a `report`; where items are named, a Composite with it.
 
         Raises:
             NoStepError: if there is no such step, or none that can be restored; it is a
@@ -383,7 +383,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._listing.delete(step)
 
     def reload(self) -> None:
-        """Waits for a save, and reads the root again: the next save may take it over from another.
+        """Waits for a save, reads the root again, and may take it over from another manager.
 
         Raises:
             SaveError: if that save failed; the root was read all the same.
@@ -411,6 +411,7 @@ class CheckpointManager(ocp.CheckpointManager):
             SaveError: if it failed; once.
             CallError: inside `on_save`, which cannot act on it.
         """
+        # Orbax's own takes an error away from the thread that is about to delete old steps.
         self._ending.check()
 
     def close(self) -> None:
