@@ -167,10 +167,8 @@ class _Asked:
 
 
 def _export(place: Place, target: Path, asked: _Asked) -> Exported:
-    kept = KeptChunks(_KEPT_BYTES)
-    chain = open_chain(
-        place.root, place.directory, place.item, kept=kept, cache_bytes=_CACHE_BYTES
-    )
+    kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
+    chain = open_chain(place.root, place.directory, place.item, kept=kept)
     manifest = chain[-1].manifest
     leaves = leaves_of(chain, asked.tables, asked.leaves)
     if not leaves:

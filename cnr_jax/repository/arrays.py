@@ -258,14 +258,15 @@ class KeptChunks:
 
     Args:
         limit_bytes: of all of them together; the one used last is kept whatever its size.
+        cache_bytes: of what TensorStore reads, which it may keep beside them; `context` says it.
     """
 
-    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(
+        self, limit_bytes: int = KEPT_BYTES, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._limit_bytes, self.context = limit_bytes, context(cache_bytes)
         self._nbytes = 0
-        self._chunks: collections.OrderedDict[tuple[object, int], np.ndarray] = (
-            collections.OrderedDict()
-        )
+        self._chunks = collections.OrderedDict[tuple[object, int], np.ndarray]()
 
     def get(
         self, array: object, chunk: int, read: Callable[[int], np.ndarray]
@@ -297,7 +298,6 @@ class ArrayReader:
         verify: whether each chunk's checksum is compared with the manifest's. TensorStore
             compares the chunk's data with its checksum in any case.
         kept: holds the chunks that small slices are cut from; None: a store of its own.
-        cache_bytes: that TensorStore may keep of what it has read, to give it out again.
     """
 
     def __init__(
@@ -307,7 +307,6 @@ class ArrayReader:
         *,
         verify: bool = True,
         kept: KeptChunks | None = None,
-        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
@@ -318,7 +317,7 @@ class ArrayReader:
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # Not in the spec: `open=True` would override it there, and read zarr.json.
         self._store = ts.open(
-            spec, open=True, assume_metadata=True, context=context(cache_bytes)
+            spec, open=True, assume_metadata=True, context=self._kept.context
         ).result()
 
     @property

@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
-from cnr_jax.repository.arrays import CACHE_BYTES, ArrayReader, KeptChunks
+from cnr_jax.repository.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.checked import (
     Seal,
     about,
@@ -39,7 +39,6 @@ def open_chain(
     *,
     verify: bool = True,
     kept: KeptChunks | None = None,
-    cache_bytes: int = CACHE_BYTES,
 ) -> tuple[StepReader, ...]:
     """Readers of the checkpoints to replay, the full one first and `directory` last.
 
@@ -49,7 +48,6 @@ def open_chain(
         item: name of the item in each step directory.
         verify: whether chunks are compared with the checksums in the manifests.
         kept: holds chunks that small slices are cut from; None: a store of its own.
-        cache_bytes: of chunks that TensorStore may keep, of all arrays that are read so.
 
     Raises:
         ChainError, IntegrityError, ManifestError: as `resolve_chain`, and if a process manifest
@@ -61,15 +59,7 @@ def open_chain(
         for name, manifest in resolve_chain(root, directory, item):
             where = root / name / item
             with about(where):
-                readers.append(
-                    StepReader(
-                        where,
-                        manifest,
-                        verify=verify,
-                        kept=kept,
-                        cache_bytes=cache_bytes,
-                    )
-                )
+                readers.append(StepReader(where, manifest, verify=verify, kept=kept))
     return tuple(readers)
 
 
@@ -81,7 +71,6 @@ class StepReader:
         manifest: as `read_manifest` returned it.
         verify: whether chunks are compared with the checksums in the manifest.
         kept: holds chunks that small slices are cut from.
-        cache_bytes: of chunks that TensorStore may keep.
 
     Attributes:
         tables: by name.
@@ -90,18 +79,12 @@ class StepReader:
     """
 
     def __init__(
-        self,
-        directory: AnyPath,
-        manifest: Manifest,
-        *,
-        verify: bool,
-        kept: KeptChunks,
-        cache_bytes: int = CACHE_BYTES,
+        self, directory: AnyPath, manifest: Manifest, *, verify: bool, kept: KeptChunks
     ) -> None:
         self.directory = directory
         self.manifest = manifest
         self.tables = {entry.name: entry for entry in manifest.tables}
-        self._verify, self._kept, self._cache_bytes = verify, kept, cache_bytes
+        self._verify, self._kept = verify, kept
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
         self._codecs: dict[tuple[int, int], Codec] = {}
@@ -216,11 +199,7 @@ class StepReader:
             entry = self.processes[process].arrays[array]
             path = self.directory / names.rows_directory(process) / array
             self._arrays[key] = ArrayReader(
-                path,
-                entry,
-                verify=self._verify,
-                kept=self._kept,
-                cache_bytes=self._cache_bytes,
+                path, entry, verify=self._verify, kept=self._kept
             )
         return self._arrays[key]
 

@@ -14,7 +14,7 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository import arrays
-from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
+from cnr_jax.repository.arrays import ArrayReader, ArrayWriter, KeptChunks
 
 from ..conftest import unpack_zstd
 
@@ -77,7 +77,8 @@ def test_a_bit_that_zstd_takes_for_data_is_refused(tmp_path: Path) -> None:
         passed += found not in (None, values.tobytes())
         file.write_bytes(flipped)
         for verify in (True, False):
-            reader = ArrayReader(tmp_path / "a", entry, verify=verify, cache_bytes=0)
+            kept = KeptChunks(cache_bytes=0)
+            reader = ArrayReader(tmp_path / "a", entry, verify=verify, kept=kept)
             with pytest.raises(errors.IntegrityError, match=str(tmp_path / "a")):
                 reader.read(0, values.size)
     assert passed > 30, "zstd alone refused them"

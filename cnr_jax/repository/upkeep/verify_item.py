@@ -168,9 +168,9 @@ def _check_chunk(
     check_chunk_file(array, entry, chunk)
     if data:
         if not readers:
-            from cnr_jax.repository.arrays import ArrayReader
+            from cnr_jax.repository.arrays import ArrayReader, KeptChunks
 
-            readers.append(ArrayReader(array, entry, cache_bytes=0))
+            readers.append(ArrayReader(array, entry, kept=KeptChunks(cache_bytes=0)))
         readers[0].chunk(chunk)
 
 
@@ -224,9 +224,9 @@ def _check_tiles(
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
     reader: ArrayReader | None = None
     if data and ids:
-        from cnr_jax.repository.arrays import ArrayReader
+        from cnr_jax.repository.arrays import ArrayReader, KeptChunks
 
-        reader = ArrayReader(item / rows, ids, cache_bytes=0)
+        reader = ArrayReader(item / rows, ids, kept=KeptChunks(cache_bytes=0))
     done: set[tuple[int, int]] = set()
     for tile in lacking_rows(process) if manifest.kind == "full" else ():
         text = f"{tile.table}.{tile.leaf}: a full checkpoint lacks rows of a tile"
