@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
@@ -202,6 +203,31 @@ def test_what_was_set_aside_goes_if_a_step_goes_or_on_demand(
     assert steps_in(root / earlier) == [20]
     cnr.prune(root, keep=2, delete=True, other_runs=True)
     assert not (root / earlier).exists()
+
+
+def test_steps_of_plain_orbax_stay_and_keep_none_of_ours(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with ocp.CheckpointManager(root) as plain:
+        for step in (1, 100):
+            plain.save(step, args=ocp.args.StandardSave(run.state))
+    with run.open(root, policy=cnr.Full(), adopt=True) as manager:
+        run.restore(manager, 1)
+        run.run(manager, [10, 20, 30])
+        run.restore(manager, 10)
+        run.run(manager, [20, 40])
+    (aside,) = (path.name for path in root.glob("20.abandoned-*"))
+    plan = cnr.prune(root, keep=1)
+    stays = {fate.name: fate.reason for fate in plan.fates if fate.stays}
+    why = "plain Orbax has saved it"
+    assert stays == {"1": why, "100": why, "40": "it is the newest"}
+    assert {fate.name for fate in plan.going} == {"10", "20", "30", aside}
+    cnr.prune(root, keep=1, delete=True, writer_is_dead=True)
+    assert steps_in(root) == [1, 40, 100] and not list(root.glob("*.abandoned-*"))
+    shutil.rmtree(root / "40")
+    with pytest.raises(cnr.errors.OptionError, match="no checkpoint of cnr_jax"):
+        cnr.prune(root, keep=1)
 
 
 @pytest.mark.parametrize(

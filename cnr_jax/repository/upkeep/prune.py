@@ -160,7 +160,7 @@ def prune(
     path = open_root(root)
     item = _item_of(path, item)
     if not delete:
-        ledger = Ledger.load(path, item)
+        ledger = Ledger.load(path, item, adopts=True)
         fates = _fates(path, item, ledger, keep, min_fulls, other_runs=other_runs)
         return PrunePlan(root=os.fspath(path), fates=fates)
     with _claimed(path, item, writer_is_dead=writer_is_dead) as (writer, ledger):
@@ -197,7 +197,10 @@ def _item_of(root: AnyPath, item: str | None) -> str:
     check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
-        raise errors.OptionError(f"{root} is no root: no checkpoint lies in it")
+        raise errors.OptionError(
+            f"{root} is no root: no checkpoint of cnr_jax lies in it\n"
+            "  hint: pass the folder that the manager was given"
+        )
     return found
 
 
@@ -229,7 +232,7 @@ def _claimed(
             f"  got {before or 'a claim that cannot be read'}\n  hint: {hint}",
             kind="writer_busy",
         )
-    writer = RootWriter(lambda: True)
+    writer = RootWriter(lambda: True, adopts=True)
     try:
         writer.open(root, item)
         try:
@@ -256,18 +259,20 @@ def _fates(
     """What becomes of the steps of a root, oldest first, and of what lies beside them."""
     steps = {step.directory: step for step in describe(root, item=item).steps}
     for step in steps.values():
-        if step.problem:
+        if step.problem and step.kind != "orbax":
             # Of each step by itself: those that rest on it have a problem of their own.
             dense = f"{step.directory}/{item}/{names.DENSE}"
             ledger.note_damage(dense, step.problem)
-    restorable = ledger.restorable()
+    restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
         raise errors.NoStepError(
             f"no step in {root} can be restored: nothing is deleted\n"
             "  hint: cnr_jax.verify, or cnr-jax verify, says why"
         )
     ledger.run = restorable[-1].run
-    numbers = {names.step_number(name) for name in ledger.directories()}
+    # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
+    theirs = {entry.directory for entry in ledger.committed() if entry.orbax}
+    numbers = {names.step_number(name) for name in ledger.directories() - theirs}
     found = kept_steps(
         ledger,
         numbers,
@@ -291,6 +296,8 @@ def _fates(
         )
     for entry in ledger.committed():
         reason = found.reasons.get(entry.step)
+        if entry.orbax:
+            reason = "plain Orbax has saved it"
         fates.append(
             Fate(
                 name=entry.directory,
