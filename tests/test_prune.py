@@ -191,6 +191,12 @@ def test_what_was_set_aside_goes_if_a_step_goes_or_on_demand(
     (earlier,) = (path.name for path in root.glob("earlier-run-*"))
     beside = {f.name: f.stays for f in cnr.prune(root, keep=3).fates if f.step is None}
     assert beside == {aside: True, earlier: True}
+    manifest = root / "10" / "default" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(b"{")
+    reasons = {fate.name: fate.reason for fate in cnr.prune(root, keep=1).fates}
+    assert "cannot be read may rest on it" in reasons[aside]
+    manifest.write_bytes(whole)
     plan = cnr.prune(root, keep=2, other_runs=True)
     assert [fate.name for fate in plan.going] == ["10", aside, earlier]
     assert "2 other folders and 1 step" in str(plan)

@@ -117,9 +117,9 @@ def prune(
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
     manager. Steps of other runs stay, those that cannot be restored, and everything that a
     folder without a readable manifest may rest on. What rollbacks have set aside goes as soon as
-    any step of the run does. With `delete` what killed programs have left is cleared too, before
-    anything else and as by the first save of a manager: saves that were never committed, and
-    steps that were removed in part.
+    any step of the run does, if all folders can be read. With `delete` what killed programs have
+    left is cleared too, before anything else and as by the first save of a manager: saves that
+    were never committed, and steps that were removed in part.
 
     Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
     is listed restores as before: deltas go before what they rest on.
@@ -308,17 +308,21 @@ def _fates(
                 reason=reason or f"it is older than the newest {keep}",
             )
         )
-    fates += _beside(root, item, ledger.run, crowded=found.crowded, all_runs=other_runs)
+    fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
     return tuple(fates)
 
 
 def _beside(
-    root: AnyPath, item: str, run: str, *, crowded: bool, all_runs: bool
+    root: AnyPath, item: str, ledger: Ledger, *, crowded: bool, all_runs: bool
 ) -> list[Fate]:
     """What becomes of what rollbacks and new runs have set aside."""
     others = set[str]()
     reason = "a rollback has set it aside: it goes with the first step of the run"
-    own = aside_of_run(root, item, run, others)
+    if ledger.unreadable:
+        reason = (
+            "a rollback has set it aside; folders that cannot be read may rest on it"
+        )
+    own = aside_of_run(root, item, ledger.run, others)
     found = [(name, not crowded, reason) for name in own]
     for name in sorted(others):
         try:
