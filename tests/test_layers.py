@@ -183,7 +183,8 @@ def test_orbax_and_tensorstore_are_confined() -> None:
         package: {part for part, row in PARTS.items() if package in row[1]}
         for package in ("orbax", "tensorstore")
     }
-    hosts = {"args", "handler", "manager", "checkpointer.orbax_compat", "examples"}
+    hosts = {"args", "handler", "manager", "importing", "checkpointer.orbax_compat"}
+    hosts.add("examples")
     assert users == {"orbax": hosts, "tensorstore": {"repository"}}
 
 
