@@ -1,4 +1,7 @@
-"""Eight CPU devices for every test, set before jax starts, and temporary files in memory."""
+"""Eight CPU devices for every test, set before jax starts, and temporary files in memory.
+
+What is compiled is shared by all processes of a run.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,15 @@ def _has_room() -> bool:
 
 if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) and _has_room():
     os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
+
+# Most of the time of a run is compiling, much of it of the same programs in each process that runs
+# tests, and in each that a test starts. The folder is made by the process that starts the others,
+# new for each run, and goes with it. What is found there counts as compiled to whoever counts.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="cnr_jax_compiled_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 # Imports of jax must come after the flags above.
 import contextlib  # noqa: E402
