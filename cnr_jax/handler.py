@@ -336,7 +336,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
-            flight.is_committed_now()
+            flight.note_commit()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()

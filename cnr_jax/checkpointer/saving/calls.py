@@ -1,4 +1,7 @@
-"""Who may call a manager when: one thread at a time, and nobody who would wait for himself."""
+"""Who may call a manager when, and whom it calls: listeners of saves and restores, in a thread.
+
+One thread at a time may call it, and nobody who would wait for himself.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
     return called
 
 
-def record(report: SaveReport | RestoreReport) -> None:
+def monitor(report: SaveReport | RestoreReport) -> None:
     """Hands a report to `jax.monitoring`, under `/cnr_jax/save/` or `/cnr_jax/restore/`."""
     kind, took = report.kind, jax.monitoring.record_event_duration_secs
     counted = jax.monitoring.record_scalar
@@ -216,7 +219,7 @@ class Listener:
         if not once.acquire(blocking=False):
             return
         self._thread = threading.get_ident()
-        listeners: list[Callable[[Any], None]] = [record]
+        listeners: list[Callable[[Any], None]] = [monitor]
         if self._metrics and root is not None and jax.process_index() == 0:
             listeners.append(functools.partial(_note, root))
         if self._on_save is not None and isinstance(report, SaveReport):

@@ -184,7 +184,7 @@ class SaveInFlight:
         self.release = _do_nothing
         self.is_open = False
 
-    def is_committed_now(self) -> None:
+    def note_commit(self) -> None:
         """Notes how long it took to commit what all processes have written."""
         if self.agreed_at_secs is not None:
             self.commit_secs = time.perf_counter() - self.agreed_at_secs
@@ -318,7 +318,7 @@ class Lifecycle:
         if flight is None or flight.is_unwanted:
             return False
         if not flight.is_reported:
-            flight.is_committed_now()
+            flight.note_commit()
         try:
             flight.manifest = flight.manifest or flight.committed_manifest()
         except Exception:
