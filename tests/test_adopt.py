@@ -328,6 +328,38 @@ def test_a_rollback_outranks_later_steps_of_orbax(
         run.same(got, run.truth[2])
 
 
+def test_retention_drops_what_a_rollback_left_before_what_it_went_back_to(
+    tiny_root: tuple[TinyRun, Path], opened: Any
+) -> None:
+    run, root = tiny_root
+    manager = opened(run, root, adopt=True, policy=cnr.Full(), max_to_keep=3)
+    run.restore(manager, 1)
+    run.salt = 1
+    run.run(manager, [10, 11])
+    # 2 and 3 have higher numbers than 1, but did not lead here.
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "10", "11"}
+    assert manager.all_steps() == [1, 10, 11]
+    manager.close()
+    # Nor do they count among its steps for who knows only what is stored.
+    with adopting(root, run.tables) as again:
+        assert again.all_steps() == [1, 10, 11]
+
+
+def test_a_branch_of_which_no_older_step_is_left_has_none_of_those_left_behind(
+    tiny_root: tuple[TinyRun, Path], opened: Any
+) -> None:
+    run, root = tiny_root
+    manager = opened(run, root, adopt=True, policy=cnr.Full())
+    run.restore(manager, 1)
+    run.salt = 1
+    run.run(manager, [10])
+    manager.delete(1)
+    run.run(manager, [11])
+    # Numbers alone would take 2 and 3 for older steps of it.
+    assert manager.all_steps() == [10, 11]
+    assert manager.reload() is None and manager.all_steps() == [10, 11]
+
+
 def test_who_does_not_ask_for_it_adopts_nothing(
     tiny_root: tuple[TinyRun, Path], opened: Any
 ) -> None:

@@ -198,11 +198,14 @@ def test_what_was_set_aside_goes_if_a_step_goes_or_on_demand(
     assert "cannot be read may rest on it" in reasons[aside]
     manifest.write_bytes(whole)
     plan = cnr.prune(root, keep=2, other_runs=True)
-    assert [fate.name for fate in plan.going] == ["10", aside, earlier]
+    assert [fate.name for fate in plan.going] == ["30", aside, earlier]
+    # It was left behind, and nothing took its place: it counts as older than 10.
+    assert plan.going[0].reason == (
+        "a rollback has left it behind: it is older than the newest 2"
+    )
     assert "2 other folders and 1 step" in str(plan)
     cnr.prune(root, keep=2, delete=True, writer_is_dead=True)
-    # 30 was left behind, but nothing took its place: it counts as older than 20.
-    assert steps_in(root) == [20, 30] and not list(root.glob("*.abandoned-*"))
+    assert steps_in(root) == [10, 20] and not list(root.glob("*.abandoned-*"))
     # What a new run has set aside is a root of its own.
     assert steps_in(root / earlier) == [10, 20]
     cnr.prune(root / earlier, keep=1, delete=True)

@@ -326,7 +326,7 @@ def test_a_reopened_manager_deletes_nothing_that_a_kept_step_needs(
         run.check(manager, 5)
 
 
-def test_retention_counts_steps_of_the_new_branch_as_the_latest(
+def test_retention_counts_steps_that_led_to_the_newest_as_the_latest(
     tiny_run: Any, tmp_path: Path
 ) -> None:
     old, run = tiny_run(), tiny_run(salt=1)
@@ -335,7 +335,8 @@ def test_retention_counts_steps_of_the_new_branch_as_the_latest(
     with open_manager(tmp_path, run, cnr.Full(), max_to_keep=2) as manager:
         run.restore(manager, 10)
         run.run(manager, [11])
-        assert on_disk(tmp_path) == {11, 30}
+        # 20 and 30 were left behind: they go before what led to 11.
+        assert on_disk(tmp_path) == {10, 11}
         run.run(manager, [12, 13])
         assert on_disk(tmp_path) == {12, 13}
         run.check(manager, 13)

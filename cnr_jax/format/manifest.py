@@ -214,8 +214,8 @@ class Manifest:
     version: int = names.VERSION
     # None: that of all steps whose manifests name none.
     run: str | None = None
-    # Empty: there was no older branch to leave, or the manifest does not say.
-    forks: tuple[Fork, ...] = ()
+    # Empty: of older branches no step is part of this one. None: the manifest does not say.
+    forks: tuple[Fork, ...] | None = None
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -251,7 +251,7 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
-    if not manifest.forks:
+    if manifest.forks is None:
         del document["forks"]
     return dump_document(document)
 
@@ -305,7 +305,7 @@ def _read_manifest(fields: Fields) -> Manifest:
         required_features=fields.texts("required_features"),
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
-        forks=fields.objects("forks", _read_fork) if fields.has("forks") else (),
+        forks=fields.objects("forks", _read_fork) if fields.has("forks") else None,
     )
 
 

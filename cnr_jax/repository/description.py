@@ -278,10 +278,12 @@ def footer(root: RootDescription) -> list[str]:
     """What a root comes to, and what lies beside its steps."""
     lost = sum(bool(step.problem) for step in root.steps if step.kind != "orbax")
     latest = root.latest_step
-    line = (
-        f"{count_of(len(root.steps), 'step')}, {amount(root.total_bytes)};"
-        f" {'none restores' if latest is None else f'restore(None) takes {latest}'}"
-    )
+    verdict = "none restores"
+    if latest is not None:
+        verdict = f"restore(None) takes {latest}"
+    elif any(step.kind == "orbax" for step in root.steps):
+        verdict += " but by Orbax, or with Options(adopt=True)"
+    line = f"{count_of(len(root.steps), 'step')}, {amount(root.total_bytes)}; {verdict}"
     if lost and latest is not None:
         line += f"; {lost} cannot be restored"
     beside = [

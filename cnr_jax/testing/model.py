@@ -386,12 +386,14 @@ class Model:
         """Drops what the current run does not keep, and nothing that is kept rests on."""
         ordered, unknown = self.ordered(), max(self.foreign, default=-1)
         own = [saved.step for saved in ordered if saved.run == self.run]
+        there = self.branch(own[-1]) if own else set[int]()
+        # What was left behind is older than all that led to the newest.
+        own.sort(key=lambda step: (step in there, self.steps[step].order))
         ruled = set(self.keeps(own))
         wanted = ruled | (self.steps.keys() - set(own))
         wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
         if ruled:
-            there = self.branch(own[-1])
             fulls = [s for s in ordered if s.step in there and s.parent is None]
             spare = self.min_fulls - sum(saved in kept for saved in fulls)
             others = [saved for saved in reversed(fulls) if saved not in kept]

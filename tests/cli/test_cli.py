@@ -441,6 +441,7 @@ def test_steps_of_orbax_are_listed_and_left_to_it(tmp_path: Path) -> None:
         plain.save(7, args=ocp.args.StandardSave({"a": jnp.ones(3)}))
     code, out, _ = call("ls", tmp_path)
     assert code == 4 and "by Orbax" in out
+    assert "none restores but by Orbax, or with Options(adopt=True)" in out
     code, _, err = call("show", tmp_path, 7)
     assert code == 13 and "was saved by plain Orbax" in err
 

@@ -398,15 +398,18 @@ def test_every_field_of_a_process_is_required(field: str) -> None:
     assert any(field in problem for problem in problems_of({field: ...}, PROCESS))
 
 
-def test_forks_are_checked_where_they_are_and_left_out_where_there_are_none() -> None:
+def test_forks_are_checked_where_they_are_and_left_out_where_nothing_is_known() -> None:
     wrong = [{"generation": 0, "step": 10}, {"generation": 1, "step": -1}]
     assert problems_of({"forks": wrong}) == [
         "forks[0].generation: expected an integer of at least 1, got 0",
         "forks[1].step: expected an integer of at least 0, got -1",
     ]
-    alone = dataclasses.replace(MANIFEST, forks=())
-    assert "forks" not in json.loads(dump(alone))
-    assert load(dump(alone), "here") == alone
+    unknown = dataclasses.replace(MANIFEST, forks=None)
+    assert "forks" not in json.loads(dump(unknown))
+    assert load(dump(unknown), "here") == unknown
+    none_left = dataclasses.replace(MANIFEST, forks=())
+    assert json.loads(dump(none_left))["forks"] == []
+    assert load(dump(none_left), "here") == none_left
 
 
 def test_delta_needs_a_parent_and_a_full_has_none() -> None:

@@ -241,7 +241,7 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 
 def _plan_of(document: dict[str, Any]) -> Plan:
     """The plan that process 0 sent."""
-    parent = document["parent"]
+    parent, forks = document["parent"], document["forks"]
     return Plan(
         **{
             **document,
@@ -249,7 +249,7 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
             "abandoned": tuple(document["abandoned"]),
             "known": tuple(document["known"]),
-            "forks": tuple(Fork(**fork) for fork in document["forks"]),
+            "forks": None if forks is None else tuple(Fork(**each) for each in forks),
         }
     )
 

@@ -27,7 +27,8 @@ class Entry:
     Attributes:
         manifest: None for a save that is still being written, and for a step of plain Orbax.
         run: that it belongs to; empty: the one of all steps whose manifests name none.
-        forks: where its branch left older ones; empty: not known, or there are none.
+        forks: where its branch left older ones; empty: no step of them is part of it. None: not
+            known.
         orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
             to whatever run saves beside it. Empty: it is of this library.
     """
@@ -39,7 +40,7 @@ class Entry:
     parent: ParentRef | None
     manifest: Manifest | None = None
     run: str = ""
-    forks: tuple[Fork, ...] = ()
+    forks: tuple[Fork, ...] | None = None
     orbax: str = ""
 
     @property
@@ -388,7 +389,7 @@ def _last_steps(tip: Entry, own: Sequence[Entry]) -> dict[int, int]:
         tip: the step.
         own: entries of its run, newest last.
     """
-    if tip.forks:
+    if tip.forks is not None:
         named = {fork.generation: fork.step for fork in tip.forks}
         return {**named, tip.generation: tip.step}
     # A branch begins behind the step that the run went back to, so each older one counts as far

@@ -74,7 +74,7 @@ class Plan:
     run: str = ""
     earlier: str = ""
     exact: bool = False
-    forks: tuple[Fork, ...] = ()
+    forks: tuple[Fork, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.lineage.entries import Entry, full_ones, order, parent_of
+from cnr_jax.repository.lineage.entries import Entry, branch_of, order, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Kept:
     Attributes:
         reasons: why each step stays that does, by its number; all others go.
         wanted: steps that the rule itself keeps, of the run that it counts in.
+        left: steps of the run that a rollback has left behind.
         spared: steps that stay only because folders that cannot be read may rest on them.
         crowded: whether the rule lets go of a step of the run. What its rollbacks have set aside
             counts as older than all its steps, and goes then.
@@ -52,6 +53,7 @@ class Kept:
 
     reasons: Mapping[int, str]
     wanted: Set[int]
+    left: Set[int]
     spared: Sequence[int]
     crowded: bool
     fulls: Sequence[int]
@@ -70,17 +72,15 @@ def kept_steps(
     Args:
         ledger: of the root; its `run` is the one whose steps are counted and may go.
         steps: all that are there.
-        rule: says of steps, oldest first, which to keep. It sees those alone that restore.
+        rule: says of steps, oldest first, which to keep. It sees those alone that restore. What
+            rollbacks have left behind is older to it than all that led to the newest step.
         min_fulls: full checkpoints of the newest branch that stay if anything does.
         because: why a step stays that the rule keeps.
     """
     known = {step: ledger.by_step(step) for step in steps}
     others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
     lost, adopted = _lost(ledger), _not_replaced(ledger)
-    counted = sorted(
-        known.keys() - lost - others - adopted,
-        key=lambda step: order(e) if (e := known[step]) else (0, step),
-    )
+    counted, branch = _ranked(known, known.keys() - lost - others - adopted)
     wanted = set(rule(counted))
     reasons = dict.fromkeys(others & known.keys(), "it is of another run")
     text = "no full checkpoint of this library takes its place yet"
@@ -89,7 +89,7 @@ def kept_steps(
         reasons[step] = "it cannot be restored, and may be mended"
     reasons |= dict.fromkeys(sorted(wanted), because)
     _keep_parents(ledger, reasons)
-    fulls = _full_ones([e for step in counted if (e := known[step])])
+    fulls = [entry.step for entry in branch if entry.parent is None]
     held = [step for step in fulls if step in reasons]
     for step in reversed(fulls):
         if wanted and len(held) < min_fulls and step not in held:
@@ -104,6 +104,7 @@ def kept_steps(
     return Kept(
         reasons=reasons,
         wanted=wanted,
+        left=set(counted) - {entry.step for entry in branch},
         spared=spared,
         crowded=bool(set(counted) - wanted) and not ledger.unreadable,
         fulls=sorted(held),
@@ -123,25 +124,34 @@ def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
             entry = above
 
 
-def _full_ones(counted: Sequence[Entry]) -> list[int]:
-    """Full checkpoints of the newest branch, oldest first; one may be being written."""
-    if not counted:
-        return []
-    tip = max(counted, key=order)
-    return [entry.step for entry in full_ones(tip, counted)]
+def _ranked(
+    known: Mapping[int, Entry | None], steps: Set[int]
+) -> tuple[list[int], list[Entry]]:
+    """Steps as a rule is to see them, and the newest branch, which may be being written.
+
+    What was left behind comes first: generations alone would put it after the step that the run
+    went back to, which a rule such as "the latest three" would let go of in its place.
+    """
+    entries = [entry for step in steps if (entry := known[step])]
+    tip = max(entries, key=order, default=None)
+    branch = branch_of(tip, entries) if tip else []
+    led = {entry.step for entry in branch}
+    left = sorted((e for e in entries if e.step not in led), key=order)
+    unknown = sorted(step for step in steps if known[step] is None)
+    return [*unknown, *(entry.step for entry in (*left, *branch))], branch
 
 
 class ChainPreservation:
     """Keeps what an inner policy keeps, and every checkpoint those depend on.
 
-    The inner policy sees checkpoints oldest first in the order of generations, so that "the
-    latest three" are those of the current branch; it does not see steps that cannot be restored,
-    so that those do not take the place of others. Deltas without their parent are kept, in case
-    it is brought back. While a step has no readable manifest, everything older is kept: it may
-    depend on any of it. Steps of other runs than the one that saves are kept, and not shown to
-    the inner policy either: a run that begins beside others replaces none of theirs. Steps of
-    plain Orbax that were adopted are of the run that saves, but as long as it has no full
-    checkpoint, they are kept like those of others.
+    The inner policy sees checkpoints oldest first, those that rollbacks have left behind before
+    all others, so that "the latest three" are those that led to the newest; it does not see steps
+    that cannot be restored, so that those do not take the place of others. Deltas without their
+    parent are kept, in case it is brought back. While a step has no readable manifest, everything
+    older is kept: it may depend on any of it. Steps of other runs than the one that saves are kept,
+    and not shown to the inner policy either: a run that begins beside others replaces none of
+    theirs. Steps of plain Orbax that were adopted are of the run that saves, but as long as it has
+    no full checkpoint, they are kept like those of others.
 
     Args:
         inner: an Orbax preservation policy; None keeps everything.

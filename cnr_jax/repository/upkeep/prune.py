@@ -280,6 +280,7 @@ def _fates(
         min_fulls=min_fulls,
         because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
     )
+    older = f"older than the newest {keep}"
     fates: list[Fate] = []
     for name in sorted(ledger.unreadable, key=names.step_number):
         is_orbax = name in steps and steps[name].kind == "orbax"
@@ -298,6 +299,9 @@ def _fates(
         reason = found.reasons.get(entry.step)
         if entry.orbax:
             reason = "plain Orbax has saved it"
+        why = f"it is {older}"
+        if entry.step in found.left:
+            why = f"a rollback has left it behind: {why}"
         fates.append(
             Fate(
                 name=entry.directory,
@@ -305,7 +309,7 @@ def _fates(
                 kind=entry.kind,
                 bytes=_bytes_below(root / entry.directory),
                 stays=reason is not None,
-                reason=reason or f"it is older than the newest {keep}",
+                reason=reason or why,
             )
         )
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
