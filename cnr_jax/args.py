@@ -310,14 +310,40 @@ def restore_args(
     args: ocp.args.CheckpointArgs | None, item: str | None
 ) -> ocp.args.CheckpointArgs:
     """What to restore, of this library's own arguments."""
-    if isinstance(args, ocp.args.StandardRestore):
+    asked = _plainly_asked(args, item)
+    if asked is not None:
         # As Orbax does, whose own saves such a program restores too.
-        return Restore(args.item, cast=True)
+        return _replaced(args, asked, Restore(asked.item, cast=True))
     if args is not None:
         return args
     if item in (None, DEFAULT_ITEM):
         return Restore()
     return ocp.args.Composite(**{item: Restore()})
+
+
+def _plainly_asked(
+    args: ocp.args.CheckpointArgs | None, item: str | None
+) -> ocp.args.StandardRestore | None:
+    """What asks for the state as for one that Orbax saved, if anything does."""
+    if isinstance(args, ocp.args.Composite):
+        args = args.get(item) if item is not None else None
+    return args if isinstance(args, ocp.args.StandardRestore) else None
+
+
+def as_asked(args: Any, found: Any, item: str | None, state: Any) -> Any:
+    """What a restore returns: of the state it alone, if it was asked for as Orbax's own.
+
+    Args:
+        args: as the user gave them.
+        found: what was restored for them.
+        item: that holds the state.
+        state: without what this library adds to it.
+    """
+    if _plainly_asked(args, item) is None:
+        return found
+    if not isinstance(found, ocp.args.Composite):
+        return state
+    return ocp.args.Composite(**{**dict(found.items()), str(item): state})
 
 
 def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:

@@ -12,6 +12,7 @@ from cnr_jax import errors
 from cnr_jax.args import (
     Restore,
     Save,
+    as_asked,
     check_arguments,
     check_restored_step,
     check_step,
@@ -297,8 +298,8 @@ class CheckpointManager(ocp.CheckpointManager):
             restore_kwargs: not used; see Orbax.
             directory: another root to restore from.
             args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
-                Orbax's `StandardRestore` restores the state alone, as from Orbax's own saves,
-                in its dtypes whatever they are, with a warning where that changes values.
+                Orbax's `StandardRestore` gives the state alone, as of Orbax's own saves, in its
+                dtypes whatever they are, with a warning where that changes values.
 
         Returns:
             `Restored(state, touched)`, with a `report`; where items are named, a Composite with it.
@@ -338,8 +339,8 @@ class CheckpointManager(ocp.CheckpointManager):
             self._handler.go_on_with_run()
         if self._handler.widening.follows and not self._orbax.is_read_only:
             self._warmth.warm_up(self._handler.auto_bits())
-        plain = isinstance(args, ocp.args.StandardRestore)
-        return state.state if plain and ours else restored
+        item = self._listing.item
+        return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:
         """What Orbax says of the root, or of a step.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -623,6 +624,31 @@ def test_a_step_holds_state_standard_json_and_grain_items_together(
             restored.state["params"]["user"]["embedding"],
             run.state["params"]["user"]["embedding"],
         )
+
+
+def test_a_composite_of_orbax_takes_the_state_alone(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    run.train(1)
+    more = {"average": np.arange(3.0)}
+    with open_manager(tmp_path, run, cnr.Full()) as manager:
+        args = ocp.args.Composite(
+            model=cnr.args.Save(run.state, run.touched),
+            more=ocp.args.StandardSave(more),
+        )
+        manager.save(1, args=args)
+    # As a program asks that saved both by plain Orbax.
+    asked = ocp.args.Composite(
+        model=ocp.args.StandardRestore(run.state), more=ocp.args.StandardRestore(more)
+    )
+    for step in (1, None):
+        with open_manager(tmp_path, run, cnr.Full()) as manager:
+            got = manager.restore(step, args=asked)
+            assert set(got.keys()) == {"model", "more"}
+            jax.tree.map(np.testing.assert_array_equal, got.model, run.state)
+            np.testing.assert_array_equal(got.more["average"], more["average"])
+    assert type(asked.model) is ocp.args.StandardRestore, "it is the caller's"
 
 
 def test_a_state_saved_as_another_item_than_the_managers_is_refused(
