@@ -182,6 +182,26 @@ BAD_SAVES: dict[str, tuple[type[Exception], str, Callable[[Run], cnr.args.Save]]
             r.changed("w", to=np.array([None, {}], object)), r.touched
         ),
     ),
+    "leaves that Orbax would store in one place": (
+        STATE,
+        r"\['more', 'a', 'b'\] and \['more', 'a.b'\].* both as 'more.a.b'\n  hint",
+        lambda r: cnr.args.Save(
+            r.changed("more", to={"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}),
+            r.touched,
+        ),
+    ),
+    "integer that is too long": (
+        STATE,
+        r"leaf w .*\n.*of 71 bits, expected -2\*\*63",
+        lambda r: cnr.args.Save(r.changed("w", to=2**70), r.touched),
+    ),
+    "numbers that are too wide": (
+        STATE,
+        "leaf w .*\n.*ndarray of float128",
+        lambda r: cnr.args.Save(
+            r.changed("w", to=np.ones(2, np.longdouble)), r.touched
+        ),
+    ),
     "abstract leaf": (
         STATE,
         "leaf w .*\n.*ShapeDtypeStruct",

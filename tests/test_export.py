@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 from .conftest import flip
 
@@ -326,3 +330,111 @@ def test_a_dtype_that_a_format_lacks_is_named(tmp_path: Path, unsynced: None) ->
         found = checkpointer.restore(tmp_path / "there")
     assert found["user"].dtype == jnp.int4 and found["a"]["b.c"].shape == (2,)
     np.testing.assert_array_equal(found["user"], state["user"])
+
+
+FORMS = ("orbax", "safetensors", "zarr")
+
+
+def root_of(root: Path, dense: dict[str, Any], rows: int = 4) -> Path:
+    """A root with a step that holds a table and what is given."""
+    state = {"user": jnp.zeros((rows, 8)), **dense}
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        manager.save(1, args=cnr.args.Save(state))
+    return root
+
+
+ONE, TWO = np.ones(2, np.float32), np.zeros(2, np.float32)
+# What is saved beside a table, and which forms cannot hold it.
+NOT_HELD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "paths of one text": ({"a/b": ONE, "a": {"b": TWO}}, FORMS, r"\['a', 'b'\], \['a/"),
+    "of a string too": ({"a/b": ONE, "a": {"b": "x"}}, FORMS, r"\['a/b'\], \['a', "),
+    "a long name": ({"n" * 300: ONE}, ("orbax", "zarr"), "leaves of these names: 'nnn"),
+    "a zero byte": ({"a\0b": ONE}, ("orbax", "zarr"), r"of these names: 'a\\x00b'"),
+    "no name": ({"": ONE}, ("orbax", "zarr"), "leaves of these names: ''"),
+    "the folder itself": ({"..": ONE}, ("orbax", "zarr"), "these names: '..'"),
+    "the header": ({"__metadata__": ONE}, ("safetensors",), "names: '__metadata__'"),
+    "a large number": ({"n": 2**63}, ("safetensors", "zarr"), "scalar n does not fit"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("case", NOT_HELD)
+def test_what_a_form_cannot_hold_is_said_and_leaves_nothing(
+    case: str, tmp_path: Path, unsynced: None
+) -> None:
+    dense, forms, text = NOT_HELD[case]
+    root, to = root_of(tmp_path / "root", dense), tmp_path / "there"
+    for form in FORMS:
+        if form in forms:
+            assert refused(root, to, text, format=form).kind == "not_held"
+            # The others can be had.
+            cnr.export(root, 1, to, form, tables=["user"])
+        else:
+            done = cnr.export(root, 1, to, form)
+            assert len(done.leaves) == 2
+            if form == "orbax":
+                with ocp.StandardCheckpointer() as checkpointer:
+                    found = checkpointer.restore(to)
+                assert found.keys() == {"user", *dense}
+        shutil.rmtree(to)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_storage_that_fails_is_an_export_error_and_leaves_nothing(
+    form: Any, tmp_path: Path, unsynced: None
+) -> None:
+    root = root_of(tmp_path / "root", {"w": ONE}, rows=4000)
+    to = tmp_path / "new" / "there"
+    with inprocess.watching(tmp_path) as calls:
+        cnr.export(root, 1, to, form)
+    shutil.rmtree(tmp_path / "new")
+    # But at the end, when what is left is to be removed, and where Orbax removes a file before it
+    # writes it, which is not there.
+    changes = [
+        call
+        for call in calls
+        if not call.path.endswith(".tmp")
+        and (call.call, "-tmp/" in call.path) != ("unlink", True)
+    ]
+    assert {call.call for call in changes} >= {"fsync", "rename"}
+    before = sorted(tmp_path.iterdir())
+    for call in changes:
+        with inprocess.failing(tmp_path, Fault(nth=call.number, action="EDQUOT")):
+            with pytest.raises(errors.ExportError, match="nothing is there") as caught:
+                cnr.export(root, 1, to, form)
+        assert caught.value.errno == errno.EDQUOT
+        assert caught.value.path == str(to)
+        assert sorted(tmp_path.iterdir()) == before, call
+    # What TensorStore writes meets no fault of this process's calls.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        with pytest.raises(errors.ExportError, match="nothing is there") as caught:
+            cnr.export(root, 1, to, form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert sorted(tmp_path.iterdir()) == [root]
+
+
+def test_places_where_no_folder_can_be_are_refused(
+    tmp_path: Path, unsynced: None
+) -> None:
+    root = root_of(tmp_path / "root", {})
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "loop").symlink_to("loop")
+    for to, number in (
+        (tmp_path / "file" / "there", errno.ENOTDIR),
+        (tmp_path / "loop" / "there", errno.ELOOP),
+        (tmp_path / ("n" * 300), errno.ENAMETOOLONG),
+        (tmp_path / "new" / ("n" * 300) / "there", errno.ENAMETOOLONG),
+    ):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(errors.ExportError) as caught:
+            cnr.export(root, 1, to)
+        assert caught.value.errno == number
+        assert sorted(tmp_path.iterdir()) == before
+    # As long as a name may be.
+    cnr.export(root, 1, tmp_path / ("n" * 255))

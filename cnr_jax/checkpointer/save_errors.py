@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures.thread
 import contextlib
 import errno
-import re
 import sys
 import threading
 import traceback
@@ -14,11 +13,7 @@ from collections.abc import Iterator
 import jax
 
 from cnr_jax.errors import CnrError, SaveError
-from cnr_jax.repository.checked import causes, errno_of
-
-# What TensorStore adds to its errors: the whole specification of the array, 400 characters.
-_SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
-_LONGEST = 500
+from cnr_jax.repository.checked import causes, errno_of, in_one_line
 
 
 def save_error(
@@ -100,24 +95,6 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
         if isinstance(error, CnrError) or errno_of(error) is None:
             raise
         raise save_error(error, step, directory) from error
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error as other processes and messages quote it.
-
-    Example:
-        >>> in_one_line(OSError(28, "No space left on device"))
-        'OSError: [Errno 28] No space left on device'
-        >>> in_one_line(ValueError("Failed to rename " + 9000 * "x" + ": no space"))[-10:]
-        ': no space'
-    """
-    text = " ".join(_SPECIFICATION.sub("", str(error)).split())
-    if len(text) > _LONGEST:
-        # TensorStore says first what it was doing, and last what the system said.
-        half = _LONGEST // 2
-        text = f"{text[:half]} ... {text[-half:]}"
-    name = type(error).__name__
-    return f"{name}: {text}" if text else name
 
 
 def free_frames(error: BaseException) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
 
 from cnr_jax import errors
+from cnr_jax.exporting.aside import aside, check_room, target_of
 from cnr_jax.exporting.forms import (
     check_form,
     write_orbax,
@@ -24,8 +21,7 @@ from cnr_jax.exporting.forms import (
 )
 from cnr_jax.exporting.leaves import ExportedLeaf, leaves_of
 from cnr_jax.repository.arrays import KeptChunks
-from cnr_jax.repository.files import is_local, is_named, sync_directory, sync_tree
-from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.rows.tiling import outside_mesh
@@ -106,7 +102,8 @@ def export(
         `cnr_jax` among the attributes of a zarr hierarchy, says it too, and in which codecs.
 
     Raises:
-        ExportError: if there is something of that name already, or too little room.
+        ExportError: if there is something of that name already, or too little room, or storage
+            fails; nothing is left then.
         OptionError: if a table or leaf is not there, the format cannot hold a leaf, the folder
             lies in the root, or there are several processes.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
@@ -132,7 +129,7 @@ def export(
             f"export is for programs of one process, got {jax.process_count()}\n"
             "  hint: run `cnr-jax export` beside the run"
         )
-    target = _target(root, directory)
+    target = target_of(root, directory)
     return of_step(root, step, item, lambda place: _export(place, target, asked))
 
 
@@ -177,7 +174,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     if asked.like is not None:
         _check_like(asked.like, leaves)
     total = sum(leaf.nbytes for leaf in leaves)
-    _check_room(target, total + _LEAF_BYTES * (len(leaves) + 1))
+    check_room(target, total + _LEAF_BYTES * (len(leaves) + 1))
     about = {
         "root": os.fspath(place.root),
         "step": manifest.step,
@@ -197,7 +194,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
         if asked.on_bytes is not None:
             asked.on_bytes(done, total)
 
-    with _aside(target) as folder:
+    with aside(target) as folder:
         try:
             if asked.format == "orbax":
                 write_orbax(folder, leaves, about, written, asked.like)
@@ -236,89 +233,3 @@ def _check_like(like: Any, leaves: Sequence[ExportedLeaf]) -> None:
             f" {few(sorted('/'.join(path) for path in apart))}\n"
             "  hint: pass a state of the structure that was saved, with what is exported of it"
         )
-
-
-def _target(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
-    """Where the export will be, as an absolute path; nothing is there.
-
-    Raises:
-        OptionError: if it is no local folder, or lies in the root.
-        ExportError: if something is there.
-    """
-    found = open_root(directory)
-    if not is_local(found):
-        raise errors.OptionError(
-            f"{os.fspath(directory)} is no local folder\n"
-            "  hint: export to a local one, and copy it",
-            kind="no_target",
-        )
-    target = Path(os.path.abspath(os.fspath(found)))
-    source = open_root(root)
-    if is_local(source) and target.resolve().is_relative_to(
-        Path(os.fspath(source)).resolve()
-    ):
-        raise errors.OptionError(
-            f"{target} lies in the root {os.fspath(source)}\n"
-            "  hint: export to another place; a manager takes what lies in its root for its own",
-            kind="no_target",
-        )
-    if is_named(target):
-        raise errors.ExportError(
-            f"{target} exists already, and is left as it is\n"
-            "  hint: name a folder that does not exist, or remove this one",
-            kind="target_exists",
-            path=os.fspath(target),
-            errno=errno.EEXIST,
-        )
-    return target
-
-
-def _check_room(target: Path, needed_bytes: int) -> None:
-    """Checks that there is room, before anything is written.
-
-    Raises:
-        ExportError: if there is not.
-    """
-    there = next(path for path in target.parents if path.exists())
-    free_bytes = shutil.disk_usage(there).free
-    if needed_bytes > free_bytes:
-        raise errors.ExportError(
-            f"no room for an export to {target}\n"
-            f"  got {free_bytes:,} bytes free, expected {needed_bytes:,}\n"
-            "  hint: export some leaves alone, by tables= or leaves=, or to another place",
-            kind="no_space",
-            path=os.fspath(target),
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-            errno=errno.ENOSPC,
-        )
-
-
-@contextlib.contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A folder to be made that becomes `target` if all goes well, and else is removed.
-
-    Raises:
-        ExportError: if storage fails, or something is at `target` by then.
-    """
-    aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        aside.mkdir(parents=True)
-        folder = aside / "export"
-        yield folder
-        sync_tree(folder)
-        if is_named(target):
-            raise FileExistsError(errno.EEXIST, "exists by now", os.fspath(target))
-        os.rename(folder, target)
-        sync_directory(target.parent)
-    except OSError as error:
-        if isinstance(error, errors.CnrError):
-            raise
-        raise errors.ExportError(
-            f"the export to {target} failed, and nothing is there\n  {error}",
-            kind="target_exists" if error.errno == errno.EEXIST else None,
-            path=os.fspath(target),
-            errno=error.errno,
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

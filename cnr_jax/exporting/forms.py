@@ -39,8 +39,12 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-# What names no file of its own in a zarr hierarchy.
+# What names no folder of its own in a zarr hierarchy.
 _NO_NODES = {"", ".", "..", "zarr.json"}
+# What the name of a folder may have at most.
+_NAME_BYTES = 255
+# Where the header of a safetensors file tells of what is no tensor.
+_METADATA = "__metadata__"
 
 
 def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
@@ -61,25 +65,47 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
             "  hint: choose the other leaves by leaves=, or another format",
             kind="not_held",
         )
+    in_files = form != "safetensors"
+    fits = _names_folders if in_files else _names_tensors
+    bad = [leaf for leaf in arrays if not fits(_name_in(form, leaf))]
+    if bad:
+        raise errors.OptionError(
+            f"{form} cannot have leaves of these names:"
+            f" {few(repr(leaf.name) for leaf in bad)}\n"
+            "  hint: choose the other leaves by leaves=, or another format",
+            kind="not_held",
+        )
+    # Also what tells of the leaves, texts among them, does so by their paths.
+    told = collections.Counter(leaf.name for leaf in leaves)
     names = collections.Counter(_name_in(form, leaf) for leaf in arrays)
     bad = [
         leaf
-        for leaf in arrays
-        if names[name := _name_in(form, leaf)] > 1
-        or (form != "safetensors" and _NO_NODES & set(name.split("/")))
-        or any(name[:i] in names for i, x in enumerate(name) if x == "/")
+        for leaf in leaves
+        if told[leaf.name] > 1
+        or names[name := _name_in(form, leaf)] > 1
+        or (in_files and any(name[:i] in names for i, x in enumerate(name) if x == "/"))
     ]
     if bad:
         raise errors.OptionError(
-            f"{form} cannot tell leaves apart, or cannot name them:"
-            f" {few(leaf.name for leaf in bad)}\n"
-            "  hint: choose one of them by leaves=, or another format",
+            f"{form} cannot tell leaves apart: {few(str(list(leaf.path)) for leaf in bad)}\n"
+            "  hint: choose the other leaves by leaves=, or another format",
             kind="not_held",
         )
 
 
 def _name_in(form: str, leaf: ExportedLeaf) -> str:
     return array_folder(leaf.path) if form == "orbax" else leaf.name
+
+
+def _names_tensors(name: str) -> bool:
+    return name != _METADATA
+
+
+def _names_folders(name: str) -> bool:
+    """Whether folders, one in the other, can have such names on a local disk."""
+    keys = name.split("/")
+    fits = all(len(key.encode("utf-8", "replace")) <= _NAME_BYTES for key in keys)
+    return fits and "\0" not in name and not _NO_NODES & set(keys)
 
 
 # ---- safetensors ----------------------------------------------------------------------------
@@ -134,7 +160,7 @@ def _shards(
 
 def _header(leaves: Sequence[ExportedLeaf], about: Mapping[str, Any]) -> bytes:
     """The length of the header, and the header: where each tensor lies behind it."""
-    header: dict[str, Any] = {"__metadata__": {"cnr_jax": json.dumps(about)}}
+    header: dict[str, Any] = {_METADATA: {"cnr_jax": json.dumps(about)}}
     start = 0
     for leaf in leaves:
         stop = start + leaf.nbytes

@@ -94,12 +94,13 @@ def leaves_of(
     """
     manifest = chain[-1].manifest
     dense = manifest.dense_leaves
-    paths = {
-        "/".join(leaf.path): leaf.path
-        for leaf in [*(x for t in manifest.tables for x in t.leaves), *dense]
-    }
-    everything = tables is None and patterns is None
-    wanted = set(paths.values()) if everything else set()
+    # Of two leaves the paths may read alike, where a key has a slash in it.
+    paths: dict[str, list[tuple[str, ...]]] = {}
+    for leaf in [*(x for t in manifest.tables for x in t.leaves), *dense]:
+        paths.setdefault("/".join(leaf.path), []).append(leaf.path)
+    wanted = set[tuple[str, ...]]()
+    if tables is None and patterns is None:
+        wanted = {path for alike in paths.values() for path in alike}
     for name in tables or ():
         wanted |= {leaf.path for leaf in table_entry(manifest, name).leaves}
     for pattern in patterns or ():
@@ -111,7 +112,7 @@ def leaves_of(
                 "  hint: a path, such as 'params/w', or a pattern, such as 'params/*'",
                 kind="no_table",
             )
-        wanted |= {paths[name] for name in found}
+        wanted |= {path for name in found for path in paths[name]}
     rows = [
         _of_table(chain, table, leaf)
         for table in manifest.tables
@@ -203,7 +204,14 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
         found = value()
         if leaf.kind == "key":
             found = jax.random.key_data(found)
-        array = np.asarray(found, dtype)
+        try:
+            array = np.asarray(found, dtype)
+        except OverflowError as error:
+            raise errors.OptionError(
+                f"scalar {'/'.join(leaf.path)} does not fit {dtype}: got {found}\n"
+                "  hint: format='orbax' holds it; or choose the other leaves by leaves=",
+                kind="not_held",
+            ) from error
         if array.shape != shape:
             raise errors.FormatError(
                 f"{leaf.kind} {'/'.join(leaf.path)} has the shape {list(array.shape)},"

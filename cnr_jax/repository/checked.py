@@ -65,6 +65,9 @@ _NO_DAMAGE = (
 )
 # How TensorStore's errors, which are no OSErrors, name that of the system.
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+# What TensorStore adds to its errors: the whole specification of the array, 400 characters.
+_SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
+_LONGEST = 500
 # Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
 _ZSTD_MOST = 1 << 15
 
@@ -109,6 +112,24 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as other processes and messages quote it.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device"))
+        'OSError: [Errno 28] No space left on device'
+        >>> in_one_line(ValueError("Failed to rename " + 9000 * "x" + ": no space"))[-10:]
+        ': no space'
+    """
+    text = " ".join(_SPECIFICATION.sub("", str(error)).split())
+    if len(text) > _LONGEST:
+        # TensorStore says first what it was doing, and last what the system said.
+        half = _LONGEST // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 def kind_of(error: Exception, kind: str) -> str:

@@ -25,6 +25,12 @@ from cnr_jax.format.manifest import (
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, flatten_paths, nest, split
 
+# Of numpy, on this machine; zarr has none of them.
+_TOO_WIDE = {np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name} - {
+    "float64",
+    "complex128",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedState:
@@ -185,9 +191,34 @@ def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:
     """Describes every leaf that is not part of a table.
 
     Raises:
-        StateMismatchError: if one is of a kind that cannot be saved.
+        StateMismatchError: if one is of a kind that cannot be saved, or two would be stored in one
+            place.
     """
-    return tuple(_dense_leaf(path, leaf) for path, leaf in flatten_paths(dense))
+    leaves = tuple(_dense_leaf(path, leaf) for path, leaf in flatten_paths(dense))
+    if len({".".join(leaf.path) for leaf in leaves}) < len(leaves):
+        _check_places(leaves)
+    return leaves
+
+
+def _check_places(leaves: Sequence[DenseLeaf]) -> None:
+    """Checks that no two leaves are stored in one place, where one would take the other's.
+
+    Orbax stores a leaf under the keys that lead to it, joined by dots.
+
+    Raises:
+        StateMismatchError: naming two that are.
+    """
+    places: dict[str, DenseLeaf] = {}
+    for leaf in leaves:
+        if leaf.kind == "text":  # the manifest holds it
+            continue
+        other = places.setdefault(".".join(leaf.path), leaf)
+        if other is not leaf:
+            raise errors.StateMismatchError(
+                f"leaves {list(other.path)} and {list(leaf.path)} of the state cannot be saved"
+                f" together: Orbax would store both as {'.'.join(leaf.path)!r}\n"
+                "  hint: give one of them a key without a dot"
+            )
 
 
 def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
@@ -206,14 +237,23 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
                 f"  got {name}{list(leaf.shape)}, expected an array with elements:"
                 " Orbax saves no empty ones"
             )
-        if np.dtype(leaf.dtype).kind not in "OSUMm":
+        if np.dtype(leaf.dtype).kind not in "OSUMm" and name not in _TOO_WIDE:
             return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
     elif isinstance(leaf, (bool, int, float)):
         name = type(leaf).__name__
-        return DenseLeaf(path=path, kind="scalar", shape=(), dtype=name)
+        if not isinstance(leaf, int) or -(2**63) <= leaf < 2**64:
+            return DenseLeaf(path=path, kind="scalar", shape=(), dtype=name)
+        raise errors.StateMismatchError(
+            f"leaf {'/'.join(path)} of the state cannot be saved\n"
+            f"  got an integer of {leaf.bit_length()} bits, expected -2**63 to 2**64 - 1\n"
+            "  hint: save it as a string"
+        )
+    got = type(leaf).__name__
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        got = f"{got} of {leaf.dtype}"
     raise errors.StateMismatchError(
         f"leaf {'/'.join(path)} of the state cannot be saved\n"
-        f"  got {type(leaf).__name__}, expected an array, a number, a PRNG key or a string"
+        f"  got {got}, expected an array, a number, a PRNG key or a string"
     )
 
 

@@ -1,0 +1,139 @@
+"""The folder of an export: made beside its place, and put there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cnr_jax import errors
+from cnr_jax.repository.checked import errno_of, in_one_line
+from cnr_jax.repository.files import (
+    is_local,
+    is_named,
+    missing_directories,
+    sync_directory,
+    sync_made,
+    sync_tree,
+)
+from cnr_jax.repository.layout import open_root
+
+
+def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
+    """Where the export will be, as an absolute path; nothing is there.
+
+    Raises:
+        OptionError: if it is no local folder, or lies in the root.
+        ExportError: if something is there, or that cannot be seen.
+    """
+    found = open_root(directory)
+    if not is_local(found):
+        raise errors.OptionError(
+            f"{os.fspath(directory)} is no local folder\n"
+            "  hint: export to a local one, and copy it",
+            kind="no_target",
+        )
+    target = Path(os.path.abspath(os.fspath(found)))
+    with export_errors(target):
+        real, named = target.resolve(), is_named(target)
+    source = open_root(root)
+    if is_local(source) and real.is_relative_to(Path(os.fspath(source)).resolve()):
+        raise errors.OptionError(
+            f"{target} lies in the root {os.fspath(source)}\n"
+            "  hint: export to another place; a manager takes what lies in its root for its own",
+            kind="no_target",
+        )
+    if named:
+        raise errors.ExportError(
+            f"{target} exists already, and is left as it is\n"
+            "  hint: name a folder that does not exist, or remove this one",
+            kind="target_exists",
+            path=os.fspath(target),
+            errno=errno.EEXIST,
+        )
+    return target
+
+
+def check_room(target: Path, needed_bytes: int) -> None:
+    """Checks that there is room, before anything is written.
+
+    Raises:
+        ExportError: if there is not, or that cannot be seen.
+    """
+    with export_errors(target):
+        there = next(path for path in target.parents if path.exists())
+        free_bytes = shutil.disk_usage(there).free
+    if needed_bytes > free_bytes:
+        raise errors.ExportError(
+            f"no room for an export to {target}\n"
+            f"  got {free_bytes:,} bytes free, expected {needed_bytes:,}\n"
+            "  hint: export some leaves alone, by tables= or leaves=, or to another place",
+            kind="no_space",
+            path=os.fspath(target),
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            errno=errno.ENOSPC,
+        )
+
+
+@contextlib.contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """A folder to be made that becomes `target` if all goes well, and else is removed.
+
+    Raises:
+        ExportError: if storage fails, or something is at `target` by then.
+    """
+    beside = target.parent / f".export-{secrets.token_hex(8)}.tmp"
+    with export_errors(target):
+        made = [Path(os.fspath(path)) for path in missing_directories(target.parent)]
+        done = False
+        try:
+            beside.mkdir(parents=True)
+            folder = beside / "export"
+            yield folder
+            sync_tree(folder)
+            if is_named(target):
+                raise FileExistsError(errno.EEXIST, "exists by now", os.fspath(target))
+            os.rename(folder, target)
+            try:
+                sync_directory(target.parent)
+                sync_made([*made])
+            except BaseException:
+                os.rename(target, folder)
+                raise
+            done = True
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+            for path in [] if done else made:
+                with contextlib.suppress(
+                    OSError
+                ):  # not made, or of use to others by now
+                    path.rmdir()
+
+
+@contextlib.contextmanager
+def export_errors(target: Path) -> Iterator[None]:
+    """Raises an `ExportError` for what the system refused; other errors are raised as they are.
+
+    Args:
+        target: where the export was to be, with nothing in its place.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = errno_of(error)
+        if isinstance(error, errors.CnrError) or number is None:
+            raise
+        hint = ""
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            hint = "\n  hint: make room, or export some leaves alone, by tables= or leaves="
+        raise errors.ExportError(
+            f"the export to {target} failed, and nothing is there\n  {in_one_line(error)}{hint}",
+            kind="target_exists" if number == errno.EEXIST else None,
+            path=os.fspath(target),
+            errno=number,
+        ) from error
