@@ -9,8 +9,10 @@ checkpoint) are kept beside, as patches, and read only if nothing newer holds th
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -93,7 +95,8 @@ class WantedLeaf:
         if main is None:
             main = held[0].encoding if held else empty
         parts = main.room(rows, aligned_empty)
-        owners = _Owners(rows, sum(each.count for each in held if each.first))
+        covered = sum(each.count for each in held if each.first)
+        owners = _Owners(rows, covered, len(held))
         queue = _Queue()
         others: list[Held] = []
         for each in held:
@@ -196,9 +199,20 @@ def fill(out: np.ndarray, box: Box, own: jax.Array, rows: np.ndarray) -> None:
         values = np.asarray(shards[devices[0]])
         shift, columns = part[0][0] - box[0][0], columns_in(box, part)
         first, last = np.searchsorted(rows, (shift, shift + len(values)))
-        for start in range(first, last, step):
-            block = rows[start : min(start + step, last)]
-            out[block, *columns] = values[block - shift]
+        copy = functools.partial(_copy, values, out[:, *columns], shift)
+        wanted = (rows[i : min(i + step, last)] for i in range(first, last, step))
+        # On all cores: what takes time is memory that nobody has used before.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(copy, wanted))
+
+
+def _copy(values: np.ndarray, out: np.ndarray, shift: int, rows: np.ndarray) -> None:
+    """Copies some rows; row `shift` of `out` is the first of `values`."""
+    low, high = int(rows[0]), int(rows[-1]) + 1
+    if high - low == len(rows):  # a run, as new rows are
+        out[low:high] = values[low - shift : high - shift]
+    else:
+        out[rows] = values[rows - shift]
 
 
 def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
@@ -243,15 +257,17 @@ class _Owners:
     Kept only once it matters: where all rows are of the main encoding, it does not.
     """
 
-    def __init__(self, rows: int, covered: int) -> None:
+    def __init__(self, rows: int, covered: int, segments: int) -> None:
         self._rows = rows
+        # As narrow as can be: there is one for each row, and filling them takes time.
+        self._dtype = np.min_scalar_type(-1 - segments)
         self._of: np.ndarray | None = None
         if covered != rows:
-            self._of = np.full(rows, _NOBODY, np.int32)
+            self._of = np.full(rows, _NOBODY, self._dtype)
 
     def claim(self, at: Index, owner: int) -> None:
         if self._of is None and owner:
-            self._of = np.zeros(self._rows, np.int32)
+            self._of = np.zeros(self._rows, self._dtype)
         if self._of is not None:
             self._of[at] = owner
 
