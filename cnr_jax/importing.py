@@ -20,6 +20,7 @@ from cnr_jax.repository.layout import (
     check_can_be_read,
     check_is_no_file,
     find_item,
+    lies_in,
     open_root,
     step_directories,
 )
@@ -70,6 +71,7 @@ def import_orbax(
     Raises:
         NoStepError: if there is no such root or step, or none that can be restored.
         UsedRootError: if `new` holds steps.
+        OptionError: if `new` lies in `old`, of which every file is left as it is.
         TableError, StateMismatchError: if `tables` or `state` do not fit the step.
         IntegrityError: if the step that was asked for is damaged.
         SaveError: if it cannot be saved. In no case is `old` changed.
@@ -87,6 +89,7 @@ def import_orbax(
     options, source, root = checked(options), open_root(old), open_root(new)
     check_can_be_read(source, item)
     _check_is_new(root)
+    _check_is_outside(root, source)
     reading = Options(adopt=True, timeout_secs=options.timeout_secs)
     named = step_names(orbax_options)
     item = item or find_item(source) or item_beside(source, named) or DEFAULT_ITEM
@@ -136,6 +139,21 @@ def _check_is_new(root: AnyPath) -> None:
             f"  got {', '.join(held[:_SHOWN])}, expected a folder without, or none\n"
             "  hint: import into another folder; Options(adopt=True) goes on in the root that"
             " plain Orbax wrote"
+        )
+
+
+def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
+    """Checks that a root is made outside of the one that is only read.
+
+    Raises:
+        OptionError: if it would be made in it.
+    """
+    if lies_in(root, source):
+        raise errors.OptionError(
+            f"{os.fspath(root)} lies in the root {os.fspath(source)}, which is only read\n"
+            "  hint: import into a folder outside of it; Options(adopt=True) goes on in the root"
+            " that plain Orbax wrote",
+            kind="no_target",
         )
 
 

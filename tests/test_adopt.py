@@ -450,6 +450,32 @@ def test_a_step_is_imported_into_a_new_root(
         cnr.import_orbax(old, new, ["user"])
 
 
+def test_an_import_makes_nothing_in_the_root_that_it_reads(
+    kept: dict[str, Path], tmp_path: Path, unsynced: None
+) -> None:
+    old = shutil.copytree(kept["StandardSave"], tmp_path / "old")
+    (tmp_path / "link").symlink_to(old)
+    (tmp_path / "below").symlink_to(old / "new")
+    before = files_of(old)
+    with pytest.raises(errors.UsedRootError):
+        cnr.import_orbax(old, tmp_path / "link", ["user"])
+    for new in (
+        old / "new",
+        old / "3" / "new",
+        tmp_path / "link" / "a" / "b",
+        tmp_path / "below",
+        f"file://{old}/new",
+        tmp_path / "beside" / ".." / "old" / "new",
+    ):
+        with pytest.raises(errors.OptionError, match="lies in the root") as caught:
+            cnr.import_orbax(old, new, ["user"])
+        assert caught.value.kind == "no_target"
+    with pytest.raises(errors.OptionError, match="lies in the root"):
+        cnr.import_orbax(tmp_path / "link", old / "new", ["user"])
+    assert files_of(old) == before and not (old / "new").exists()
+    assert cnr.import_orbax(old, tmp_path / "older", ["user"]).step == 3
+
+
 def test_an_import_takes_the_state_and_the_step_that_are_given(
     kept: dict[str, Path], tmp_path: Path, unsynced: None
 ) -> None:

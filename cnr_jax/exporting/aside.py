@@ -20,7 +20,7 @@ from cnr_jax.repository.files import (
     sync_made,
     sync_tree,
 )
-from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.layout import lies_in, open_root
 
 
 def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
@@ -39,9 +39,9 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
         )
     target = Path(os.path.abspath(os.fspath(found)))
     with export_errors(target):
-        real, named = target.resolve(), is_named(target)
+        named = is_named(target)
     source = open_root(root)
-    if is_local(source) and real.is_relative_to(Path(os.fspath(source)).resolve()):
+    if lies_in(target, source):
         raise errors.OptionError(
             f"{target} lies in the root {os.fspath(source)}\n"
             "  hint: export to another place; a manager takes what lies in its root for its own",

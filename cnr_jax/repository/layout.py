@@ -7,6 +7,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -76,6 +77,21 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
         )
     _forget_listings()
     return epath.Path(text)
+
+
+def lies_in(path: AnyPath, root: AnyPath) -> bool:
+    """Whether a path, as `open_root` makes them, is a root or is below it; through links too.
+
+    Nothing need be at either.
+
+    Example:
+        >>> lies_in(open_root("/ckpt/a/b"), open_root("file:///ckpt/a"))
+        True
+    """
+    if not (is_local(path) and is_local(root)):
+        return path.is_relative_to(root)
+    real = [Path(os.path.realpath(os.fspath(each))) for each in (path, root)]
+    return real[0].is_relative_to(real[1])
 
 
 def _forget_listings() -> None:
