@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 import signal
 import threading
 import time
@@ -99,8 +100,20 @@ def play(run: Any, root: Path, call: Callable[..., None], nth: int) -> Interrupt
             restored = reader.restore(step, args=cnr.args.Restore(run.state))
             run.same(restored.state, run.truth[step])
     assert cnr.verify(root) == ()
+    export_in_a_thread(root, 5, root.parent / "exported")
     wait_for_threads()
     return interrupt
+
+
+def export_in_a_thread(root: Path, step: int, to: Path) -> None:
+    """Exports, which begins a save of Orbax's; what interrupted ones held must be free."""
+    thread = threading.Thread(target=cnr.export, args=(root, step, to), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert (to / "_METADATA").exists(), (
+        "an interrupted save keeps others from beginning"
+    )
+    shutil.rmtree(to)
 
 
 class InterruptedHandler(ocp.AsyncCheckpointHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.places import beginning
 from cnr_jax.errors import CallError, CnrError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -235,3 +237,73 @@ def test_a_callback_of_orbax_may_ask_for_steps_while_a_save_waits_for_it(
     assert [latest for latest, _ in found] == [None, 0, 1, 2]
     assert manager.all_steps() == [0, 1, 2, 3]
     manager.close()
+
+
+def test_saves_and_exports_begin_in_any_threads(
+    tiny_run: Any, tmp_path: Path, unsynced: None
+) -> None:
+    told, saves = list[int](), range(1, 12)
+    run = tiny_run()
+    run.train(0)
+    args, truth = cnr.args.Save(run.state, run.touched), run.values()
+    source = run.open(tmp_path / "source")
+    source.save(0, args=args)
+    source.close()
+
+    def on_save(report: cnr.SaveReport) -> None:
+        cnr.export(tmp_path / "source", 0, tmp_path / f"told-{report.step}")
+        told.append(report.step)
+
+    managers = [
+        run.open(tmp_path / "a", on_save=on_save),
+        run.open(tmp_path / "b"),
+        run.open(tmp_path / "c", {"enable_async_checkpointing": False}),
+    ]
+
+    def save(manager: cnr.CheckpointManager) -> None:
+        for step in saves:
+            manager.save(step, args=args, force=True)
+        manager.wait_until_finished()
+
+    def export(name: str) -> None:
+        for number in range(6):
+            cnr.export(tmp_path / "source", 0, tmp_path / f"{name}-{number}")
+
+    works = [lambda m=manager: save(m) for manager in managers]
+    works += [lambda n=name: export(n) for name in ("x", "y", "z")]
+    assert in_threads(*works) == []
+    assert told == list(saves)
+    for manager in managers:
+        assert manager.all_steps() == list(saves)
+        run.check(manager, saves[-1], {saves[-1]: truth})
+        manager.close()
+    folders = [*tmp_path.glob("[xyz]-*"), *tmp_path.glob("told-*")]
+    assert len(folders) == 3 * 6 + len(saves)
+    with ocp.StandardCheckpointer() as checkpointer:
+        for folder in folders:
+            run.same(checkpointer.restore(folder, run.state), truth)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning"
+)
+def test_a_fork_in_the_middle_of_a_beginning_leaves_the_child_free_to_begin() -> None:
+    may_end, is_held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with beginning():
+            is_held.set()
+            may_end.wait(120)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait(120)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that waits for a thread that it does not have
+        with beginning():
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    may_end.set()
+    holder.join()
+    assert status == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import fnmatch
 import inspect
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -165,6 +167,31 @@ def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
         what,
         error,
     )
+
+
+# Reentrant for signal handlers, which begin a save where they have interrupted another.
+_beginning = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _beginning
+    _beginning = threading.RLock()  # nobody is left who would release the other
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def beginning() -> contextlib.AbstractContextManager[Any]:
+    """What a save of Orbax's begins in, alone of this process.
+
+    Orbax keeps the number of the save that begins in one place for all threads, and asks for it
+    again and again, for what the save waits for: of two that begin at once one would wait for
+    the directories of the other.
+
+    Of several processes each begins when it comes to it: they wait for each other in a beginning,
+    and threads that begin saves in another order there would never end.
+    """
+    return contextlib.nullcontext() if jax.process_count() > 1 else _beginning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
-from cnr_jax.checkpointer.orbax_compat.places import checkpoint_infos, refuse_pipes
+from cnr_jax.checkpointer.orbax_compat.places import (
+    beginning,
+    checkpoint_infos,
+    refuse_pipes,
+)
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
 
@@ -55,11 +59,15 @@ class OrbaxSeams:
         self.root = root
         # What Orbax's threads do for the save that began last.
         self._commit, self._end = Job(), Job()
+        # Whether what begins its saves does so alone.
+        self._begins_alone = False
         self._commit.give_up()
         self._end.give_up()
 
     def begin(self, finalize: Callable[[int, list[int]], None]) -> None:
         """Lets the threads of the next save do their work once, or not at all.
+
+        It begins alone of this process; the save before has ended, so it does not wait for that.
 
         Args:
             finalize: what runs in the place of `_finalize`.
@@ -70,6 +78,10 @@ class OrbaxSeams:
             theirs = functools.partial(type(committing)._thread_func, committing)
             committing._thread_func = functools.partial(_told_elsewhere, commit, theirs)
         self._manager._finalize = functools.partial(end.run, finalize)
+        if not self._begins_alone:
+            self._begins_alone = True
+            saving = self._manager._checkpointer
+            saving.save = functools.partial(_saved_alone, type(saving).save, saving)
 
     def end_launch(self, step: int, finalize: Callable[[int, list[int]], None]) -> bool:
         """Ends a save that was perhaps not handed over to its threads, or not to both.
@@ -152,7 +164,10 @@ class OrbaxSeams:
     def should_save(self, step: int, after: int | None) -> bool:
         """Whether a save is due if `after` is the latest step."""
         asked: Any = _CountingFrom(self._manager, after)
-        return _Manager.should_save(asked, step)
+        # Such a policy takes a number of a save.
+        continuous = self._manager._is_continuous_checkpointing_enabled()
+        with beginning() if continuous else contextlib.nullcontext():
+            return _Manager.should_save(asked, step)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether jax has chosen this step for the last save before the run is ended."""
@@ -283,6 +298,11 @@ class OrbaxSeams:
 def _told_elsewhere(commit: Job, theirs: Callable[..., None], *args: Any) -> None:
     with told_elsewhere():
         commit.run(theirs, *args)
+
+
+def _saved_alone(theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with beginning():
+        theirs(*args, **kwargs)
 
 
 class _CountingFrom:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from cnr_jax.checkpointer.orbax_compat.places import beginning
 from cnr_jax.state.table import Path as LeafPath
 from cnr_jax.state.table import key_strings, nest
 
@@ -48,12 +49,13 @@ def save_skeleton(
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
     args = ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata))
     log = logging.getLogger("absl")
-    log.addFilter(_tells_something)
-    try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(directory, args=args)
-    finally:
-        log.removeFilter(_tells_something)
+    with beginning():
+        log.addFilter(_tells_something)
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(directory, args=args)
+        finally:
+            log.removeFilter(_tells_something)
 
 
 def _tells_something(record: logging.LogRecord) -> bool:
