@@ -368,7 +368,9 @@ def test_what_a_form_cannot_hold_is_said_and_leaves_nothing(
     root, to = root_of(tmp_path / "root", dense), tmp_path / "there"
     for form in FORMS:
         if form in forms:
-            assert refused(root, to, text, format=form).kind == "not_held"
+            with inprocess.watching(tmp_path) as calls:
+                assert refused(root, to, text, format=form).kind == "not_held"
+            assert calls == [], "nothing was written"
             # The others can be had.
             cnr.export(root, 1, to, form, tables=["user"])
         else:
@@ -438,3 +440,50 @@ def test_places_where_no_folder_can_be_are_refused(
         assert sorted(tmp_path.iterdir()) == before
     # As long as a name may be.
     cnr.export(root, 1, tmp_path / ("n" * 255))
+
+
+def test_the_library_of_safetensors_reads_values_of_all_dtypes_that_it_has(
+    tmp_path: Path, unsynced: None
+) -> None:
+    dense = {
+        "bool": np.array([True, False]),
+        "bf16": jnp.arange(3, dtype=jnp.bfloat16),
+        "c64": np.array([1 + 2j], np.complex64),
+        "u64": np.array([2**64 - 1], np.uint64),
+        "u64 of numpy": np.uint64(2**64 - 1),
+        "f16 of numpy": np.float16(1.5),
+        "no axes": np.float32(2.5) + np.zeros((), np.float32),
+        "low": -(2**63),
+        "high": 2**63 - 1,
+        "bool of Python": True,
+        "float": -0.0,
+    }
+    of_8_bits = {
+        "e4m3": jnp.arange(3, dtype=jnp.float8_e4m3fn),
+        "e5m2": jnp.arange(5, dtype=jnp.float8_e5m2),
+    }
+    state = {**dense, **of_8_bits, "text": "x"}
+    root, to = root_of(tmp_path / "root", state), tmp_path / "there"
+    cnr.export(root, 1, to, "safetensors", leaves=list(dense), tables=["user"])
+    library = pytest.importorskip("safetensors.numpy")
+    found = library.load_file(to / "model.safetensors")
+    assert found.pop("user").shape == (4, 8) and found.keys() == dense.keys()
+    for name, want in dense.items():
+        assert found[name].dtype == np.asarray(want).dtype
+        np.testing.assert_array_equal(found[name], want, err_msg=name)
+    assert np.signbit(found["float"])
+    # The library itself has no words for these in numpy; another has.
+    cnr.export(root, 1, tmp_path / "all", "safetensors")
+    data = (tmp_path / "all" / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    assert json.loads(header.pop("__metadata__")["cnr_jax"])["leaves"]["text"] == {
+        "kind": "text",
+        "lossy": False,
+        "text": "x",
+    }
+    assert header.keys() == {"user", *dense, *of_8_bits}
+    for name, dtype in (("e4m3", "F8_E4M3"), ("e5m2", "F8_E5M2")):
+        first, last = (start + at for at in header[name]["data_offsets"])
+        assert header[name]["dtype"] == dtype
+        assert data[first:last] == np.asarray(of_8_bits[name]).tobytes()

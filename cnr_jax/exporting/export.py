@@ -15,6 +15,7 @@ from cnr_jax import errors
 from cnr_jax.exporting.aside import aside, check_room, target_of
 from cnr_jax.exporting.forms import (
     check_form,
+    check_integers,
     write_orbax,
     write_safetensors,
     write_zarr,
@@ -186,6 +187,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     seal = None
     if any(leaf.kind not in ("row", "text") for leaf in leaves):
         seal = chain[-1].check_dense()
+        check_integers(asked.format, leaves)
     done = 0
 
     def written(nbytes: int) -> None:

@@ -93,6 +93,24 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
         )
 
 
+def check_integers(form: str, leaves: Sequence[ExportedLeaf]) -> None:
+    """Checks that a form can hold Python's integers, which are read for it.
+
+    Raises:
+        OptionError: if not, with the leaf.
+    """
+    for leaf in leaves:
+        if form == "orbax" or leaf.kind != "scalar" or leaf.dtype.kind != "i":
+            continue
+        found, held = leaf.value(), np.iinfo(leaf.dtype)
+        if not held.min <= found <= held.max:
+            raise errors.OptionError(
+                f"scalar {leaf.name} does not fit {leaf.dtype}: got {found}\n"
+                "  hint: format='orbax' holds it; or choose the other leaves by leaves=",
+                kind="not_held",
+            )
+
+
 def _name_in(form: str, leaf: ExportedLeaf) -> str:
     return array_folder(leaf.path) if form == "orbax" else leaf.name
 

@@ -204,14 +204,7 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
         found = value()
         if leaf.kind == "key":
             found = jax.random.key_data(found)
-        try:
-            array = np.asarray(found, dtype)
-        except OverflowError as error:
-            raise errors.OptionError(
-                f"scalar {'/'.join(leaf.path)} does not fit {dtype}: got {found}\n"
-                "  hint: format='orbax' holds it; or choose the other leaves by leaves=",
-                kind="not_held",
-            ) from error
+        array = np.asarray(found, dtype)
         if array.shape != shape:
             raise errors.FormatError(
                 f"{leaf.kind} {'/'.join(leaf.path)} has the shape {list(array.shape)},"
