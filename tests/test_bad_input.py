@@ -190,6 +190,11 @@ BAD_SAVES: dict[str, tuple[type[Exception], str, Callable[[Run], cnr.args.Save]]
             r.touched,
         ),
     ),
+    "array of a dtype that zarr lacks": (
+        STATE,
+        r"leaf w .*\n.* of uint4, expected an array",
+        lambda r: cnr.args.Save(r.changed("w", to=jnp.ones(2, jnp.uint4)), r.touched),
+    ),
     "integer that is too long": (
         STATE,
         r"leaf w .*\n.*of 71 bits, expected -2\*\*63",

@@ -25,10 +25,15 @@ from cnr_jax.format.manifest import (
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, flatten_paths, nest, split
 
-# Of numpy, on this machine; zarr has none of them.
-_TOO_WIDE = {np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name} - {
-    "float64",
-    "complex128",
+# Zarr has none of them; the wide ones as numpy has them on this machine.
+_NOT_IN_ZARR = {
+    "uint2",
+    "uint4",
+    "float8_e4m3",
+    *(
+        {np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name}
+        - {"float64", "complex128"}
+    ),
 }
 
 
@@ -237,7 +242,7 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
                 f"  got {name}{list(leaf.shape)}, expected an array with elements:"
                 " Orbax saves no empty ones"
             )
-        if np.dtype(leaf.dtype).kind not in "OSUMm" and name not in _TOO_WIDE:
+        if np.dtype(leaf.dtype).kind not in "OSUMm" and name not in _NOT_IN_ZARR:
             return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
     elif isinstance(leaf, (bool, int, float)):
         name = type(leaf).__name__
@@ -249,7 +254,7 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
             "  hint: save it as a string"
         )
     got = type(leaf).__name__
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         got = f"{got} of {leaf.dtype}"
     raise errors.StateMismatchError(
         f"leaf {'/'.join(path)} of the state cannot be saved\n"
