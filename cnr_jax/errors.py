@@ -93,6 +93,7 @@ class NoStepError(CnrError, FileNotFoundError):
 
     Kinds:
         no_root: there is no such folder.
+        step_deleted: the step was deleted, or moved aside, while it was read.
     """
 
     kind = "no_step"

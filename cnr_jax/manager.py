@@ -28,7 +28,8 @@ from cnr_jax.checkpointer.orbax_compat.options import (
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, shorten_logs
-from cnr_jax.checkpointer.restoring.restore import Restored, restore
+from cnr_jax.checkpointer.restoring.attempts import restore
+from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth
@@ -326,9 +327,9 @@ class CheckpointManager(ocp.CheckpointManager):
             channel=self._channel,
             resume=self._handler.resume,
         )
-        state = restored
+        state, item = restored, self._listing.item
         if isinstance(restored, ocp.args.Composite):
-            state = restored.get(str(self._listing.item))
+            state = restored.get(str(item))
         ours = isinstance(state, Restored)
         if ours:
             writes = self._handler.tables is not None and not self._orbax.is_read_only
@@ -339,7 +340,6 @@ class CheckpointManager(ocp.CheckpointManager):
             self._handler.go_on_with_run()
         if self._handler.widening.follows and not self._orbax.is_read_only:
             self._warmth.warm_up(self._handler.auto_bits())
-        item = self._listing.item
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:

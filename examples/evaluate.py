@@ -53,10 +53,10 @@ def evaluate(root: str, trainer: subprocess.Popen) -> None:
             if newest is None or newest == seen:
                 time.sleep(0.1)
                 continue
-            there = evaluator.item_metadata(newest)["item"]
-            wanted = {"item": jax.ShapeDtypeStruct(there.shape, there.dtype)}
-            args = cnr.args.Restore(wanted, partial=True)
             try:
+                there = evaluator.item_metadata(newest)["item"]
+                wanted = {"item": jax.ShapeDtypeStruct(there.shape, there.dtype)}
+                args = cnr.args.Restore(wanted, partial=True)
                 item = evaluator.restore(newest, args=args).state["item"]
             except cnr.errors.NoStepError:
                 continue  # The run has deleted it meanwhile.

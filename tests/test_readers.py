@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax import errors
 from cnr_jax.testing import inprocess
 
 from .conftest import flip
@@ -273,3 +274,71 @@ def test_metadata_of_a_state_beside_other_items(tmp_path: Path, unsynced: None) 
         np.testing.assert_array_equal(
             reader.restore(0, args=restore)["state"].state["user"], state["user"]
         )
+
+
+def taken_away(root: Path, step: int) -> None:
+    """As retention and rollbacks do it, before anything of the step is deleted."""
+    if (root / str(step)).exists():
+        (root / str(step)).rename(root / f"{step}.removed-00")
+
+
+@pytest.mark.parametrize(
+    ("place", "call"), [("rows.p00000", "open_read"), ("dense/", "open_read")]
+)
+def test_a_step_that_is_deleted_while_it_is_read_is_gone_and_not_damaged(
+    saved: Any, storage: Any, place: str, call: str
+) -> None:
+    root, of_two = saved.root, f"/root/2/default/{place}"
+    with cnr.CheckpointManager(root) as reader:
+        with storage.calling(lambda _: taken_away(root, 2), of_two, call):
+            with pytest.raises(errors.NoStepError, match="step 2 is not in") as caught:
+                reader.restore(2, args=cnr.args.Restore(saved.state))
+        assert caught.value.kind == "step_deleted"
+        # The same manager reads on, although its first restore has failed.
+        got = reader.restore(1, args=cnr.args.Restore(saved.state)).state
+        saved.same(got, saved.truth[1])
+        with pytest.raises(errors.NoStepError) as caught:
+            reader.restore(2, args=cnr.args.Restore(saved.state))
+        assert caught.value.kind == "step_deleted"
+
+
+def test_who_wants_the_newest_step_takes_the_one_that_came_meanwhile(
+    saved: Any, opened: Any, storage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = saved.root
+    with cnr.CheckpointManager(root) as reader:
+        with opened(saved) as writer:
+            saved.restore(writer, 2)
+            saved.run(writer, [3])
+
+        def replaced(_: Any) -> None:
+            taken_away(root, 2)
+
+        with storage.calling(replaced, "/root/2/default/rows.p00000", "open_read"):
+            found = reader.restore(None, args=cnr.args.Restore(saved.state))
+        # Step 3, which the reader did not know, rests on 2: none of it can be restored.
+        assert found.report.step == 1 and found.report.passed_over == ()
+        saved.same(found.state, saved.truth[1])
+        assert reader.all_steps() == [0, 1]
+        (root / "2.removed-00").rename(root / "2")
+        assert reader.all_steps(read=True) == [0, 1, 2, 3]
+
+
+def test_a_reader_finds_steps_that_replace_those_it_knew(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with opened(run, policy=cnr.Full(), max_to_keep=1) as writer:
+        run.run(writer, [0])
+        with cnr.CheckpointManager(tmp_path / "root") as reader:
+            run.run(writer, [1, 2])
+            assert reader.all_steps() == [0], "as it was when it was opened"
+            found = reader.restore(None, args=cnr.args.Restore(run.state))
+            run.same(found.state, run.truth[2])
+            # What it lists then can be asked for.
+            assert reader.all_steps() == [2] == [reader.latest_step()]
+            again = reader.restore(2, args=cnr.args.Restore(run.state))
+            run.same(again.state, run.truth[2])
+            writer.delete(2)
+            with pytest.raises(errors.NoStepError, match="no step in"):
+                reader.restore(None, args=cnr.args.Restore(run.state))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable
 
 import jax
 from etils import epath
@@ -17,7 +15,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import UNREAD, accessing, damage, refuse_pipe
+from cnr_jax.repository.checked import accessing, damage, refuse_pipe
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -32,8 +30,7 @@ from cnr_jax.repository.layout import (
     find_item,
     step_directories,
 )
-from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry, branch_of, order
+from cnr_jax.repository.lineage.entries import Entry, branch_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
@@ -318,126 +315,3 @@ class Listing:
                 "root).restore(step, args=ocp.args.StandardRestore(state))",
                 "not_ours",
             )
-
-
-class StepChooser:
-    """Which step of a root a restore takes, and what is said of those that are passed over.
-
-    Args:
-        root: holds the step directories.
-        item: name of the item in them.
-        ledger: reads what is known of them, when that is needed first; what it returns is told
-            of the damage that is found.
-    """
-
-    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
-        self._root, self._item, self._read = root, item, ledger
-        self._has_asked_again = False
-
-    @functools.cached_property
-    def ledger(self) -> Ledger:
-        """What is known of the steps."""
-        return self._read()
-
-    def newest(self) -> int:
-        """The newest step of which no damage is known.
-
-        Raises:
-            NoStepError: if there is none.
-            OSError: if none is known that is newer than one that storage does not give out.
-        """
-        ledger = self.ledger
-        restorable = ledger.restorable()
-        newest = restorable[-1].step if restorable else -1
-        for directory in sorted(ledger.withheld):
-            if names.step_number(directory) > newest:
-                ledger.read(self._root, directory, self._item)
-                if directory in ledger.withheld:
-                    read_step(self._root, directory, self._item)
-        restorable = ledger.restorable()
-        if not restorable and not self._has_asked_again:
-            self._has_asked_again = True
-            restorable = ledger.restorable() if ledger.take_back_unread() else []
-        if restorable:
-            return restorable[-1].step
-        lines = [f"no step in {os.fspath(self._root)} can be restored"]
-        lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
-        raise errors.NoStepError("\n  ".join(lines))
-
-    def note(self, step: int, error: errors.CnrError) -> None:
-        """Notes that a step is damaged; adds to the error what only the root tells.
-
-        Args:
-            step: that could not be restored.
-            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
-                that could be restored instead.
-        """
-        ledger, reason = self.ledger, str(error).partition("\n")[0]
-        entry = ledger.by_step(step)
-        # Where the damage is, or else with the step itself.
-        above = os.fspath(self._root).rstrip("/") + "/"
-        if error.path is not None and error.path.startswith(above):
-            path, unread = error.path.removeprefix(above), error.kind == UNREAD
-            ledger.note_damage(path, reason, unread=unread)
-        if entry and entry.directory in {e.directory for e in ledger.restorable()}:
-            ledger.note_damage(entry.directory, reason)
-        self._explain(step, entry, error)
-
-    def warn(self, step: int, *, asked_for: bool) -> None:
-        """Says in the log what is to be known of a step that was restored.
-
-        Args:
-            step: the one.
-            asked_for: by its number; else also newer ones are named, which were passed over.
-        """
-        for directory, reason in [] if asked_for else self._obstacles():
-            taken = self.ledger.by_step(step)
-            entry = self.ledger.entries.get(directory)
-            if taken is None:
-                is_newer = True
-            elif entry is None:
-                is_newer = names.step_number(directory) > step
-            else:
-                is_newer = order(entry) > order(taken)
-            if is_newer:
-                _log.warning(
-                    "step %s is passed over, and step %d restored: %s",
-                    directory,
-                    step,
-                    reason,
-                )
-        noted = suspects.read(self._root)
-        if step in [each.step for each in noted] or (noted and not asked_for):
-            suspects.warn(noted, self._root, self.ledger, step)
-
-    def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
-        """Adds to an error what only the root tells: the chain, and other steps."""
-        text = str(error)
-        if "cannot be restored" not in text.partition("\n")[0]:
-            text = f"checkpoint {step} cannot be restored: {text}"
-        if entry is not None and "\n  chain: " not in text:
-            chain = reversed(self.ledger.chain(entry))
-            kinds = [f"{e.directory} ({e.kind})" for e in chain]
-            text += f"\n  chain: {' <- '.join(kinds)}"
-        text = text.replace(", or restore another step", "")
-        others = [str(each.step) for each in reversed(self.ledger.restorable())]
-        if others:
-            more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
-            text += (
-                f"\n  hint: restore step {others[0]}, the newest of which no damage is"
-                f" known{more}"
-            )
-        else:
-            text += "\n  no other step can be restored"
-        error.args = (text,)
-
-    def _obstacles(self) -> list[tuple[str, str]]:
-        """Every step directory that cannot be restored, newest first, and why."""
-        ledger = self.ledger
-        good = {entry.directory for entry in ledger.restorable()}
-        bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
-        found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
-        unreadable = sorted(ledger.unreadable, key=names.step_number, reverse=True)
-        for name in unreadable:
-            found.append((name, ledger.unreadable[name].partition("\n")[0]))
-        return found

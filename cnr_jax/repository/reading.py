@@ -14,7 +14,6 @@ from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.checked import about
-from cnr_jax.repository.files import is_directory
 from cnr_jax.repository.layout import (
     Place,
     check_can_be_read,
@@ -25,7 +24,7 @@ from cnr_jax.repository.layout import (
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.replay.picked import picked_rows
-from cnr_jax.repository.step import read_step
+from cnr_jax.repository.step import is_same_step, read_step, uuid_of_step
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import few
@@ -36,7 +35,7 @@ _IMPORT = (
     " plain Orbax"
 )
 # How often the newest step is chosen again, where each was taken away while it was read.
-_TRIES = 5
+_TRIES = 10
 T = TypeVar("T")
 
 
@@ -203,28 +202,20 @@ def of_step(
     """
     for _ in range(_TRIES):
         place = _find(root, step, item)
-        uuid = _uuid(place)
+        uuid = uuid_of_step(place.root, place.directory, place.item)
         try:
             return read(place)
         except errors.DAMAGE:
-            is_there = is_directory(place.root / place.directory)
-            if is_there and _uuid(place) == uuid:
+            if is_same_step(place.root, place.directory, place.item, uuid):
                 raise
             if step is not None:
                 break
     raise errors.NoStepError(
-        f"step {place.directory} was taken from {os.fspath(place.root)} while it was read\n"
-        "  hint: who saves there has deleted it, or moved it aside",
+        f"step {place.directory} is not in {os.fspath(place.root)} any more\n"
+        "  hint: who saves there has deleted it, or moved it aside, while it was read",
+        kind="step_deleted",
         path=os.fspath(place.root),
     )
-
-
-def _uuid(place: Place) -> str | None:
-    """Which checkpoint a step is; None if it cannot be told."""
-    try:
-        return read_step(place.root, place.directory, place.item).uuid
-    except (errors.CnrError, OSError):
-        return None
 
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:

@@ -34,7 +34,7 @@ from cnr_jax.format.tiles import (
 )
 from cnr_jax.repository.checked import about, damage, numpy_dtype, read_checked, reading
 from cnr_jax.repository.description import LeafDescription, TableDescription
-from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 
 # In the place of a leaf's name: no leaf is called so.
 _ROW_IDS = ""
@@ -120,6 +120,36 @@ def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
             "foreign_step",
         )
     return manifest
+
+
+def uuid_of_step(root: AnyPath, directory: str, item: str) -> str | None:
+    """Which checkpoint a step is; None if it cannot be told."""
+    try:
+        return read_step(root, directory, item).uuid
+    except (errors.CnrError, OSError):
+        return None
+
+
+def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> bool:
+    """Whether a step that failed to be read is still there, so that it is the step that is wrong.
+
+    Retention and rollbacks give a step another name before anything of it is deleted, and those
+    that rest on it before it; where nothing can be renamed, what commits it is deleted first.
+
+    Args:
+        root: holds the steps.
+        directory: of the step.
+        item: of it.
+        uuid: of the checkpoint that it was; None: not known.
+    """
+    try:
+        if not is_directory(root / directory):
+            return False
+        return uuid is None or read_step(root, directory, item).uuid == uuid
+    except errors.CnrError as error:
+        return is_local(root) or error.kind not in ("manifest_missing", "not_committed")
+    except OSError:
+        return True
 
 
 def read_process(directory: AnyPath, manifest: Manifest, index: int) -> ProcessManifest:

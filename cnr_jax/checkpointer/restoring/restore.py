@@ -1,38 +1,21 @@
-"""A restore by a manager: steps are tried until one is whole, then saving goes on from it.
-
-A restore of a given step never substitutes. One of the newest step passes over those that turn
-out damaged, and over what rests on them: each is named in the log with the reason.
-"""
+"""A restore of one step: what is read of it, and the state that is made of that."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from cnr_jax import errors
 from cnr_jax.args import (
-    DEFAULT_ITEM,
     Restore,
-    attempted_args,
-    in_item,
-    out_of_item,
-    reads_state,
-    restore_args,
 )
-from cnr_jax.checkpointer.listing import Listing, StepChooser
-from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
-from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
-from cnr_jax.checkpointer.orbax_compat.places import ExactPath
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
@@ -42,7 +25,7 @@ from cnr_jax.checkpointer.restoring.match import Wanted, match
 from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.repository.layout import Place, find_item, open_root
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
@@ -59,102 +42,6 @@ from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 from cnr_jax.telemetry import Laps, RestoreReport, restore_report
 
 _log = logging.getLogger(__name__)
-
-
-def restore(
-    step: int | None,
-    args: Any,
-    directory: epath.PathLike | None,
-    *,
-    orbax: OrbaxSeams,
-    listing: Listing,
-    channel: Channel,
-    resume: Callable[[Any], None],
-) -> tuple[int, Any]:
-    """Restores a step, on all processes alike.
-
-    Args:
-        step: what to restore; None: the newest that is whole.
-        args: what is asked for.
-        directory: another root to restore from.
-        orbax: carries it out.
-        listing: of the manager's steps.
-        channel: to the other processes.
-        resume: goes on saving from what was restored.
-
-    Returns:
-        The step that was taken, and what was restored.
-
-    Raises:
-        CnrError: see `CheckpointManager.restore`.
-    """
-    item, elsewhere = listing.item, None
-    args = restore_args(args, item)
-    if directory is not None:
-        elsewhere = ExactPath(open_root(directory))
-        all_succeed(channel, lambda: listing.check_holds(elsewhere, step))
-    root = elsewhere or orbax.root
-    item = item or all_succeed(channel, lambda: find_item(root)) or DEFAULT_ITEM
-
-    def ledger() -> Ledger:
-        return listing.ledger_of(root, item) if elsewhere else listing.ledger
-
-    chooser = StepChooser(root, item, ledger)
-    if step is None:
-        all_succeed(channel, lambda: chooser.ledger)
-    elif elsewhere is None:
-        on_primary(channel, lambda: listing.check_exists(step))
-    tried: list[int] = []
-    while True:
-        taken = on_primary(channel, chooser.newest) if step is None else step
-        attempt = Attempt(passed_over=tuple(tried))
-        try:
-            restored = _attempt(
-                taken, args, attempt, elsewhere, root, orbax, listing, channel, resume
-            )
-            break
-        except errors.DAMAGE as error:
-            chooser.note(taken, error)
-            if step is not None:
-                raise
-            tried.append(taken)
-            _log.debug("step %d cannot be restored", taken, exc_info=error)
-    chooser.warn(taken, asked_for=step is not None)
-    return taken, restored
-
-
-def _attempt(
-    step: int,
-    args: Any,
-    attempt: Attempt,
-    elsewhere: epath.Path | None,
-    root: epath.Path,
-    orbax: OrbaxSeams,
-    listing: Listing,
-    channel: Channel,
-    resume: Callable[[Any], None],
-) -> Any:
-    """Restores a step, and goes on from it if all that was asked for has succeeded."""
-    item = listing.item or DEFAULT_ITEM
-    reads = reads_state(args, item)
-    try:
-        held = listing.find_state(root, step) if reads else item
-        args = attempted_args(args, attempt)
-        if held == item:
-            restored = orbax.restore(step, elsewhere, args)
-        else:
-            found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
-            restored = out_of_item(found, args, item, held)
-    except BaseException as error:
-        # The other processes wait for what this one has to say.
-        if reads and not attempt.is_told:
-            agree(channel, error, named=True)
-        raise
-    finally:
-        end_interrupted_tasks()
-    if attempt.resumption is not None:
-        resume(attempt.resumption)
-    return restored
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,309 @@
+"""Which step of a root a restore takes: steps are tried until one is whole.
+
+A restore of a given step never substitutes. One of the newest step passes over those that turn
+out damaged, and over what rests on them: each is named in the log with the reason. A step that is
+taken away while it is read, as retention of another program does, is not damaged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+
+from cnr_jax import errors
+from cnr_jax.args import (
+    DEFAULT_ITEM,
+    attempted_args,
+    in_item,
+    out_of_item,
+    reads_state,
+    restore_args,
+)
+from cnr_jax.checkpointer.listing import Listing
+from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
+from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.places import ExactPath
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.restoring.restore import Attempt
+from cnr_jax.format import names
+from cnr_jax.repository.checked import UNREAD
+from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.layout import find_item, open_root
+from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.lineage.entries import Entry, order
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.step import is_same_step, read_step
+
+_log = logging.getLogger(__name__)
+_SHOWN = 10
+# How often the newest step is chosen again, where each was taken away while it was read.
+_TRIES = 10
+
+
+def restore(
+    step: int | None,
+    args: Any,
+    directory: epath.PathLike | None,
+    *,
+    orbax: OrbaxSeams,
+    listing: Listing,
+    channel: Channel,
+    resume: Callable[[Any], None],
+) -> tuple[int, Any]:
+    """Restores a step, on all processes alike.
+
+    Args:
+        step: what to restore; None: the newest that is whole.
+        args: what is asked for.
+        directory: another root to restore from.
+        orbax: carries it out.
+        listing: of the manager's steps.
+        channel: to the other processes.
+        resume: goes on saving from what was restored.
+
+    Returns:
+        The step that was taken, and what was restored.
+
+    Raises:
+        CnrError: see `CheckpointManager.restore`.
+    """
+    item, elsewhere = listing.item, None
+    args = restore_args(args, item)
+    if directory is not None:
+        elsewhere = ExactPath(open_root(directory))
+        all_succeed(channel, lambda: listing.check_holds(elsewhere, step))
+    root = elsewhere or orbax.root
+    item = item or all_succeed(channel, lambda: find_item(root)) or DEFAULT_ITEM
+
+    def ledger() -> Ledger:
+        return listing.ledger_of(root, item) if elsewhere else listing.ledger
+
+    chooser = StepChooser(root, item, ledger)
+    if step is None:
+        all_succeed(channel, lambda: chooser.ledger)
+    elif elsewhere is None:
+        on_primary(channel, lambda: listing.check_exists(step))
+    tried: list[int] = []
+    deleted = 0
+    while True:
+        taken = on_primary(channel, chooser.newest) if step is None else step
+        directory, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
+        attempt = Attempt(passed_over=tuple(tried))
+        try:
+            restored = _attempt(
+                taken, args, attempt, elsewhere, root, orbax, listing, channel, resume
+            )
+            break
+        except Exception as error:
+            # Of several processes all hear of damage, but not of other errors.
+            is_damage = isinstance(error, errors.DAMAGE)
+            is_told = is_damage or jax.process_count() == 1
+            there = functools.partial(is_same_step, root, directory, item, uuid)
+            if is_told and not (directory and on_primary(channel, there)):
+                deleted += 1
+                if step is not None or deleted == _TRIES:
+                    raise _deleted(taken, root) from error
+                all_succeed(channel, chooser.look_again)
+                if elsewhere is None:
+                    all_succeed(channel, orbax.reload)
+                continue
+            if not isinstance(error, errors.DAMAGE):
+                raise
+            chooser.note(taken, error)
+            if step is not None:
+                raise
+            tried.append(taken)
+            _log.debug("step %d cannot be restored", taken, exc_info=error)
+    chooser.warn(taken, asked_for=step is not None)
+    return taken, restored
+
+
+def _attempt(
+    step: int,
+    args: Any,
+    attempt: Attempt,
+    elsewhere: epath.Path | None,
+    root: epath.Path,
+    orbax: OrbaxSeams,
+    listing: Listing,
+    channel: Channel,
+    resume: Callable[[Any], None],
+) -> Any:
+    """Restores a step, and goes on from it if all that was asked for has succeeded."""
+    item = listing.item or DEFAULT_ITEM
+    reads = reads_state(args, item)
+    try:
+        held = listing.find_state(root, step) if reads else item
+        args = attempted_args(args, attempt)
+        if held == item:
+            restored = orbax.restore(step, elsewhere, args)
+        else:
+            found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
+            restored = out_of_item(found, args, item, held)
+    except BaseException as error:
+        # The other processes wait for what this one has to say.
+        if reads and not attempt.is_told:
+            agree(channel, error, named=True)
+        raise
+    finally:
+        end_interrupted_tasks()
+    if attempt.resumption is not None:
+        resume(attempt.resumption)
+    return restored
+
+
+def _find(orbax: OrbaxSeams, step: int, root: epath.Path) -> str:
+    """Name of the directory of a step; empty if there is none."""
+    try:
+        return orbax.find_directory(step, root).name
+    except ValueError:
+        return ""
+
+
+def _deleted(step: int, root: epath.Path) -> errors.NoStepError:
+    return errors.NoStepError(
+        f"step {step} is not in {os.fspath(root)} any more\n"
+        "  hint: who saves there has deleted it, or moved it aside, perhaps while it was read;"
+        " restore(None) takes the newest step that is there",
+        kind="step_deleted",
+        path=os.fspath(root),
+    )
+
+
+class StepChooser:
+    """Which step of a root a restore takes, and what is said of those that are passed over.
+
+    Args:
+        root: holds the step directories.
+        item: name of the item in them.
+        ledger: reads what is known of them, when that is needed first; what it returns is told
+            of the damage that is found.
+    """
+
+    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
+        self._root, self._item, self._read = root, item, ledger
+        self._has_asked_again = False
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """What is known of the steps."""
+        return self._read()
+
+    def uuid_of(self, step: int) -> str | None:
+        """Which checkpoint a step is, as far as is known without reading."""
+        known = self.__dict__.get("ledger")
+        entry = known.by_step(step) if known is not None else None
+        return entry.uuid if entry is not None and entry.manifest else None
+
+    def look_again(self) -> None:
+        """Takes in which steps have come, or gone, since the root was read."""
+        self.ledger.refresh(self._root, self._item)
+
+    def newest(self) -> int:
+        """The newest step of which no damage is known.
+
+        Raises:
+            NoStepError: if there is none.
+            OSError: if none is known that is newer than one that storage does not give out.
+        """
+        ledger = self.ledger
+        restorable = ledger.restorable()
+        newest = restorable[-1].step if restorable else -1
+        for directory in sorted(ledger.withheld):
+            if names.step_number(directory) > newest:
+                ledger.read(self._root, directory, self._item)
+                if directory in ledger.withheld:
+                    read_step(self._root, directory, self._item)
+        restorable = ledger.restorable()
+        if not restorable and not self._has_asked_again:
+            self._has_asked_again = True
+            restorable = ledger.restorable() if ledger.take_back_unread() else []
+        if restorable:
+            return restorable[-1].step
+        lines = [f"no step in {os.fspath(self._root)} can be restored"]
+        lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
+        raise errors.NoStepError("\n  ".join(lines))
+
+    def note(self, step: int, error: errors.CnrError) -> None:
+        """Notes that a step is damaged; adds to the error what only the root tells.
+
+        Args:
+            step: that could not be restored.
+            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
+                that could be restored instead.
+        """
+        ledger, reason = self.ledger, str(error).partition("\n")[0]
+        entry = ledger.by_step(step)
+        # Where the damage is, or else with the step itself.
+        above = os.fspath(self._root).rstrip("/") + "/"
+        if error.path is not None and error.path.startswith(above):
+            path, unread = error.path.removeprefix(above), error.kind == UNREAD
+            ledger.note_damage(path, reason, unread=unread)
+        if entry and entry.directory in {e.directory for e in ledger.restorable()}:
+            ledger.note_damage(entry.directory, reason)
+        self._explain(step, entry, error)
+
+    def warn(self, step: int, *, asked_for: bool) -> None:
+        """Says in the log what is to be known of a step that was restored.
+
+        Args:
+            step: the one.
+            asked_for: by its number; else also newer ones are named, which were passed over.
+        """
+        for directory, reason in [] if asked_for else self._obstacles():
+            taken = self.ledger.by_step(step)
+            entry = self.ledger.entries.get(directory)
+            if taken is None:
+                is_newer = True
+            elif entry is None:
+                is_newer = names.step_number(directory) > step
+            else:
+                is_newer = order(entry) > order(taken)
+            if is_newer:
+                _log.warning(
+                    "step %s is passed over, and step %d restored: %s",
+                    directory,
+                    step,
+                    reason,
+                )
+        noted = suspects.read(self._root)
+        if step in [each.step for each in noted] or (noted and not asked_for):
+            suspects.warn(noted, self._root, self.ledger, step)
+
+    def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
+        """Adds to an error what only the root tells: the chain, and other steps."""
+        text = str(error)
+        if "cannot be restored" not in text.partition("\n")[0]:
+            text = f"checkpoint {step} cannot be restored: {text}"
+        if entry is not None and "\n  chain: " not in text:
+            chain = reversed(self.ledger.chain(entry))
+            kinds = [f"{e.directory} ({e.kind})" for e in chain]
+            text += f"\n  chain: {' <- '.join(kinds)}"
+        text = text.replace(", or restore another step", "")
+        others = [str(each.step) for each in reversed(self.ledger.restorable())]
+        if others:
+            more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
+            text += (
+                f"\n  hint: restore step {others[0]}, the newest of which no damage is"
+                f" known{more}"
+            )
+        else:
+            text += "\n  no other step can be restored"
+        error.args = (text,)
+
+    def _obstacles(self) -> list[tuple[str, str]]:
+        """Every step directory that cannot be restored, newest first, and why."""
+        ledger = self.ledger
+        good = {entry.directory for entry in ledger.restorable()}
+        bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
+        found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
+        unreadable = sorted(ledger.unreadable, key=names.step_number, reverse=True)
+        for name in unreadable:
+            found.append((name, ledger.unreadable[name].partition("\n")[0]))
+        return found
