@@ -16,7 +16,7 @@ from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, make_codec
-from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec
+from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec, lack_bits
 from cnr_jax.rows.codecs.slots import slot_codec
 from cnr_jax.telemetry import SaveReport
 
@@ -24,6 +24,7 @@ from cnr_jax.telemetry import SaveReport
 WIDEST = 1 << 16
 # Where nothing is given.
 _CODEC, _BITS = "adaptive", 4
+_LEAVES = ("table", "slot")
 _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 
 
@@ -175,17 +176,12 @@ class Options:
         self._check_tracking()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
-                f"staging {self.staging!r} is not known, expected 'auto', 'host' or"
-                " 'device'"
+                f"staging {self.staging!r} is not known, expected 'auto', 'host' or 'device'"
             )
-        if self.max_staging_bytes < 1:
-            raise errors.OptionError(
-                f"max_staging_bytes must be positive, got {self.max_staging_bytes}"
-            )
-        if not self.timeout_secs > 0:
-            raise errors.OptionError(
-                f"timeout_secs must be positive, got {self.timeout_secs}"
-            )
+        for name, least in (("max_staging_bytes", 1), ("timeout_secs", 0)):
+            value = getattr(self, name)
+            if not (value > 0 and value >= least):
+                raise errors.OptionError(f"{name} must be positive, got {value}")
         if self.when_busy not in ("wait", "skip"):
             raise errors.OptionError(
                 f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"
@@ -197,7 +193,7 @@ class Options:
             )
         self._check_auto()
         for name in ("", *self.tables):
-            for leaf in ("table", "slot"):
+            for leaf in _LEAVES:
                 for bits in {self.auto_bits(0), FALLBACK_BITS}:
                     check_readable(self._codec(name, leaf, bits))
 
@@ -229,11 +225,12 @@ class Options:
                 f"on_save is {self.on_save!r}, expected a function of a SaveReport\n"
                 "  hint: on_save=print"
             )
-        if not isinstance(self.metrics, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise errors.OptionError(
-                f"metrics is {self.metrics!r}, expected True or False\n"
-                "  hint: the file is always cnr_jax.metrics.jsonl in the root"
-            )
+        for name in _FLAGS:
+            said = getattr(self, name)
+            if not isinstance(said, bool | np.bool_):
+                raise errors.OptionError(
+                    f"{name} is {said!r}, expected True or False\n  hint: {name}=True"
+                )
         given: Any = self.tables
         if not isinstance(given, Mapping):
             raise errors.OptionError(
@@ -273,6 +270,12 @@ class Options:
                     f"{_where(name)}: bits='auto' has nothing to choose: {codec!r} has"
                     " bits of its own\n  hint: name a codec, such as codec='adaptive'"
                 )
+            all_of = [[self._given_codec(t, leaf) for t in heirs] for leaf in _LEAVES]
+            if isinstance(bits, int) and isinstance(codec, str) and lack_bits(*all_of):
+                raise errors.OptionError(
+                    f"{_where(name)}: bits={bits} has no effect: codec {codec!r} has no bits\n"
+                    "  hint: leave bits out, or take codec='adaptive', which rounds"
+                )
         if self.expected_restores is not None and "auto" not in (
             self.bits,
             *own.values(),
@@ -305,8 +308,7 @@ class Options:
 
     def _follows(self, table: str) -> bool:
         return any(
-            has_choice(functools.partial(self._codec, table, leaf))
-            for leaf in ("table", "slot")
+            has_choice(functools.partial(self._codec, table, leaf)) for leaf in _LEAVES
         )
 
     def is_auto(self, table: str, leaf: str, width: int, dtype: Any) -> bool:
@@ -351,6 +353,8 @@ class Options:
             return make_codec(codec, bits)
         except ValueError as error:
             why = f"{_where(table)}: {error}"
+            if leaf != "table" and not is_codec(codec):
+                why = f"{_where(table)}: slot_{error}, or 'auto'"
             if given == "auto" and is_codec(codec):
                 why += (
                     "\n  bits='auto' comes to 8 for small tables, and after more restores than"
@@ -413,6 +417,9 @@ class Options:
                 f"options for unknown tables: {', '.join(unknown)}\n"
                 f"  tables: {', '.join(sorted(names))}"
             )
+
+
+_FLAGS = [f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)]
 
 
 def checked(options: object) -> Options:

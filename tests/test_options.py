@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -167,3 +168,31 @@ def test_bad_options_are_refused_when_made() -> None:
     for make in BAD:
         with pytest.raises(cnr.errors.OptionError):
             make()
+
+
+class Exact:
+    """A policy that has every save hold all bits."""
+
+    name: ClassVar[str] = "exact"
+
+    def decide(self, history: Any) -> cnr.Decision:
+        return cnr.Decision(kind="full", parent=None, codec="raw", reason="mine")
+
+
+@each_of(
+    "given",
+    [{"bits": 4}, {"bits": 4, "tables": {"user": cnr.TableOptions(bits=8)}}, AUTO],
+)
+def test_bits_do_not_contradict_the_codec_that_a_policy_names(
+    tmp_path: Any, given: Any
+) -> None:
+    state = {"user": jnp.linspace(0.0, 1.0, 32).reshape(8, 4), "w": jnp.ones(3)}
+    tables, root = cnr.find_tables(state, ["user"]), tmp_path / str(len(given))
+    root = root / str(given["bits"])
+    options = cnr.Options(policy=Exact(), **given)
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        # The policy is asked from the second save on.
+        for step in (0, 1):
+            manager.save(step, args=cnr.args.Save(state))
+        got = manager.restore(1, args=cnr.args.Restore(state)).state
+    np.testing.assert_array_equal(got["user"], state["user"])

@@ -96,7 +96,8 @@ def test_rows_that_are_cut_by_columns_and_dealt_out_come_whole(
 
     state, root = state_of(values), tmp_path / codec
     tables = cnr.find_tables(state, {"user": cnr.TableSpec(rows=18, layout=layout)})
-    options = cnr.Options(codec=codec, bits=8, policy=cnr.OneShot())
+    bits = None if codec == "raw" else 8
+    options = cnr.Options(codec=codec, bits=bits, policy=cnr.OneShot())
     held = []
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         for step in range(3):

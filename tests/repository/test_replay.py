@@ -39,7 +39,7 @@ STEPS = (
     ("rows", "asymmetric", 2),
     ("rows", "asymmetric", 3),
     ("both", "asymmetric", 4),
-    ("columns", "raw", 4),
+    ("columns", "raw", None),
     ("rows", "asymmetric", 8),
     ("rows", "asymmetric", 2),
 )
