@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -18,6 +19,8 @@ from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables
 
 __all__ = ["Restore", "Save"]
+
+P = ParamSpec("P")
 
 # Of a step that holds one item, which a user does not name.
 DEFAULT_ITEM = "default"
@@ -204,6 +207,23 @@ def check_asked_alike(told: Sequence[Mapping[str, str]]) -> None:
                     f" {first.get(name, 'none')} on process 0\n"
                     "  hint: pass the same to Restore everywhere"
                 )
+
+
+def only_root_by_position(init: Callable[P, None]) -> Callable[P, None]:
+    """A manager's `__init__` that says how to name what is given beside the root."""
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > 2:
+            got = ", ".join(type(each).__name__ for each in args[2:])
+            raise errors.OptionError(
+                f"a manager takes the root alone by position, got {got} after it\n"
+                "  hint: CheckpointManager(root, tables=tables, options=...,"
+                " orbax_options=...)"
+            )
+        init(*args, **kwargs)
+
+    return checked
 
 
 def check_step(step: object) -> None:

@@ -16,6 +16,7 @@ from cnr_jax.args import (
     check_arguments,
     check_restored_step,
     check_step,
+    only_root_by_position,
     planned_args,
     state_to_save,
 )
@@ -88,6 +89,7 @@ class CheckpointManager(ocp.CheckpointManager):
         (8, 4)
     """
 
+    @only_root_by_position
     def __init__(
         self,
         root: epath.PathLike,
@@ -114,8 +116,7 @@ class CheckpointManager(ocp.CheckpointManager):
         writes = tables is not None and not orbax_options.read_only
         made = self._listing.open(item, writes=writes)
         kept = with_retention(orbax_options, options, registry.preservation_policy)
-        before = self._ending.sync_uncommitted
-        safe = with_safety(self._root, kept, before, barriers)
+        safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
         super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()

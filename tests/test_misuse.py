@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
@@ -99,6 +100,22 @@ def test_names_are_not_taken_for_tables(
         with pytest.raises(OPTION, match=message):
             call()
     assert not root.exists()
+
+
+def test_root_alone_is_given_by_position(tmp_path: Path, tables: Any) -> None:
+    make: Any = cnr.CheckpointManager
+    root = tmp_path / "run"
+    hint = r"\n  hint: CheckpointManager\(root, tables=tables"
+    with pytest.raises(OPTION, match=f"got Tables after it{hint}"):
+        make(root, tables)
+    with pytest.raises(
+        OPTION, match=f"got dict, CheckpointManagerOptions after it{hint}"
+    ):
+        make(root, {}, ocp.CheckpointManagerOptions())
+    assert not root.exists()
+    assert list(inspect.signature(make).parameters)[:2] == ["root", "tables"]
+    with make(root=root, tables=tables) as manager:
+        assert manager.all_steps() == []
 
 
 def test_names_are_not_taken_for_tables_in_a_restore(
@@ -577,6 +594,12 @@ def test_steps_that_are_moved_aside_are_said_to_stay_for_now(
 
 # ---- options and arguments of another kind -------------------------------------------------
 
+FLAGS = [
+    field.name
+    for field in dataclasses.fields(cnr.Options)
+    if isinstance(field.default, bool)
+]
+
 
 @each_of(
     ("options", "message"),
@@ -595,11 +618,52 @@ def test_steps_that_are_moved_aside_are_said_to_stay_for_now(
             {"max_staging_bytes": "2 GB"},
             "max_staging_bytes is '2 GB', expected a number",
         ),
+        *(
+            ({name: value}, rf"{name} is {value!r}, expected True or False\n  hint: ")
+            for name in FLAGS
+            for value in ("no", 1, None)
+        ),
+        ({"slot_codec": "zip"}, "slot_codec 'zip' is not known, .*'log8', or 'auto'"),
+        (
+            {"tables": {"user": cnr.TableOptions(slot_codec="zip")}},
+            "table 'user': slot_codec 'zip' is not known, .*, or 'auto'",
+        ),
+        (
+            {"codec": "raw", "bits": 4},
+            r"options: bits=4 has no effect: codec 'raw' has no bits\n  hint: .*'adaptive'",
+        ),
+        (
+            {"codec": "raw", "bits": 8, "slot_codec": "auto"},
+            "options: bits=8 has no effect",
+        ),
+        (
+            {"codec": "raw", "tables": {"user": cnr.TableOptions(bits=8)}},
+            "table 'user': bits=8 has no effect: codec 'raw'",
+        ),
     ],
 )
 def test_options_of_another_kind_are_refused(options: Any, message: str) -> None:
     with pytest.raises(OPTION, match=message):
         cnr.Options(**options)
+
+
+@each_of(
+    "options",
+    [
+        {"codec": "raw"},
+        {"codec": "raw", "bits": 4, "slot_codec": "symmetric"},
+        {
+            "codec": "raw",
+            "bits": 4,
+            "tables": {"user": cnr.TableOptions(codec="greedy")},
+        },
+        {"bits": 4, "tables": {"user": cnr.TableOptions(codec="raw")}},
+        {name: np.bool_(name == "keep_staging") for name in FLAGS},
+    ],
+)
+def test_options_that_do_not_contradict_one_another_are_taken(options: Any) -> None:
+    made = cnr.Options(**options)
+    assert all(getattr(made, name) == value for name, value in options.items())
 
 
 def test_arguments_of_another_kind_are_refused(
