@@ -165,6 +165,49 @@ def test_a_run_goes_on_in_a_root_of_orbax(
         assert manager.latest_step() == 6
 
 
+def test_restoring_without_adopting_says_how_to_adopt(kept: dict[str, Path]) -> None:
+    for kind in KINDS:
+        with (
+            cnr.CheckpointManager(kept[kind]) as reader,
+            pytest.raises(errors.NoStepError, match=r"hint: .*Options\(adopt=True\)"),
+        ):
+            reader.restore(None)
+
+
+@pytest.mark.parametrize("place", ["root/5", "5"])
+def test_state_that_orbax_saved_without_a_manager_is_refused_with_the_way_on(
+    tmp_path: Path, place: str
+) -> None:
+    state, path = state_at(5), tmp_path / place
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+    before = files_of(path)
+    root = tmp_path / "root" if place == "root/5" else path
+    tables, new = cnr.find_tables(state, ["user"]), tmp_path / "new"
+    hint = rf"StandardCheckpointer\(\)\.restore\('{path}', state\)"
+    calls: list[Callable[[], Any]] = [
+        lambda: cnr.import_orbax(root, new, tables),
+        lambda: cnr.import_orbax(root, new, tables, state=state),
+    ]
+    for manager in (adopting(root, tables), cnr.CheckpointManager(root)):
+        with manager, pytest.raises(errors.NoStepError, match=hint):
+            manager.restore(None)
+    for call in calls:
+        with pytest.raises(errors.NoStepError, match=hint):
+            call()
+    if root != path:
+        with (
+            adopting(root) as manager,
+            pytest.raises(errors.IntegrityError, match=hint),
+        ):
+            manager.restore(5)
+    assert files_of(path) == before and not new.exists()
+    # What the hint says.
+    found = ocp.StandardCheckpointer().restore(path, state)
+    with cnr.CheckpointManager(new, tables=tables) as manager:
+        assert manager.save(5, args=cnr.args.Save(found))
+
+
 def test_other_items_are_restored_along(kept: dict[str, Path]) -> None:
     args = ocp.args.Composite(
         model=cnr.args.Restore(state_at(0)), more=ocp.args.JsonRestore()

@@ -106,6 +106,12 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
             path=os.fspath(commit),
         )
     held = _states(step)
+    if not held and is_state_of_orbax(step):
+        raise errors.IntegrityError(
+            f"{where} is a state that plain Orbax saved without a manager\n{_by_hand(step)}",
+            kind="not_ours",
+            path=where,
+        )
     if item not in held and len(held) != 1:
         got = f"items {', '.join(held)}" if held else "no item that holds a pytree"
         raise errors.IntegrityError(
@@ -117,6 +123,36 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
         )
     found = item if item in held else held[0]
     return OrbaxStep(item=found, uuid=_uuid(step, directory))
+
+
+def _by_hand(path: AnyPath) -> str:
+    return (
+        f"  hint: ocp.StandardCheckpointer().restore({os.fspath(path)!r}, state) restores it;"
+        " save that state with CheckpointManager(new_root, tables=...), into another root"
+    )
+
+
+def way_on(root: AnyPath, *, adopts: bool) -> str:
+    """How to restore what plain Orbax saved in a root from which nothing else restores.
+
+    Args:
+        root: a root, or a state that was taken for one.
+        adopts: whether steps of managers of plain Orbax are looked at already.
+
+    Returns:
+        A hint; empty where there is nothing of plain Orbax, or it cannot be seen.
+    """
+    try:
+        steps = [root / name for name in reversed(step_directories(root))]
+        if not adopts and any(map(_states, steps)):
+            return (
+                "  hint: plain Orbax has saved steps there, and Options(adopt=True) has a"
+                " manager restore them and go on"
+            )
+        bare = [path for path in (root, *steps) if is_state_of_orbax(path)]
+    except OSError:
+        return ""
+    return _by_hand(bare[0]) if bare else ""
 
 
 def is_set_aside(step: AnyPath, directory: str, item: str) -> bool:

@@ -38,6 +38,7 @@ from cnr_jax.repository.layout import find_item, open_root
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import is_same_step, read_step
 
 _log = logging.getLogger(__name__)
@@ -228,7 +229,10 @@ class StepChooser:
             return restorable[-1].step
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
         lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
-        raise errors.NoStepError("\n  ".join(lines))
+        hint = way_on(self._root, adopts=ledger.adopts)
+        raise errors.NoStepError(
+            "\n".join(["\n  ".join(lines), *([hint] if hint else [])])
+        )
 
     def note(self, step: int, error: errors.CnrError) -> None:
         """Notes that a step is damaged; adds to the error what only the root tells.

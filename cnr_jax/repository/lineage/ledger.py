@@ -67,7 +67,7 @@ class Ledger:
     def __init__(
         self, is_step: Callable[[str], bool] | None = None, *, adopts: bool = False
     ) -> None:
-        self.is_step, self._adopts = is_step or may_be_step, adopts
+        self.is_step, self.adopts = is_step or may_be_step, adopts
         self._entries: dict[str, Entry] = {}
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
@@ -180,7 +180,7 @@ class Ledger:
         """Reads one step directory, replacing what was known of it."""
         self.forget(directory)
         try:
-            found = orbax_step(root, directory, item) if self._adopts else None
+            found = orbax_step(root, directory, item) if self.adopts else None
             entry = orbax_entry(directory, found) if found else None
             entry = entry or entry_of(directory, read_step(root, directory, item))
         except (errors.CnrError, OSError) as error:
@@ -191,7 +191,7 @@ class Ledger:
                 self.foreign.add(directory)
             if not is_checkpoint(root / directory):
                 self.strange.add(directory)
-            if not self._adopts and saved_by(root / directory, item) == "orbax":
+            if not self.adopts and saved_by(root / directory, item) == "orbax":
                 self.of_orbax.add(directory)
                 text = "step %s is not looked at: plain Orbax saved it, and no Options(adopt=True)"
                 _log.info(text, directory)
