@@ -287,6 +287,43 @@ def test_prune_tells_what_goes_and_deletes_it_only_if_told(root: Path) -> None:
     assert call("ls", root)[1].count("yes") == 2
 
 
+def test_prune_keeps_as_many_full_steps_as_it_is_told(
+    tiny_run: Any, tmp_path: Path, unsynced: None
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root, policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+    for fulls, stay in ((1, [2]), (2, [1, 2]), (9, [0, 1, 2])):
+        words = ("prune", root, "--keep", 1, "--min-fulls", fulls)
+        code, found = as_json(*words)
+        assert code == 0
+        assert [fate["step"] for fate in found["fates"] if fate["stays"]] == stay
+    assert call("prune", root, "--keep", 1, "--min-fulls", 0)[0] == 2
+    assert call("prune", root, "--keep", 0)[0] == 2
+    words = ("prune", root, "--keep", 1, "--min-fulls", 2, "--yes", "--writer-is-dead")
+    assert call(*words)[0] == 0
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "2"}
+
+
+def test_prune_deletes_other_runs_only_if_told(
+    tiny_run: Any, tmp_path: Path, unsynced: None
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    for _ in range(2):
+        with run.open(root, policy=cnr.Full(), new_run=True) as manager:
+            run.run(manager, range(2))
+    (earlier,) = root.glob("earlier-run-*")
+    sure = ("--yes", "--writer-is-dead")
+    assert call("prune", root, "--keep", 5, *sure)[0] == 0
+    assert earlier.exists()
+    before = tree(root)
+    code, found = as_json("prune", root, "--keep", 5, "--other-runs")
+    (gone,) = [fate for fate in found["fates"] if not fate["stays"]]
+    assert code == 0 and earlier.name in json.dumps(gone) and tree(root) == before
+    assert call("prune", root, "--keep", 5, "--other-runs", *sure)[0] == 0
+    assert not earlier.exists() and {"0", "1"} <= set(os.listdir(root))
+
+
 def test_names_do_not_act_on_the_terminal(tmp_path: Path) -> None:
     name = "us\x1b[31m\n\u202eer"
     state = {name: jnp.zeros((4, 2))}
@@ -362,6 +399,32 @@ def test_export_writes_a_step_and_says_what_is_lossy(root: Path) -> None:
     assert sorted(os.listdir(to.parent)) == ["step", "step2"]
 
 
+def test_export_that_cannot_be_written_has_an_exit_code_and_a_kind(
+    tmp_path: Path, unsynced: None
+) -> None:
+    state = {"user": jnp.ones((4, 2)), "few": jnp.ones(2, jnp.int4)}
+    root, to = tmp_path / "root", tmp_path / "out"
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(root, tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    before = tree(root)
+    (tmp_path / "there").mkdir()
+    for target, form, kind in (
+        (tmp_path / "there", "zarr", "target_exists"),
+        (root / "out", "orbax", "no_target"),
+        ("gs://bucket/out", "orbax", "no_target"),
+        (to, "safetensors", "not_held"),
+    ):
+        words = ("export", root, "--to", target, "--format", form)
+        code, out, err = call(*words)
+        assert (code, out, err.count("\n")) == (1, "", 1), kind
+        code, found = as_json(*words)
+        assert (code, found["error"]["kind"]) == (1, kind)
+    code, out, err = call("export", root, "--to", to, "--format", "hdf5")
+    assert (code, out) == (2, "") and "'safetensors'" in err
+    assert tree(root) == before and not to.exists()
+
+
 # ---- how they end ---------------------------------------------------------------------------
 
 VERBS = {
@@ -371,6 +434,10 @@ VERBS = {
     "explain": ["explain", "@", "1"],
     "diff": ["diff", "@", "0", "1"],
     "export": ["export", "@", "1", "--to", "/nowhere/export"],
+    "rows": ["rows", "@", "user", "0"],
+    "prune": ["prune", "@", "--keep", "1"],
+    "report": ["report", "@", "-o", "never-written.html"],
+    "plot": ["plot", "@", "-o", "never-written.svg"],
 }
 
 
@@ -397,6 +464,28 @@ def test_what_is_no_root_has_exit_codes_of_its_own(
     assert ending(verb, tmp_path / "empty") == 12
     assert ending(verb, tmp_path / "file") == 12
     assert ending(verb, "s3://bucket/run") == 12
+    assert not list(Path().glob("never-written.*"))
+
+
+def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.npz"
+    np.savez(trace, user=np.arange(40).reshape(20, 2))
+    out = tmp_path / "out"
+    words: dict[str, list[Any]] = VERBS | {
+        "export": ["export", "@", 1, "--to", out],
+        "report": ["report", "@", "-o", f"{out}.html"],
+        "plot": ["plot", "@", "-o", f"{out}.svg"],
+        "simulate": ["simulate", "--accesses", trace, "--every", 5],
+    }
+    commands = app.registered_commands
+    assert set(words) == {getattr(each.callback, "__name__", "") for each in commands}
+    for verb, (first, *rest) in words.items():
+        given = [root if word == "@" else word for word in rest or ["@"]]
+        code, document = as_json(first, *given)
+        assert code == (3 if verb == "diff" else 0), verb
+        assert "error" not in document
+    code, document = as_json("simulate", "--accesses", tmp_path / "truth.txt")
+    assert (code, document["error"]["kind"]) == (1, "os_error")
 
 
 @pytest.mark.parametrize(
