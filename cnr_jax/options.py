@@ -109,7 +109,7 @@ class Options:
             False still detects all damage to data, manifests and dense files: only a whole
             chunk of another array, step or run in the place of one goes unnoticed.
         staging: where rows are encoded: `"host"` in the background, `"device"` before they
-            are copied to the host, `"auto"` by platform.
+            are copied to the host, `"auto"` by platform and size.
         on_save: called with the report of each save once it is durable, in one thread of its
             own, in the order of the saves. What it raises is logged; it must not call the
             manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`,

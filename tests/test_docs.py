@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 import tempfile
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,6 +235,30 @@ def test_every_option_has_an_entry_with_its_default() -> None:
         stated = re.match(r"Default: `([^`]+)`", text)
         assert stated, name
         assert eval(stated[1], scope) == default_of(fields[name]), name
+
+
+def literals(hint: Any) -> set[str]:
+    """The texts that a type names."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {value for value in typing.get_args(hint) if isinstance(value, str)}
+    return {value for each in typing.get_args(hint) for value in literals(each)}
+
+
+def test_every_value_that_an_option_may_have_is_in_its_entry_and_docstring() -> None:
+    found, hints = entries("options.md"), typing.get_type_hints(cnr.Options)
+    named = (inspect.getdoc(cnr.Options) or "").partition("\nRaises:")[0]
+    pieces = re.split(r"^    (\w+): ", named, flags=re.MULTILINE)
+    said = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    assert set(said) == set(hints)
+    assert literals(hints["staging"]) == {"auto", "host", "device"}
+    for name, hint in hints.items():
+        for value in literals(hint):
+            if name != "tracking":
+                assert f'`"{value}"`' in found[name], (name, value)
+            assert f'"{value}"`' in said[name], (name, value)
+    # On what "auto" depends.
+    for text in (found["staging"], said["staging"]):
+        assert re.search(r"by\s+platform\s+and\s+size", text)
 
 
 def test_every_error_and_every_kind_has_an_entry(modules_in: Any) -> None:

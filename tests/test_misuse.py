@@ -327,7 +327,9 @@ def test_way_to_a_larger_table_is_the_one_that_the_error_names(
         with pytest.raises(STATE, match="8 rows in the checkpoint, 12 in") as found:
             manager.restore(0, args=cnr.args.Restore(larger))
         hint = str(found.value).partition("hint: ")[2]
-        assert hint.startswith("Restore(..., partial=True) takes the rows that both")
+        assert hint.startswith(
+            "args.Restore(state, partial=True) takes the rows that both"
+        )
         args = cnr.args.Restore(larger, partial=True)
         restored = manager.restore(0, args=args)
     rows = larger["user"].at[:8].set(state["user"])

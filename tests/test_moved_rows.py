@@ -392,8 +392,8 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "more rows": (
         lambda: make_state({"user": MORE, "item": 16}),
         {},
-        r"table 'user': 32 rows in the checkpoint, 48 in the state(.|\n)*hint: Restore\("
-        r"\.\.\., partial=True\) takes the rows that both have",
+        r"table 'user': 32 rows in the checkpoint, 48 in the state(.|\n)*hint: args\.Restore\("
+        r"state, partial=True\) takes the rows that both have",
     ),
     "abstract": (
         lambda: jax.eval_shape(lambda: make_state({"user": MORE, "item": 16})),

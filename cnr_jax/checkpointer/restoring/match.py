@@ -254,7 +254,7 @@ def _match_rows(
                 f" {table.rows:,} in the state"
             )
             found.hints.append(
-                "Restore(..., partial=True) takes the rows that both have, and keeps the"
+                "args.Restore(state, partial=True) takes the rows that both have, keeps the"
                 f" state's values in new ones; with ids={{{table.name!r}: ids}} row i takes"
                 " row ids[i] of the checkpoint, or none for -1"
             )
