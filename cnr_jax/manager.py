@@ -60,8 +60,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
-            local path, a `file://` URL, or a `gs://` URL, which Orbax and TensorStore take as it
-            is.
+            local path, a `file://` URL, or a `gs://` URL.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
         orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
@@ -288,11 +287,11 @@ class CheckpointManager(ocp.CheckpointManager):
         """Restores a step; None: the newest of the newest branch that is whole.
 
         With None, a step that turns out damaged is passed over, as is what rests on it, with a
-        warning in the log for each. Saving then goes on from the step that was taken, in a
-        branch of its own. A step that is asked for by number is restored or refused. Errors
-        that do not mean damage (a state that does not match, no permission to read, no memory)
-        are raised either way. An error changes nothing: saving goes on as before. Steps that may
-        lack rows, as an `AuditError` has said, are named in a warning.
+        warning in the log. Saving then goes on from the step that was taken, in a branch of its
+        own. A step that is asked for by number is restored or refused. Errors that do not mean
+        damage (a state that does not match, no permission, no memory) are raised either way. An
+        error changes nothing: saving goes on as before. Steps that may lack rows, as an
+        `AuditError` said, are named in a warning.
 
         Args:
             step: what to restore.
