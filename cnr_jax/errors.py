@@ -271,6 +271,7 @@ class WriterError(CnrError, RuntimeError):
 
     Kinds:
         writer_busy: the other one is still writing.
+        in_the_way: it is a folder that keeps this one from saving, in the place of a file.
     """
 
     kind = "writer"

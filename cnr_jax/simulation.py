@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -203,7 +204,8 @@ def simulate(
 
     Raises:
         OptionError: if a trace is no array of integers, has an id past the rows of its table,
-            or none at all, or tables differ in steps; if there are fewer than `every` steps.
+            or none at all, or tables differ in steps; if there are fewer than `every` steps; if a
+            policy is none.
 
     Example:
         >>> ids = np.random.default_rng(0).zipf(1.5, (100, 50)) % 1000
@@ -215,7 +217,7 @@ def simulate(
     """
     model = model or ByteModel()
     # A name for each: two of a kind are told apart by their place.
-    chosen = list(policies or (Intermittent(), OneShot(), Consecutive(), Full()))
+    chosen = _checked_policies(policies)
     tables = _checked(accesses, every, rows or {})
     sizes = {name: size for name, (_, size) in tables.items()}
     saves = len(next(iter(tables.values()))[0]) // every
@@ -282,19 +284,58 @@ def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
     return len(encode_rowids(np.flatnonzero(last > since), len(last))[1])
 
 
+def _checked_policies(policies: Sequence[Policy] | None) -> list[Policy]:
+    """The policies that are simulated."""
+    if policies is None:
+        return [Intermittent(), OneShot(), Consecutive(), Full()]
+    try:
+        chosen = [] if isinstance(policies, str) else list(policies)
+    except TypeError:  # one, not in a list
+        chosen = []
+    if not chosen or not all(map(_is_policy, chosen)):
+        raise OptionError(
+            f"policies are a list of policies, got {reprlib.repr(policies)}\n"
+            "  hint: policies=[cnr_jax.Full(), cnr_jax.OneShot()]"
+        )
+    return chosen
+
+
+def _is_policy(given: object) -> bool:
+    """Whether something decides about saves, rather than being a class of what does."""
+    return callable(getattr(given, "decide", None)) and not isinstance(given, type)
+
+
 def _checked(
     accesses: Mapping[str, np.ndarray], every: int, rows: Mapping[str, int]
 ) -> dict[str, tuple[np.ndarray, int]]:
     """The ids of each table, and its rows."""
+    if isinstance(every, bool) or not hasattr(every, "__index__"):
+        raise OptionError(
+            f"every is the number of train steps between two saves, got {every!r}"
+        )
+    for what, given in (("traces", accesses), ("rows", rows)):
+        if not isinstance(given, Mapping):
+            raise OptionError(
+                f"{what} are given by table, got {type(given).__name__}\n"
+                "  hint: simulate({'user': ids}, every, rows={'user': 1000})"
+            )
     found: dict[str, tuple[np.ndarray, int]] = {}
     for name, given in accesses.items():
-        ids = np.asarray(given)
+        try:
+            ids = np.asarray(given)
+        except ValueError as error:
+            raise OptionError(
+                f"the trace of table {name!r} is of no one shape\n  {error}\n"
+                "  hint: pad the entries of train steps by -1"
+            ) from error
         if ids.dtype.kind not in "iu" or ids.ndim == 0 or not ids.size:
             raise OptionError(
                 f"the trace of table {name!r} is no array of row ids\n"
                 f"  got {ids.dtype}{list(ids.shape)}, expected int[steps, ...]"
             )
-        size = int(rows.get(name, ids.max() + 1))
+        size = rows.get(name, int(ids.max()) + 1)
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise OptionError(f"rows of table {name!r} are a number, got {size!r}")
         if ids.max() >= size:
             raise OptionError(
                 f"the trace of table {name!r} has ids past its rows\n"

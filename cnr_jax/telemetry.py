@@ -185,8 +185,9 @@ class RestoredTable:
     Attributes:
         name: in the state.
         rows: of the table, in the state.
-        sample_rows: rounded rows that were compared; None where none was, or the steps were
-            saved by a revision that did not note it.
+        sample_rows: rounded rows that were compared, in all steps that were read: a row counts in
+            each of them that stores it. None where none was, or the steps were saved by a revision
+            that did not note it.
         mean_row_error: of these, the mean of `||row - read|| / ||row||`.
         worst_row_error: the greatest.
     """

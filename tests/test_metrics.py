@@ -290,6 +290,9 @@ def test_metrics_that_cannot_be_kept_are_refused_early(tmp_path: Path) -> None:
         cnr.CheckpointManager("gs://bucket/run", options=cnr.Options(metrics=True))
     with pytest.raises(cnr.errors.NoStepError, match="no folder"):
         cnr.read_metrics(tmp_path / "none")
+    (tmp_path / "cnr_jax.metrics.jsonl").mkdir()
+    with pytest.raises(cnr.errors.IntegrityError, match="is not a file"):
+        cnr.read_metrics(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_costs_no_save(

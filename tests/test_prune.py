@@ -254,3 +254,30 @@ def test_what_is_no_root_is_refused(root: Path, tmp_path: Path) -> None:
     for no_root in (root / "3", tmp_path, "gs://bucket/run"):
         with pytest.raises(cnr.errors.OptionError):
             cnr.prune(no_root, keep=1)
+
+
+@pytest.mark.parametrize("name", ["cnr_jax.writer.lock", "cnr_jax.writer.json"])
+def test_a_folder_in_the_place_of_a_file_beside_the_steps_is_named(
+    root: Path, name: str, tiny_run: Any
+) -> None:
+    (root / name).unlink(missing_ok=True)
+    (root / name).mkdir()
+    before = steps_in(root)
+    said = f"{name} is in the way of who saves here\n  got a folder"
+    for dead in (False, True):
+        with pytest.raises(cnr.errors.WriterError, match=said) as caught:
+            cnr.prune(root, keep=1, delete=True, writer_is_dead=dead)
+        assert caught.value.kind == "in_the_way"
+    # Who only looks has nothing to do with it.
+    assert cnr.prune(root, keep=1).going and cnr.describe(root).latest_step == 7
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.restore(manager, None)
+        run.train(8)
+        with pytest.raises(cnr.errors.WriterError, match=said):
+            run.save(manager, 8)
+        assert steps_in(root) == before
+        (root / name).rmdir()
+        run.save(manager, 8)
+        manager.wait_until_finished()
+        run.check(manager, 8)

@@ -94,6 +94,12 @@ def test_the_command_prints_the_same(
         ({"user": np.arange(4)}, 1, {"usr": 9}, "that the trace lacks: usr"),
         ({}, 1, None, "no table"),
         ({"user": np.full((4, 2), -1)}, 1, None, "looks up no row"),
+        ({"user": [[1], [2, 3]]}, 1, None, "of no one shape"),
+        (np.arange(4), 1, None, "traces are given by table, got ndarray"),
+        ({"user": np.arange(4)}, 1, [9], "rows are given by table, got list"),
+        ({"user": np.arange(4)}, 1, {"user": 9.5}, "are a number, got 9.5"),
+        ({"user": np.arange(4)}, 2.5, None, "between two saves, got 2.5"),
+        ({"user": np.arange(4)}, True, None, "between two saves, got True"),
     ],
 )
 def test_what_is_no_trace_is_refused(
@@ -101,3 +107,16 @@ def test_what_is_no_trace_is_refused(
 ) -> None:
     with pytest.raises(cnr.errors.OptionError, match=message):
         cnr.simulate(accesses, every, rows=rows)
+
+
+@pytest.mark.parametrize(
+    "policies", ["full", ["full"], [cnr.Full], cnr.Full(), [], np.arange(2)], ids=repr
+)
+def test_what_is_no_list_of_policies_is_refused(policies: Any) -> None:
+    with pytest.raises(cnr.errors.OptionError, match="policies are a list of policies"):
+        cnr.simulate({"user": np.arange(4)}, 1, policies=policies)
+
+
+def test_steps_that_look_up_fewer_rows_are_padded() -> None:
+    found = cnr.simulate({"user": np.array([[0, 7], [3, -1], [-1, -1]])}, 1)
+    assert (found.rows, round(found.touched_share * 3 * 8)) == (8, 3)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.checked import refuse_pipe
+from cnr_jax.repository.checked import reading
 from cnr_jax.repository.files import AnyPath, exists, is_local
 from cnr_jax.repository.layout import check_can_be_read, open_root
 
@@ -104,9 +104,10 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = folder / names.METRICS
     if not exists(path):
         return []
-    refuse_pipe(path)
+    with reading(path):
+        data = path.read_bytes()
     found: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in data.split(b"\n"):
         try:
             document: Any = json.loads(line)
         except (ValueError, RecursionError):

@@ -281,8 +281,23 @@ class Claim:
     def _write(self, own: Writer) -> None:
         document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
-        replace_durably(self._root / names.WRITER, data.encode())
+        path = self._root / names.WRITER
+        try:
+            replace_durably(path, data.encode())
+        except IsADirectoryError as error:
+            raise _in_the_way(path, error) from error
         self._own = own
+
+
+def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
+    """The error that says that a folder is where a manager writes a file."""
+    return errors.WriterError(
+        f"{os.fspath(path)} is in the way of who saves here\n"
+        f"  got a folder, expected a file or nothing ({error.strerror})\n"
+        "  hint: move it out of the root",
+        kind="in_the_way",
+        path=os.fspath(path),
+    )
 
 
 class WritingLock:
@@ -303,7 +318,10 @@ class WritingLock:
         if self._descriptor is not None or not self._supported:
             return True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(os.fspath(self._path), flags, 0o666)
+        try:
+            descriptor = os.open(os.fspath(self._path), flags, 0o666)
+        except IsADirectoryError as error:
+            raise _in_the_way(self._path, error) from error
         deadline = time.monotonic() + timeout_secs
         try:
             while not self._try(descriptor):

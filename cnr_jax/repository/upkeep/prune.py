@@ -12,7 +12,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount, count_of
-from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
@@ -214,7 +214,9 @@ def _claimed(
         WriterError: if somebody may.
     """
     before = read_writer(root)
-    unknown = before is None and exists(root / names.WRITER)
+    # A folder of that name is nobody's claim; the claim below says what is to be done about it.
+    path = root / names.WRITER
+    unknown = before is None and exists(path) and not is_directory(path)
     # Only to say at once that a save is being written: the claim below takes the lock itself, and
     # waits for a save that begins before it.
     lock = WritingLock(root)
