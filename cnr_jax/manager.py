@@ -354,9 +354,9 @@ class CheckpointManager(ocp.CheckpointManager):
         self._orbax.name_item(self._listing.item, Restore, self._handler)
         try:
             return super().metadata(step)
-        except FileNotFoundError as error:
-            text = f"step {step} does not exist in {self.directory}\n  hint: reload(), all_steps()"
-            raise errors.NoStepError(text) from error
+        except Exception:
+            self._listing.check_is_there(step)
+            raise
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
@@ -372,7 +372,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """Deletes a step that no other depends on.
 
         Raises:
-            FileNotFoundError: if there is no such step.
+            NoStepError: if there is no such step.
             DependentsExistError: naming steps that depend on it, or that may because they
                 cannot be read.
             OptionError: if it is no step.

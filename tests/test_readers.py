@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat import places
 from cnr_jax.testing import inprocess
 
 from .conftest import flip
@@ -300,6 +301,59 @@ def test_a_step_that_is_deleted_while_it_is_read_is_gone_and_not_damaged(
         with pytest.raises(errors.NoStepError) as caught:
             reader.restore(2, args=cnr.args.Restore(saved.state))
         assert caught.value.kind == "step_deleted"
+
+
+@pytest.mark.parametrize("call", ["metadata", "item_metadata", "restore"])
+def test_a_listed_step_that_is_deleted_is_said_to_be_gone(
+    saved: Any, call: str
+) -> None:
+    with cnr.CheckpointManager(saved.root) as reader:
+        assert reader.latest_step() == 2
+        taken_away(saved.root, 2)
+        with pytest.raises(errors.NoStepError, match="step 2 is not in") as caught:
+            getattr(reader, call)(2)
+        assert caught.value.kind == "step_deleted"
+        # Once it has been read that it is not there, it is a step like any that never was.
+        reader.reload()
+        with pytest.raises(errors.NoStepError) as caught:
+            getattr(reader, call)(2)
+        assert caught.value.kind == "no_step"
+        assert "steps: 0, 1\n  that can be restored: 0, 1\n" in str(caught.value)
+
+
+def test_steps_may_go_and_come_while_a_root_is_read(
+    saved: Any, storage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = "/root/2/default/manifest.json"
+    with storage.calling(lambda _: taken_away(saved.root, 2), manifest, "open_read"):
+        reader = cnr.CheckpointManager(saved.root)
+    with reader:
+        assert reader.all_steps() == [0, 1]
+        (saved.root / "2.removed-00").rename(saved.root / "2")
+        reader.reload()
+        assert reader.all_steps() == [0, 1, 2]
+    assert "cannot be restored" not in caplog.text
+
+
+def test_orbax_leaves_out_a_step_that_is_deleted_while_its_time_is_read(
+    saved: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deleted(step: Path) -> None:
+        if step.name == "2":
+            taken_away(saved.root, 2)
+
+    with cnr.CheckpointManager(saved.root) as reader:
+        monkeypatch.setattr(places, "refuse_pipes", deleted)
+        reader.reload()
+        infos = places.checkpoint_infos(reader, skip_metadata_read=False)
+    assert [info.step for info in infos] == [0, 1]
+    assert "goes without" not in caplog.text
+
+
+def test_a_step_that_never_was_cannot_be_deleted(saved: Any, opened: Any) -> None:
+    with opened(saved) as manager:
+        with pytest.raises(errors.NoStepError, match="step 77 does not exist in"):
+            manager.delete(77)
 
 
 def test_who_wants_the_newest_step_takes_the_one_that_came_meanwhile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 import jax
 from etils import epath
@@ -42,6 +43,21 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
+
+
+def no_more(step: int, root: epath.Path) -> errors.NoStepError:
+    """The error for a step that was in a root, and is not any more."""
+    return errors.NoStepError(
+        f"step {step} is not in {os.fspath(root)} any more\n"
+        "  hint: who saves there has deleted it, or moved it aside, perhaps while it was read;"
+        " restore(None) takes the newest step that is there",
+        kind="step_deleted",
+        path=os.fspath(root),
+    )
+
+
+def _in_line(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"
 
 
 class Listing:
@@ -213,6 +229,7 @@ class Listing:
         # Another process may be about to look whether the last save is there.
         all_succeed(self._channel, self._ending.wait)
         self._ending.settle()
+        self.check_exists(step)
         ledger, directory = self._ending.ledger, self._orbax.existing_directory(step)
         found = blockers(ledger, directory)
         if found and step in self._orbax.all_steps():
@@ -249,15 +266,35 @@ class Listing:
         Raises:
             NoStepError: if there is none; it names those there are.
         """
+        if step not in self._orbax.all_steps():
+            raise self._no_step(step)
+
+    def check_is_there(self, step: int | None) -> None:
+        """Makes sure that a step is in the root now, whatever was known of it.
+
+        Raises:
+            NoStepError: if it is not.
+        """
+        if step is not None and not self._is_in(self._root, step):
+            raise self._no_step(step)
+
+    def _no_step(self, step: int) -> errors.NoStepError:
         known = sorted(self._orbax.all_steps())
-        if step not in known:
-            restorable = sorted({entry.step for entry in self._restorable()})
-            raise errors.NoStepError(
-                f"step {step} does not exist in {os.fspath(self._root)}\n"
-                f"  steps: {', '.join(map(str, known)) or 'none'}\n"
-                f"  that can be restored: {', '.join(map(str, restorable)) or 'none'}\n"
-                "  hint: reload() lists what another process has saved or deleted since"
-            )
+        if step in known or self.ledger.by_step(step) is not None:
+            return no_more(step, self._root)
+        restorable = {entry.step for entry in self._restorable()} & set(known)
+        return errors.NoStepError(
+            f"step {step} does not exist in {os.fspath(self._root)}\n"
+            f"  steps: {_in_line(known)}\n"
+            f"  that can be restored: {_in_line(restorable)}\n"
+            "  hint: reload() lists what another process has saved or deleted since"
+        )
+
+    def _is_in(self, root: epath.Path, step: int) -> bool:
+        try:
+            return exists(self._orbax.find_directory(step, root))
+        except ValueError:
+            return False
 
     def check_holds(self, root: epath.Path, step: int | None) -> None:
         """Makes sure that another root is one, and that a step which is asked for is in it.
@@ -266,18 +303,11 @@ class Listing:
             NoStepError: if it is not.
         """
         check_can_be_read(root)
-        if step is None:
-            return
-        try:
-            found = exists(self._orbax.find_directory(step, root))
-        except ValueError:
-            found = False
-        if not found:
+        if step is not None and not self._is_in(root, step):
             held = step_directories(root, self._writer.is_step)
-            known = sorted(map(names.step_number, held))
             raise errors.NoStepError(
                 f"step {step} does not exist in {os.fspath(root)}\n"
-                f"  steps: {', '.join(map(str, known)) or 'none'}"
+                f"  steps: {_in_line(map(names.step_number, held))}"
             )
 
     def find_state(self, root: epath.Path, step: int) -> str:

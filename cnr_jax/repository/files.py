@@ -78,6 +78,14 @@ def is_named(path: AnyPath) -> bool:
     return mode_of(path, follow=False) is not None
 
 
+def is_gone(path: AnyPath) -> bool:
+    """Whether a local path is seen to lead to nothing, not even a link; False in doubt."""
+    try:
+        return is_local(path) and not is_named(path)
+    except OSError:
+        return False
+
+
 # No such name, or one that can lead nowhere: nothing that storage may show the next time.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 

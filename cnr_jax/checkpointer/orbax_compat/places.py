@@ -133,25 +133,33 @@ def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
     """The steps of a root as Orbax's manager tracks them, sorted.
 
     As the manager's own `_load_checkpoint_infos`, but what Orbax wrote beside the state (times
-    and metrics) may be damaged: it is left out then, with a warning.
+    and metrics) may be damaged: it is left out then, with a warning. So is a step that is
+    deleted meanwhile, without one.
     """
     found: list[Any] = []
     for step in manager._step_name_format.find_all(manager.directory):
         time, metrics = datetime.datetime.min, None
+        damaged: dict[str, Exception] = {}
         if not skip_metadata_read:
             # Whatever stands in those files, and of whatever type it is.
             try:
                 refuse_pipes(step.path)
                 time = step.commit_timestamp
             except Exception as error:
-                _warn_of_metadata(step.path, "its time", error)
-                secs = float(step.path.stat().mtime)
-                time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
+                damaged["its time"] = error
             try:
                 refuse_pipes(step.path)
                 metrics = manager.metrics(step.step)
             except Exception as error:
-                _warn_of_metadata(step.path, "its metrics", error)
+                damaged["its metrics"] = error
+            try:
+                secs = float(step.path.stat().mtime)
+            except FileNotFoundError:
+                continue
+            if "its time" in damaged:
+                time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
+        for what, error in damaged.items():
+            _warn_of_metadata(step.path, what, error)
         found.append(
             checkpoint_manager.CheckpointInfo(
                 step=step.step, time=time, metrics=metrics

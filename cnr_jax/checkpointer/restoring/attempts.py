@@ -25,7 +25,7 @@ from cnr_jax.args import (
     reads_state,
     restore_args,
 )
-from cnr_jax.checkpointer.listing import Listing
+from cnr_jax.checkpointer.listing import Listing, no_more
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
@@ -109,7 +109,7 @@ def restore(
             if is_told and not (directory and on_primary(channel, there)):
                 deleted += 1
                 if step is not None or deleted == _TRIES:
-                    raise _deleted(taken, root) from error
+                    raise no_more(taken, root) from error
                 all_succeed(channel, chooser.look_again)
                 if elsewhere is None:
                     all_succeed(channel, orbax.reload)
@@ -165,16 +165,6 @@ def _find(orbax: OrbaxSeams, step: int, root: epath.Path) -> str:
         return orbax.find_directory(step, root).name
     except ValueError:
         return ""
-
-
-def _deleted(step: int, root: epath.Path) -> errors.NoStepError:
-    return errors.NoStepError(
-        f"step {step} is not in {os.fspath(root)} any more\n"
-        "  hint: who saves there has deleted it, or moved it aside, perhaps while it was read;"
-        " restore(None) takes the newest step that is there",
-        kind="step_deleted",
-        path=os.fspath(root),
-    )
 
 
 class StepChooser:

@@ -17,7 +17,7 @@ from typing import Any
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.files import AnyPath, exists, is_gone, is_local
 from cnr_jax.repository.layout import (
     Place,
     is_checkpoint,
@@ -164,11 +164,12 @@ class Ledger:
             Whether others were known before.
         """
         known, found = self.directories(), set(directories)
+        say = _log.info if self.run is None else _log.warning  # readers expect it
         for directory in known - found:
-            _log.warning("step %s is not in the root any more", directory)
+            say("step %s is not in the root any more", directory)
             self.forget(directory)
         for directory in sorted(found - known):
-            _log.warning("step %s has appeared in the root", directory)
+            say("step %s has appeared in the root", directory)
             self.read(root, directory, item)
         return known != found
 
@@ -177,13 +178,15 @@ class Ledger:
         return self.entries.keys() | self.unreadable.keys()
 
     def read(self, root: AnyPath, directory: str, item: str) -> None:
-        """Reads one step directory, replacing what was known of it."""
+        """Reads a step directory, replacing what was known; one that is deleted by now is none."""
         self.forget(directory)
         try:
             found = orbax_step(root, directory, item) if self.adopts else None
             entry = orbax_entry(directory, found) if found else None
             entry = entry or entry_of(directory, read_step(root, directory, item))
         except (errors.CnrError, OSError) as error:
+            if is_gone(root / directory):
+                return
             self._unreadable[directory] = str(error)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
