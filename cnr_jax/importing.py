@@ -24,7 +24,7 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import is_state_of_orbax, item_beside
+from cnr_jax.repository.orbax_steps import is_state_of_orbax, item_beside, saved_by
 from cnr_jax.rows.touched import init_touched
 from cnr_jax.state.find import find_tables
 from cnr_jax.state.table import Tables, TableSpec
@@ -71,7 +71,8 @@ def import_orbax(
     Raises:
         NoStepError: if there is no such root or step, or none that can be restored.
         UsedRootError: if `new` holds steps.
-        OptionError: if `new` lies in `old`, of which every file is left as it is.
+        OptionError: if `new` lies in `old`, of which every file is left as it is; or if the
+            step is none of plain Orbax, but a checkpoint of this library.
         TableError, StateMismatchError: if `tables` or `state` do not fit the step.
         IntegrityError: if the step that was asked for is damaged.
         SaveError: if it cannot be saved. In no case is `old` changed.
@@ -96,7 +97,10 @@ def import_orbax(
     with CheckpointManager(
         source, options=reading, item=item, orbax_options=orbax_options
     ) as reader:
+        newest = reader.latest_step() if step is None else step
+        _check_is_of_orbax(source, item, newest, named)
         taken, found = _restored(reader, item, step, state)
+    _check_is_of_orbax(source, item, taken, named)
     _say_what_is_left(source, taken, named)
     if not isinstance(tables, Tables):
         tables = find_tables(found, tables)
@@ -155,6 +159,24 @@ def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
             " that plain Orbax wrote",
             kind="no_target",
         )
+
+
+def _check_is_of_orbax(
+    root: AnyPath, item: str, step: int | None, named: Callable[[str], bool] | None
+) -> None:
+    """Checks that a step is not one of this library's, whose values may be rounded.
+
+    Raises:
+        OptionError: if it is.
+    """
+    for directory in step_directories(root, named):
+        if step_number(directory) == step and saved_by(root / directory, item) == "own":
+            raise errors.OptionError(
+                f"step {step} of {os.fspath(root)} is a checkpoint of cnr_jax, expected one of"
+                " plain Orbax\n"
+                "  hint: CheckpointManager(root, tables=...) goes on in that root; of steps of"
+                " plain Orbax beside those of cnr_jax, step=... names the one to import"
+            )
 
 
 def _say_what_is_left(

@@ -270,6 +270,13 @@ def test_a_state_that_does_not_match_is_told_with_all_differences(
         got = manager.restore(None, args=args).state
         assert got["user"].dtype == jnp.bfloat16 and got["new"] == 7
         assert got.keys() == some.keys()
+        grown = {**state, "user": jnp.zeros((20, 4))}
+        for partial in (False, True):
+            args = cnr.args.Restore(grown, partial=partial)
+            with pytest.raises(
+                errors.StateMismatchError, match=r"hint: .*import_orbax"
+            ):
+                manager.restore(None, args=args)
         with pytest.raises(errors.OptionError, match="import_orbax"):
             ids = {"user": np.arange(16)}
             manager.restore(None, args=cnr.args.Restore(state, ids=ids))
@@ -517,6 +524,27 @@ def test_an_import_makes_nothing_in_the_root_that_it_reads(
         cnr.import_orbax(tmp_path / "link", old / "new", ["user"])
     assert files_of(old) == before and not (old / "new").exists()
     assert cnr.import_orbax(old, tmp_path / "older", ["user"]).step == 3
+
+
+def test_an_import_is_of_steps_of_orbax(
+    kept: dict[str, Path], tmp_path: Path, unsynced: None
+) -> None:
+    old = shutil.copytree(kept["StandardSave"], tmp_path / "old")
+    ours, new = tmp_path / "ours", tmp_path / "new"
+    state = state_at(0)
+    tables = cnr.find_tables(state, ["user"])
+    for root, step in ((ours, 0), (old, 4)):
+        with adopting(root, tables) as manager:
+            if root == old:
+                manager.restore(None, args=cnr.args.Restore(state))
+            manager.save(step, args=cnr.args.Save(state))
+    for root, step in ((ours, None), (ours, 0), (old, None), (old, 4)):
+        with pytest.raises(errors.OptionError, match="is a checkpoint of cnr_jax"):
+            cnr.import_orbax(root, new, tables, step=step)
+    with pytest.raises(errors.NoStepError, match=f"its root is {old}"):
+        cnr.import_orbax(old / "3", new, tables)
+    assert not new.exists()
+    assert cnr.import_orbax(old, new, tables, step=3).step == 3
 
 
 def test_an_import_takes_the_state_and_the_step_that_are_given(

@@ -149,6 +149,9 @@ def way_on(root: AnyPath, *, adopts: bool) -> str:
                 "  hint: plain Orbax has saved steps there, and Options(adopt=True) has a"
                 " manager restore them and go on"
             )
+        if exists(root / names.ORBAX_METADATA) and _states(root):
+            above = os.fspath(root.parent)
+            return f"  hint: that is a step of plain Orbax, and its root is {above}"
         bare = [path for path in (root, *steps) if is_state_of_orbax(path)]
     except OSError:
         return ""

@@ -34,6 +34,9 @@ _IMPORT = (
     "  hint: cnr_jax.import_orbax(root, new, tables) makes a checkpoint of cnr_jax of a step of"
     " plain Orbax"
 )
+_NO_ROOT = (
+    "  hint: it holds no steps at all; pass the folder that the manager was given"
+)
 # How often the newest step is chosen again, where each was taken away while it was read.
 _TRIES = 10
 T = TypeVar("T")
@@ -231,8 +234,9 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     item = item or find_item(path)
     if item is None:
         # Plain Orbax may have saved those that are there, and knows no tables.
+        hint = _IMPORT if step_directories(path) else _NO_ROOT
         raise errors.NoStepError(
-            f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax\n{_IMPORT}",
+            f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax\n{hint}",
             path=str(path),
         )
     steps = {name: step_number(name) for name in step_directories(path)}

@@ -211,6 +211,7 @@ def _match(
     leaves, problems, casts = dict(flatten_paths(args.state)), list[str](), list[str]()
     rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
     wanted: dict[Path, Any] = {}
+    is_grown = False
     for path, leaf in stored.items():
         where = "/".join(path)
         if path not in leaves:
@@ -222,6 +223,7 @@ def _match(
         problem = _difference(leaf, value)
         if problem:
             problems.append(f"{where}: {problem}")
+            is_grown |= _has_other_rows(leaf, value)
         elif path in rows:
             if np.shape(value) != rows[path].shape:
                 problems.append(
@@ -240,6 +242,11 @@ def _match(
         problems += casts
     if problems:
         hint = "pass the state that was saved, or Restore(..., partial=True) for what both have"
+        if is_grown:
+            hint = (
+                "steps of plain Orbax restore with the rows that they have: cnr_jax.import_orbax"
+                " converts one, and from there Restore(..., partial=True) grows tables"
+            )
         if casts and not args.cast:
             hint += "; Restore(..., cast=True) converts values as astype does"
         raise errors.StateMismatchError(
@@ -335,3 +342,10 @@ def resume_adopted(
         return  # restored from elsewhere
     planner.adopted(lineage, entry, writer.ledger)
     note_restored(root, lineage, planner.runs.current or "")
+
+
+def _has_other_rows(leaf: Any, value: Any) -> bool:
+    """Whether two arrays differ in their rows alone, as where a table has grown."""
+    stored, given = [*(leaf.shape or ())], [*np.shape(value)]
+    same = len(stored) == len(given) > 1 and stored[1:] == given[1:]
+    return same and stored != given

@@ -16,7 +16,7 @@ from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
-from cnr_jax.repository.orbax_steps import saved_by
+from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.aside import aside_of_run
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
@@ -197,9 +197,10 @@ def _item_of(root: AnyPath, item: str | None) -> str:
     check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
+        hint = way_on(root, adopts=False)
         raise errors.OptionError(
             f"{root} is no root: no checkpoint of cnr_jax lies in it\n"
-            "  hint: pass the folder that the manager was given"
+            + (hint or "  hint: pass the folder that the manager was given")
         )
     return found
 
