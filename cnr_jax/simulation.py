@@ -31,6 +31,8 @@ from cnr_jax.policy import (
 _ARRAY_BYTES = 280
 _MANIFEST_BYTES = 2_100
 _TABLE_MANIFEST_BYTES = 900
+# Of an element, as some codec stores it.
+_WIDTHS = (1, 2, 3, 4, 8, 16, 32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +44,22 @@ class ByteModel:
         bits: of each element as it is stored, with a scale and an offset of 2 bytes a row; 32:
             as it is.
         slot_bytes: of each row, for the slots of its optimizer; 4 for one float32 a row.
+
+    Raises:
+        OptionError: for a number that no codec or row has.
     """
 
     dim: int = 64
     bits: int = 4
     slot_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.dim < 1 or self.slot_bytes < 0 or self.bits not in _WIDTHS:
+            raise OptionError(
+                f"no rows are stored like that: {self}\n"
+                f"  expected dim of 1 or more, bits of {', '.join(map(str, _WIDTHS))}, and"
+                " slot_bytes of 0 or more"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -361,7 +374,7 @@ def _checked(
         )
     if every < 1 or min(steps.values()) < every:
         raise OptionError(
-            f"there is no save in the trace\n  got {every} train steps between two saves,"
+            f"there is no save in the trace\n  got every={every} train steps between two saves,"
             f" expected 1 to {min(steps.values()):,}, the steps of the trace"
         )
     return found

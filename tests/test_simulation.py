@@ -89,7 +89,7 @@ def test_the_command_prints_the_same(
     [
         ({"user": np.zeros((4, 2))}, 1, None, "no array of row ids"),
         ({"user": np.arange(4)}, 1, {"user": 3}, "got 3, expected less than 3"),
-        ({"user": np.arange(4)}, 5, None, "expected 1 to 4"),
+        ({"user": np.arange(4)}, 5, None, "got every=5 train .* expected 1 to 4"),
         ({"user": np.arange(4), "item": np.arange(3)}, 1, None, "same number"),
         ({"user": np.arange(4)}, 1, {"usr": 9}, "that the trace lacks: usr"),
         ({}, 1, None, "no table"),

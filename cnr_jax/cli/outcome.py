@@ -56,7 +56,7 @@ def code_of(error: Exception) -> Exit:
 def verb(work: Callable[..., Exit]) -> Callable[..., None]:
     """A command of a function that prints something and returns how it ended.
 
-    An error is one line on stderr; with `as_json` also a document.
+    An error is told on stderr, the fact in the first line; with `as_json` also in a document.
     """
 
     @functools.wraps(work)
@@ -69,13 +69,12 @@ def verb(work: Callable[..., Exit]) -> Callable[..., None]:
             raise  # of who reads what is printed, and stopped
         except (errors.CnrError, OSError) as error:
             code = code_of(error)
-            line = str(error).partition("\n")[0]
             if given.get("as_json"):
                 kind = error.kind if isinstance(error, errors.CnrError) else "os_error"
                 told = {"kind": kind, "message": str(error)}
                 print_json(work.__name__, {"error": told})
-            line = printable(line, sys.stderr.encoding)
-            print(f"cnr-jax: {line}", file=sys.stderr)
+            for line in f"cnr-jax: {error}".split("\n"):
+                print(printable(line, sys.stderr.encoding), file=sys.stderr)
         raise typer.Exit(code)
 
     return command

@@ -52,9 +52,12 @@ def simulate(
             )
         sizes[name] = int(count)
     try:
+        # What is no .npz file gives an array, which has no files.
         with np.load(accesses, allow_pickle=False) as file:
             trace = {name: file[name] for name in file.files}
-    except (AttributeError, ValueError, zipfile.BadZipFile) as error:
+    except FileNotFoundError as error:
+        raise OptionError(f"there is no trace {accesses}") from error
+    except (AttributeError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise OptionError(
             f"{accesses} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error

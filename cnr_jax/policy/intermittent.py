@@ -68,7 +68,7 @@ class Intermittent:
         7
         >>> saves.append(SaveRecord(step=9, kind="delta", bytes=60, rows=6, secs=0.1))
         >>> Intermittent().decide(saves).reason
-        'a new baseline pays: the next delta would take about 78 bytes, the average save 66.7'
+        'a new baseline pays: the next delta would take about 78 bytes, the average save 67'
         >>> Intermittent(predictor="history").decide(saves).kind
         'delta'
 
@@ -118,7 +118,7 @@ class Intermittent:
         if self.cost == "bytes":
             return (
                 f"a new baseline pays: {delta} {held:,.0f} bytes,"
-                f" the average save {average:,.1f}"
+                f" the average save {average:,.0f}"
             )
         return (
             f"a new baseline pays: {delta} {held / 1e6:.3f} s,"
