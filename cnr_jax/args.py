@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
@@ -128,7 +129,14 @@ class Restore(ocp.args.CheckpointArgs):
     )
 
     def __post_init__(self) -> None:
-        """Checks the form of `rename` and `ids`; takes `ids` as int64 on the host."""
+        """Checks the forms of what is given; takes `ids` as int64 on the host."""
+        for name in ("partial", "cast"):
+            said = getattr(self, name)
+            if not isinstance(said, bool | np.bool_):
+                raise errors.OptionError(
+                    f"{name} is {reprlib.repr(said)}, expected True or False\n"
+                    f"  hint: Restore(state, {name}=True)"
+                )
         for name in ("rename", "ids"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, Mapping):
@@ -234,9 +242,13 @@ def check_step(step: object) -> None:
     """
     if isinstance(step, Tracer):
         raise errors.OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
         raise errors.OptionError(f"a step is an integer, got {reprlib.repr(step)}")
-    if step.__index__() < 0:  # type: ignore[attr-defined]
+    if number < 0:
         raise errors.OptionError(f"a step is at least 0, got {step}")
 
 

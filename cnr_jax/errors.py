@@ -233,10 +233,12 @@ class TouchedError(CnrError, ValueError):
 class AuditError(CnrError, ValueError):
     """A row changed that was not recorded: the delta would have missed it.
 
-    No step was written, and those in doubt are noted in the root. The text names tables, rows and
-    the likely cause. Save by fingerprints (`Options(tracking="fingerprint")`), or give tables an
-    optimizer that leaves other rows alone, or record what is missing; after putting back an older
-    state by hand call `reset_touched`; docs/guides/choose-tracking.md.
+    No step was written, were it a full one, and those in doubt are noted in the root. The text
+    names tables, rows and the likely cause. Save by fingerprints
+    (`Options(tracking="fingerprint")`), or give tables an optimizer that leaves other rows alone,
+    or record what is missing; after putting back an older state by hand, or to save all rows as
+    they are now, give `Save` what `reset_touched` returns: that save is full;
+    docs/guides/choose-tracking.md.
 
     Attributes:
         steps: committed deltas that may lack such rows: those of this run since the rows were

@@ -258,7 +258,8 @@ class Options:
         bits_after(0, self.assumed_restores)
         own = {name: table.bits for name, table in self.tables.items()}
         for name, bits in {"": self.bits, **own}.items():
-            if isinstance(bits, str) and bits != "auto":
+            is_number = isinstance(bits, int) and not isinstance(bits, bool)
+            if bits not in (None, "auto") and not is_number:
                 raise errors.OptionError(
                     f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
                 )

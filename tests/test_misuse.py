@@ -20,6 +20,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.optim import as_optax, rowwise_adagrad
 
 from .conftest import each_of
 
@@ -630,6 +631,10 @@ FLAGS = [
             {"tables": {"user": cnr.TableOptions(slot_codec="zip")}},
             "table 'user': slot_codec 'zip' is not known, .*, or 'auto'",
         ),
+        ({"slot_codec": None}, "None is no codec, expected the name of one"),
+        ({"codec": 4}, "4 is no codec, expected the name of one"),
+        ({"bits": 4.0}, "options: bits is 4.0, expected 2, 3, 4, 8 or 'auto'"),
+        ({"bits": True}, "options: bits is True, expected 2, 3, 4, 8 or 'auto'"),
         (
             {"codec": "raw", "bits": 4},
             r"options: bits=4 has no effect: codec 'raw' has no bits\n  hint: .*'adaptive'",
@@ -689,5 +694,53 @@ def test_arguments_of_another_kind_are_refused(
             manager.restore(0, args=args)
     with pytest.raises(OPTION, match="a step is an integer, got '0'"):
         manager.delete("0")  # type: ignore[arg-type]
+    for step in (jnp.float32(1), 1.0, None, True):
+        with pytest.raises(OPTION, match="a step is an integer, got "):
+            manager.save(step, args=cnr.args.Save(state, touched))  # type: ignore[arg-type]
+    assert manager.save(jnp.int32(1), args=cnr.args.Save(state, touched))  # type: ignore[arg-type]
+    manager.wait_until_finished()
+    manager.delete(1)
     manager.wait_until_finished()
     assert manager.all_steps() == [0]
+
+
+@each_of(
+    ("call", "error", "message"),
+    [
+        (lambda s: cnr.find_tables(s, None), errors.TableError, "got None\n  hint: f"),
+        (
+            # The state and the names swapped: no value of a table is printed.
+            lambda s: cnr.find_tables(["user"], s),
+            errors.TableError,
+            r"table 'user' is specified by .{,40}\n  expected a path",
+        ),
+        (
+            lambda s: cnr.find_tables(s, {"user": cnr.TableSpec(layout="mod")}),  # type: ignore[arg-type]
+            errors.TableError,
+            r"'user' has layout 'mod'\n.*ModSharded\(",
+        ),
+        (
+            lambda s: cnr.init_touched(cnr.find_tables(s, ["user"]), s),
+            OPTION,
+            r"tables is dict, .*\n  hint: tables=cnr_jax.find_tables\(state, names\)$",
+        ),
+        (lambda s: cnr.reset_touched(None), TOUCHED, "touched is NoneType, expected"),
+        (lambda s: cnr.Consecutive(max_chain="3"), OPTION, "max_chain cannot be '3'"),
+        (lambda s: cnr.Intermittent(max_deltas=2.5), OPTION, "cannot be 2.5"),
+        (lambda s: cnr.args.Restore(s, partial="yes"), OPTION, "partial is 'yes'"),
+        (lambda s: cnr.args.Restore(s, cast=1), OPTION, "cast is 1, expected True"),
+        (
+            lambda s: as_optax(0.1),  # type: ignore[arg-type]
+            OPTION,
+            r"optimizer is 0.1, .*\n.*rowwise_adagrad\(0.1\)",
+        ),
+        (lambda s: rowwise_adagrad("x"), OPTION, "learning_rate .* got 'x'"),
+        (lambda s: cnr.ByteModel(dim=0), OPTION, "no rows are stored like that"),
+        (lambda s: cnr.ByteModel(bits=5), OPTION, "expected dim .* bits of 1, 2, 3"),
+    ],
+)
+def test_what_else_is_of_another_kind_is_refused(
+    call: Callable[..., Any], error: type[Exception], message: str, state: Any
+) -> None:
+    with pytest.raises(error, match=message):
+        call(state)

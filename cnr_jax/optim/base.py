@@ -6,6 +6,7 @@ are read and written is in `rows.py`.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -111,6 +112,11 @@ def row_optimizer(
         rule: how gradients move rows.
         learning_rate: a number or a schedule.
     """
+    given: Any = learning_rate
+    is_rate = (
+        callable(given) or isinstance(given, numbers.Real) or hasattr(given, "dtype")
+    )
+    require(is_rate, "learning_rate", f"a number or a schedule, got {given!r}")
 
     def init(tables: Tree) -> Any:
         count = _slots_like(tables, 0, 0, jnp.int32)

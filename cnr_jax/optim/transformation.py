@@ -93,9 +93,10 @@ def as_optax(
         Tables with a layout other than the default need ids of stored rows.
 
     Raises:
-        OptionError: if optax is not installed. At trace time, `update` raises it if there are no
-            params or no ids of a table, a name fits several tables, or gradients or
-            state are not those of the tables; and `TouchedError` for ids that `record` refuses.
+        OptionError: if optax is not installed, or the optimizer is none of ours. At trace time,
+            `update` raises it if there are no params or no ids of a table, a name fits several
+            tables, or gradients or state are not those of the tables; and `TouchedError` for ids
+            that `record` refuses.
 
     Example:
         >>> import optax
@@ -121,6 +122,12 @@ def as_optax(
         raise OptionError(
             "as_optax needs optax, which is not installed\n  hint: pip install optax"
         ) from error
+    given: Any = optimizer
+    if not isinstance(given, RowOptimizer):
+        raise OptionError(
+            f"optimizer is {given!r}, expected one of cnr_jax.optim\n"
+            "  hint: as_optax(cnr_jax.optim.rowwise_adagrad(0.1))"
+        )
     named = dict(paths or {})
 
     def init(params: Tree) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from cnr_jax.errors import OptionError
 
@@ -229,13 +229,14 @@ def _check_kind(kind: str) -> None:
         )
 
 
-def check_limit(name: str, limit: int | None) -> None:
+def check_limit(name: str, limit: Any) -> None:
     """Checks a limit on the number of deltas.
 
     Raises:
-        OptionError: if it is less than 1.
+        OptionError: if it is less than 1, or no integer.
     """
-    if limit is not None and limit < 1:
+    is_number = isinstance(limit, int) and not isinstance(limit, bool)
+    if limit is not None and not (is_number and limit >= 1):
         raise OptionError(
             f"{name} cannot be {limit!r}\n"
             "  expected None (no limit) or a number of deltas, 1 or more\n"

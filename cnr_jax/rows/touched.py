@@ -166,7 +166,7 @@ def reset_touched(touched: Touched) -> Touched:
     With several processes every one of them must make this call.
 
     Raises:
-        TouchedError: if called inside `jax.jit`.
+        TouchedError: if called inside `jax.jit`, or with something else.
 
     Example:
         >>> from cnr_jax.state.find import find_tables
@@ -177,6 +177,7 @@ def reset_touched(touched: Touched) -> Touched:
         >>> reset.stamps["user"].tolist(), lineage_hex(reset) == lineage_hex(touched)
         ([0, 0, 0], False)
     """
+    _check_is_touched(touched)
     _require_concrete([touched.clock, *touched.stamps.values()], "reset_touched")
     shardings = {
         name: array.sharding if array.committed else None
@@ -306,15 +307,18 @@ def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     )
 
 
-def _check_arguments(touched: object, ids: object) -> None:
-    """Checks that `record` is called with what was touched before, and ids by table."""
+def _check_is_touched(touched: Any, *, swapped: bool = False) -> None:
     if not isinstance(touched, Touched):
-        swapped = isinstance(ids, Touched)
         raise TouchedError(
             f"touched is {type(touched).__name__}, expected what init_touched returns\n"
             + "  hint: record(touched, ids)" * swapped
             + "  hint: touched = cnr_jax.init_touched(state, tables)" * (not swapped)
         )
+
+
+def _check_arguments(touched: Any, ids: object) -> None:
+    """Checks that `record` is called with what was touched before, and ids by table."""
+    _check_is_touched(touched, swapped=isinstance(ids, Touched))
     if not isinstance(ids, Mapping):
         name = touched.tables[0].name if touched.tables else "table"
         raise TouchedError(

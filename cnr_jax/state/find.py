@@ -9,7 +9,8 @@ the dense rest, so that a checkpoint holds all of it, once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -163,6 +164,11 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
             f"tables must be a list or a mapping of names, got {spec!r}\n"
             f"  hint: pass [{spec!r}]."
         )
+    if not isinstance(spec, Iterable):
+        raise TableError(
+            f"tables must be a list or a mapping of names, got {spec!r}\n"
+            "  hint: find_tables(state, ['user', 'item'])."
+        )
     pairs = spec.items() if isinstance(spec, Mapping) else [(n, n) for n in spec]
     specs: dict[str, TableSpec] = {}
     for name, value in pairs:
@@ -172,10 +178,16 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
             raise TableError(f"table {name!r} is named twice")
         if not isinstance(value, str | TableSpec):
             raise TableError(
-                f"table {name!r} is specified by {value!r}\n"
+                f"table {name!r} is specified by {reprlib.repr(value)}\n"
                 "  expected a path or a TableSpec"
             )
         specs[name] = TableSpec(value) if isinstance(value, str) else value
+        layout: Any = specs[name].layout
+        if isinstance(layout, type) or not isinstance(layout, RowLayout):
+            raise TableError(
+                f"table {name!r} has layout {layout!r}\n"
+                "  expected a row layout, such as ModSharded(shards=8, rows_per_shard=1000)"
+            )
     return specs
 
 

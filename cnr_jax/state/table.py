@@ -9,7 +9,7 @@ Every leaf of a state is either of a table or dense, so that a checkpoint holds 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -203,8 +203,11 @@ def check_tables(tables: object) -> None:
     """
     if isinstance(tables, Tables):
         return
-    names = (str, Mapping, Sequence)
-    wanted = f"find_tables(state, {tables!r})" if isinstance(tables, names) else ""
+    given = tables.values() if isinstance(tables, Mapping) else tables
+    is_spec = isinstance(given, Collection) and all(
+        isinstance(each, str | TableSpec) for each in given
+    )
+    wanted = f"find_tables(state, {tables!r})" if is_spec else ""
     raise errors.OptionError(
         f"tables is {type(tables).__name__}, expected what find_tables returns\n"
         f"  hint: tables=cnr_jax.{wanted or 'find_tables(state, names)'}"

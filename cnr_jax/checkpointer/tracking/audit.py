@@ -177,7 +177,8 @@ _HINT = """\
     also in this root if its first save passes the touched rows along: Save(state, touched);
     or give tables a row-sparse one (one of cnr_jax.optim, or sgd or adagrad of optax), and call
     `record` in the step that applies an update, with all ids whose rows it changes;
-    after putting back an older state by hand, call reset_touched"""
+    after putting back an older state by hand, or to save all rows as they are now, give Save
+    what reset_touched returns: that save is full"""
 
 
 def _rows(count: int) -> str:

@@ -42,8 +42,12 @@ def check_readable(codec: Codec) -> None:
     """Checks that what a codec writes can be read again, by its name and configuration.
 
     Raises:
-        OptionError: for a codec of the user's own.
+        OptionError: for a codec of the user's own, and for what is none.
     """
+    if isinstance(codec, type) or not callable(getattr(codec, "configuration", None)):
+        raise errors.OptionError(
+            f"{codec!r} is no codec, expected the name of one, such as 'adaptive'"
+        )
     codec = at_dim(codec, 1)
     try:
         known = codec_from(codec.name, codec.configuration()) == codec

@@ -14,7 +14,7 @@ ACCUMULATORS = frozenset(
     "sum_of_squares nu nu_max v v_row v_col e_g e_x lazy_nu accumulator accumulators".split()
 )
 # Means of gradients, of either sign.
-MOMENTA = frozenset("mu lazy_mu trace momentum velocity m".split())
+MOMENTA = frozenset("mu lazy_mu trace lazy_trace momentum velocity m".split())
 
 
 def slot_codec(name: str) -> Codec:
