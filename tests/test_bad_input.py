@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -194,6 +195,20 @@ BAD_SAVES: dict[str, tuple[type[Exception], str, Callable[[Run], cnr.args.Save]]
         STATE,
         r"leaf w .*\n.* of uint4, expected an array",
         lambda r: cnr.args.Save(r.changed("w", to=jnp.ones(2, jnp.uint4)), r.touched),
+    ),
+    "array of a dtype that neither zarr nor jax has": (
+        STATE,
+        r"leaf w .*\n.* of float6_e2m3fn, expected an array",
+        lambda r: cnr.args.Save(
+            r.changed("w", to=np.ones(2, ml_dtypes.float6_e2m3fn)), r.touched
+        ),
+    ),
+    "array of records": (
+        STATE,
+        r"leaf w .*\n.*ndarray of \[\('a', ",
+        lambda r: cnr.args.Save(
+            r.changed("w", to=np.zeros(2, [("a", np.int32)])), r.touched
+        ),
     ),
     "integer that is too long": (
         STATE,

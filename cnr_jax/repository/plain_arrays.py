@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cnr_jax.repository.arrays import context
 _IN_FLIGHT = 1
 
 
+@functools.cache
 def zarr_holds(dtype: np.dtype) -> bool:
     """Whether zarr v3 has a dtype, as far as TensorStore knows.
 

@@ -22,19 +22,9 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Tracking,
 )
+from cnr_jax.repository.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, flatten_paths, nest, split
-
-# Zarr has none of them; the wide ones as numpy has them on this machine.
-_NOT_IN_ZARR = {
-    "uint2",
-    "uint4",
-    "float8_e4m3",
-    *(
-        {np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name}
-        - {"float64", "complex128"}
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +232,7 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
                 f"  got {name}{list(leaf.shape)}, expected an array with elements:"
                 " Orbax saves no empty ones"
             )
-        if np.dtype(leaf.dtype).kind not in "OSUMm" and name not in _NOT_IN_ZARR:
+        if zarr_holds(np.dtype(leaf.dtype)):
             return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
     elif isinstance(leaf, (bool, int, float)):
         name = type(leaf).__name__
