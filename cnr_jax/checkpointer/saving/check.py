@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from cnr_jax import errors
 from cnr_jax.args import NOT_IN_JIT
+from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder
 from cnr_jax.format.manifest import (
     DenseLeaf,
     LeafEntry,
@@ -190,15 +191,12 @@ def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:
             place.
     """
     leaves = tuple(_dense_leaf(path, leaf) for path, leaf in flatten_paths(dense))
-    if len({".".join(leaf.path) for leaf in leaves}) < len(leaves):
-        _check_places(leaves)
+    _check_places(leaves)
     return leaves
 
 
 def _check_places(leaves: Sequence[DenseLeaf]) -> None:
     """Checks that no two leaves are stored in one place, where one would take the other's.
-
-    Orbax stores a leaf under the keys that lead to it, joined by dots.
 
     Raises:
         StateMismatchError: naming two that are.
@@ -207,11 +205,12 @@ def _check_places(leaves: Sequence[DenseLeaf]) -> None:
     for leaf in leaves:
         if leaf.kind == "text":  # the manifest holds it
             continue
-        other = places.setdefault(".".join(leaf.path), leaf)
+        place = array_folder(leaf.path)
+        other = places.setdefault(place, leaf)
         if other is not leaf:
             raise errors.StateMismatchError(
                 f"leaves {list(other.path)} and {list(leaf.path)} of the state cannot be saved"
-                f" together: Orbax would store both as {'.'.join(leaf.path)!r}\n"
+                f" together: Orbax would store both as {place!r}\n"
                 "  hint: give one of them a key without a dot"
             )
 
