@@ -59,8 +59,6 @@ class OrbaxSeams:
         self.root = root
         # What Orbax's threads do for the save that began last.
         self._commit, self._end = Job(), Job()
-        # Whether what begins its saves does so alone.
-        self._begins_alone = False
         self._commit.give_up()
         self._end.give_up()
 
@@ -78,10 +76,8 @@ class OrbaxSeams:
             theirs = functools.partial(type(committing)._thread_func, committing)
             committing._thread_func = functools.partial(_told_elsewhere, commit, theirs)
         self._manager._finalize = functools.partial(end.run, finalize)
-        if not self._begins_alone:
-            self._begins_alone = True
-            saving = self._manager._checkpointer
-            saving.save = functools.partial(_saved_alone, type(saving).save, saving)
+        saving = self._manager._checkpointer
+        saving.save = functools.partial(_saved_alone, type(saving).save, saving)
 
     def end_launch(self, step: int, finalize: Callable[[int, list[int]], None]) -> bool:
         """Ends a save that was perhaps not handed over to its threads, or not to both.
