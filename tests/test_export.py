@@ -421,6 +421,22 @@ def test_storage_that_fails_is_an_export_error_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == [root]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_that_is_stopped_leaves_nothing(
+    form: Any, tmp_path: Path, unsynced: None
+) -> None:
+    # Blocks of 8 MiB, of which one is written while the next is decoded.
+    root, to = root_of(tmp_path / "root", {}, rows=600_000), tmp_path / "there"
+    for stop in (ValueError, KeyboardInterrupt) * 3:
+
+        def stopped(done: int, total: int, stop: Any = stop) -> None:
+            raise stop
+
+        with pytest.raises(stop):
+            cnr.export(root, 1, to, form, on_bytes=stopped)
+        assert sorted(tmp_path.iterdir()) == [root]
+
+
 def test_places_where_no_folder_can_be_are_refused(
     tmp_path: Path, unsynced: None
 ) -> None:

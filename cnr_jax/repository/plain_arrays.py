@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ def write_array(
         chunk_rows: entries of the first axis in a chunk.
         attributes: to be stored with it.
 
+    Once it returns or raises nothing is written any more, so that the folder can be removed.
+
     Raises:
         ValueError: of TensorStore, if storage does not take it.
     """
@@ -59,15 +62,24 @@ def write_array(
     store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
-    for block in blocks:
-        target = store[start : start + len(block)] if shape else store
-        # Blocks are never written to again.
-        pending.append(target.write(block, can_reference_source_data_indefinitely=True))
-        start += len(block) if shape else 0
-        while len(pending) > _IN_FLIGHT:
-            pending.popleft().result()
-    while pending:
-        pending.popleft().result()
+    try:
+        for block in blocks:
+            target = store[start : start + len(block)] if shape else store
+            # Blocks are never written to again.
+            writing = target.write(block, can_reference_source_data_indefinitely=True)
+            pending.append(writing)
+            start += len(block) if shape else 0
+            while len(pending) > _IN_FLIGHT:
+                pending[0].result()
+                pending.popleft()
+        for writing in pending:
+            writing.result()
+    except BaseException:
+        # They would put files into a folder that is being removed.
+        for writing in pending:
+            with contextlib.suppress(Exception):
+                writing.result()
+        raise
 
 
 def _spec(
