@@ -437,6 +437,22 @@ def test_an_export_that_is_stopped_leaves_nothing(
         assert sorted(tmp_path.iterdir()) == [root]
 
 
+def test_errors_of_the_caller_are_not_taken_for_those_of_storage(
+    tmp_path: Path, unsynced: None
+) -> None:
+    root = root_of(tmp_path / "root", {})
+
+    def stopped(done: int, total: int) -> None:
+        raise ValueError("enough")
+
+    try:
+        raise FileExistsError(errno.EEXIST, "is there already")
+    except OSError:
+        # Python notes it as the context of all that is raised here.
+        with pytest.raises(ValueError, match=r"^enough$"):
+            cnr.export(root, 1, tmp_path / "there", on_bytes=stopped)
+
+
 def test_places_where_no_folder_can_be_are_refused(
     tmp_path: Path, unsynced: None
 ) -> None:

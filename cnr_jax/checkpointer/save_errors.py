@@ -89,10 +89,11 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
         step: that is being saved; None: none was begun.
         directory: where it is to be.
     """
+    handled = sys.exception()
     try:
         yield
     except Exception as error:
-        if isinstance(error, CnrError) or errno_of(error) is None:
+        if isinstance(error, CnrError) or errno_of(error, handled) is None:
             raise
         raise save_error(error, step, directory) from error
 

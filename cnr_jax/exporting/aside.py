@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,10 +123,11 @@ def export_errors(target: Path) -> Iterator[None]:
     Args:
         target: where the export was to be, with nothing in its place.
     """
+    handled = sys.exception()
     try:
         yield
     except Exception as error:
-        number = errno_of(error)
+        number = errno_of(error, handled)
         if isinstance(error, errors.CnrError) or number is None:
             raise
         hint = ""

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import os
 import re
 import stat
@@ -88,14 +89,19 @@ def means_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
 
 
-def errno_of(error: BaseException) -> int | None:
+def errno_of(error: BaseException, handled: BaseException | None = None) -> int | None:
     """The number of the system's error behind an error, if there is one.
+
+    Args:
+        error: what was raised.
+        handled: what was being handled already when that began of which `error` comes, so that
+            it is not behind it, though Python notes it as its context.
 
     Example:
         >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
         28
     """
-    for each in causes(error):
+    for each in itertools.takewhile(lambda each: each is not handled, causes(error)):
         if isinstance(each, OSError) and each.errno is not None:
             return each.errno
         named = _OS_ERROR.search(str(each))
