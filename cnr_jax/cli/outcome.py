@@ -49,7 +49,8 @@ def code_of(error: Exception) -> Exit:
         named = error.kind in ("no_table", "no_row")
         return Exit.NO_STEP if named else Exit.NOT_A_ROOT
     if isinstance(error, errors.WriterError):
-        return Exit.OTHER_WRITER
+        # A folder in the place of a file is nobody who saves.
+        return Exit.FAILED if error.kind == "in_the_way" else Exit.OTHER_WRITER
     return Exit.DAMAGED if isinstance(error, errors.DAMAGE) else Exit.FAILED
 
 

@@ -287,6 +287,13 @@ def test_prune_tells_what_goes_and_deletes_it_only_if_told(root: Path) -> None:
     assert call("ls", root)[1].count("yes") == 2
 
 
+def test_prune_does_not_take_a_folder_for_somebody_who_saves(root: Path) -> None:
+    (root / "cnr_jax.writer.json").unlink()
+    (root / "cnr_jax.writer.json").mkdir()
+    code, _, err = call("prune", root, "--keep", 1, "--yes", "--writer-is-dead")
+    assert code == 1 and "is in the way of who saves here" in err
+
+
 def test_prune_keeps_as_many_full_steps_as_it_is_told(
     tiny_run: Any, tmp_path: Path, unsynced: None
 ) -> None:
