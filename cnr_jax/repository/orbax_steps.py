@@ -18,10 +18,10 @@ from cnr_jax.repository.files import (
     AnyPath,
     exists,
     is_directory,
-    is_local,
     read_small,
 )
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.step import check_committed
 
 # Far more than Orbax notes of a step.
 _MOST_BYTES = 64 << 20
@@ -98,13 +98,7 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
     if saved_by(step, item) != "orbax":
         return None
     where = os.fspath(step)
-    commit = step / names.COMMITTED
-    if not is_local(root) and not exists(commit):
-        raise errors.IntegrityError(
-            f"step {directory} was never committed: {os.fspath(commit)} is missing",
-            kind="not_committed",
-            path=os.fspath(commit),
-        )
+    check_committed(root, directory)
     held = _states(step)
     if not held and is_state_of_orbax(step):
         raise errors.IntegrityError(

@@ -91,6 +91,16 @@ def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
         FormatError: see `read_manifest`.
     """
     manifest = read_manifest(root / directory / item)
+    check_committed(root, directory)
+    return manifest
+
+
+def check_committed(root: AnyPath, directory: str) -> None:
+    """Checks that Orbax has committed a step; one that is renamed for it always is.
+
+    Raises:
+        IntegrityError: if not.
+    """
     commit = root / directory / names.COMMITTED
     if not is_local(root) and not exists(commit):
         raise errors.IntegrityError(
@@ -98,7 +108,6 @@ def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
             kind="not_committed",
             path=os.fspath(commit),
         )
-    return manifest
 
 
 def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
