@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat import places
+from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.testing import inprocess
 
 from .conftest import flip
@@ -354,6 +355,26 @@ def test_a_step_that_never_was_cannot_be_deleted(saved: Any, opened: Any) -> Non
     with opened(saved) as manager:
         with pytest.raises(errors.NoStepError, match="step 77 does not exist in"):
             manager.delete(77)
+
+
+def test_a_step_that_is_deleted_before_orbax_looks_at_it_tells_nothing_of_others(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: Any = OrbaxSeams.restore
+
+    def restore(orbax: OrbaxSeams, step: int, *others: Any) -> Any:
+        if step == 2:
+            taken_away(saved.root, 2)
+        return theirs(orbax, step, *others)
+
+    monkeypatch.setattr(OrbaxSeams, "restore", restore)
+    with cnr.CheckpointManager(saved.root) as reader:
+        with pytest.raises(errors.NoStepError) as caught:
+            reader.restore(2, args=cnr.args.Restore(saved.state))
+        assert caught.value.kind == "step_deleted"
+        # Of a folder that is not there Orbax would take all steps for such as hold items.
+        got = reader.restore(1, args=cnr.args.Restore(saved.state)).state
+        saved.same(got, saved.truth[1])
 
 
 def test_who_wants_the_newest_step_takes_the_one_that_came_meanwhile(
