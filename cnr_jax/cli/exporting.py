@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from cnr_jax import errors
 from cnr_jax.cli.arguments import AsJson, Item, Root
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
@@ -45,10 +44,7 @@ def export(
     from cnr_jax.repository.description import amount, count_of
 
     found = read_root(root, item)
-    number = found.latest_step if step is None else step
-    if number is None:
-        raise errors.NoStepError(f"no step in {found.root} can be restored")
-    chosen = step_of(found, number)
+    chosen = step_of(found, step)
     use_cpu()
     from cnr_jax.exporting.export import export as write
 

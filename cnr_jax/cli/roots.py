@@ -49,12 +49,19 @@ def check_root(root: str) -> None:
         read_root(root, None)
 
 
-def step_of(found: RootDescription, number: int) -> StepDescription:
+def step_of(found: RootDescription, number: int | None) -> StepDescription:
     """A step of a root; of several of that number the one of the newest branch.
+
+    Args:
+        found: of the root.
+        number: of the step; None: the newest that restores.
 
     Raises:
         NoStepError: if there is none of this library.
     """
+    number = found.latest_step if number is None else number
+    if number is None:
+        raise errors.NoStepError(f"no step in {found.root} can be restored")
     steps = [each for each in found.steps if each.step == number]
     own = [each for each in steps if each.kind != "orbax"]
     if own:

@@ -41,10 +41,7 @@ def rows(
 
     asked = [_parsed(text) for text in ids]
     found = read_root(root, item)
-    number = found.latest_step if step is None else step
-    if number is None:
-        raise errors.NoStepError(f"no step in {found.root} can be restored")
-    chosen = step_of(found, number)
+    chosen = step_of(found, step)
     _check(asked, table, chosen)
     wanted = [row for each in asked for row in each]
     use_cpu()
