@@ -343,6 +343,32 @@ def test_retention_counts_steps_that_led_to_the_newest_as_the_latest(
         run.check(manager, 13)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: keeping.EveryNSteps(10, exact_interval=False),
+        lambda: keeping.EveryNSteps(1, exact_interval=False),
+        lambda: keeping.EveryNSeconds(0),
+        lambda: keeping.AnyPreservationPolicy(
+            [keeping.LatestN(1), keeping.EveryNSteps(10, exact_interval=False)]
+        ),
+    ],
+)
+def test_rules_by_intervals_count_from_what_led_to_the_newest(
+    tiny_run: Any, tmp_path: Path, policy: Any
+) -> None:
+    old, run = tiny_run(), tiny_run(salt=1)
+    with open_manager(tmp_path, old, cnr.Full()) as manager:
+        old.run(manager, [10, 20, 30, 40])
+    kept = {"preservation_policy": policy()}
+    with open_manager(tmp_path, run, cnr.Full(), **kept) as manager:
+        run.restore(manager, 20)
+        run.run(manager, [31, 45])
+        # After 30 and 40, which were left behind, no interval is over at 10, 20 or 31.
+        assert manager.all_steps() == [10, 20, 31, 45]
+        assert on_disk(tmp_path) == {10, 20, 30, 31, 40, 45}
+
+
 def test_a_failed_save_takes_nothing_away_from_the_ledger(
     tiny_run: Any, tmp_path: Path, storage: Any
 ) -> None:

@@ -387,9 +387,11 @@ class Model:
         ordered, unknown = self.ordered(), max(self.foreign, default=-1)
         own = [saved.step for saved in ordered if saved.run == self.run]
         there = self.branch(own[-1]) if own else set[int]()
-        # What was left behind is older than all that led to the newest.
+        # What was left behind is older than all that led to the newest, and takes no part in what
+        # is kept of that.
         own.sort(key=lambda step: (step in there, self.steps[step].order))
-        ruled = set(self.keeps(own))
+        ruled = set(self.keeps([step for step in own if step in there]))
+        ruled |= set(self.keeps(own)) - there
         wanted = ruled | (self.steps.keys() - set(own))
         wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}

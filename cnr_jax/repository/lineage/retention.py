@@ -72,16 +72,20 @@ def kept_steps(
     Args:
         ledger: of the root; its `run` is the one whose steps are counted and may go.
         steps: all that are there.
-        rule: says of steps, oldest first, which to keep. It sees those alone that restore. What
-            rollbacks have left behind is older to it than all that led to the newest step.
+        rule: says of steps, oldest first, which to keep. It sees those alone that restore, and
+            decides about what led to the newest step by that alone; to what rollbacks have left
+            behind all of that is newer.
         min_fulls: full checkpoints of the newest branch that stay if anything does.
         because: why a step stays that the rule keeps.
     """
     known = {step: ledger.by_step(step) for step in steps}
     others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
     lost, adopted = _lost(ledger), _not_replaced(ledger)
-    counted, branch = _ranked(known, known.keys() - lost - others - adopted)
-    wanted = set(rule(counted))
+    left, branch = _parted(known, known.keys() - lost - others - adopted)
+    led = [entry.step for entry in branch]
+    wanted = set(rule(led))
+    if left:
+        wanted |= set(rule([*left, *led])).intersection(left)
     reasons = dict.fromkeys(others & known.keys(), "it is of another run")
     text = "no full checkpoint of this library takes its place yet"
     reasons |= dict.fromkeys(adopted & known.keys(), text)
@@ -104,9 +108,9 @@ def kept_steps(
     return Kept(
         reasons=reasons,
         wanted=wanted,
-        left=set(counted) - {entry.step for entry in branch},
+        left=set(left),
         spared=spared,
-        crowded=bool(set(counted) - wanted) and not ledger.unreadable,
+        crowded=not wanted.issuperset([*left, *led]) and not ledger.unreadable,
         fulls=sorted(held),
     )
 
@@ -124,13 +128,14 @@ def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
             entry = above
 
 
-def _ranked(
+def _parted(
     known: Mapping[int, Entry | None], steps: Set[int]
 ) -> tuple[list[int], list[Entry]]:
-    """Steps as a rule is to see them, and the newest branch, which may be being written.
+    """What rollbacks have left behind, and the newest branch, which may be being written.
 
-    What was left behind comes first: generations alone would put it after the step that the run
-    went back to, which a rule such as "the latest three" would let go of in its place.
+    Apart, since no order of all suits every rule. In that of generations "the latest three" would
+    let go of the step that the run went back to before what was left behind, which is newer. And
+    one that keeps a step an hour takes no step that is older than one that it saw before.
     """
     entries = [entry for step in steps if (entry := known[step])]
     tip = max(entries, key=order, default=None)
@@ -138,20 +143,21 @@ def _ranked(
     led = {entry.step for entry in branch}
     left = sorted((e for e in entries if e.step not in led), key=order)
     unknown = sorted(step for step in steps if known[step] is None)
-    return [*unknown, *(entry.step for entry in (*left, *branch))], branch
+    return [*unknown, *(entry.step for entry in left)], branch
 
 
 class ChainPreservation:
     """Keeps what an inner policy keeps, and every checkpoint those depend on.
 
-    The inner policy sees checkpoints oldest first, those that rollbacks have left behind before
-    all others, so that "the latest three" are those that led to the newest; it does not see steps
-    that cannot be restored, so that those do not take the place of others. Deltas without their
-    parent are kept, in case it is brought back. While a step has no readable manifest, everything
-    older is kept: it may depend on any of it. Steps of other runs than the one that saves are kept,
-    and not shown to the inner policy either: a run that begins beside others replaces none of
-    theirs. Steps of plain Orbax that were adopted are of the run that saves, but as long as it has
-    no full checkpoint, they are kept like those of others.
+    The inner policy sees checkpoints oldest first. It decides about those that led to the newest
+    as if there were no others, and about those that rollbacks have left behind as if they were
+    older than all of these. It does not see steps that cannot be restored, so that those do not
+    take the place of others. Deltas without their parent are kept, in case it is brought back.
+    While a step has no readable manifest, everything older is kept: it may depend on any of it.
+    Steps of other runs than the one that saves are kept, and not shown to the inner policy either:
+    a run that begins beside others replaces none of theirs. Steps of plain Orbax that were adopted
+    are of the run that saves, but as long as it has no full checkpoint, they are kept like those
+    of others.
 
     Args:
         inner: an Orbax preservation policy; None keeps everything.
