@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 from cnr_jax import errors
@@ -31,11 +32,9 @@ def lack_bits(codecs: Iterable[str | Codec], slots: Iterable[str | Codec] = ()) 
     """
     named = [*codecs, *(each for each in slots if each != "auto")]
     named = [each for each in named if isinstance(each, str)]
-    return all(is_codec(each) and not _takes_bits(each) for each in named)
-
-
-def _takes_bits(name: str) -> bool:
-    return make_codec(name, 2) != make_codec(name, 4)
+    return all(map(is_codec, named)) and not any(
+        has_choice(functools.partial(make_codec, each)) for each in named
+    )
 
 
 def check_readable(codec: Codec) -> None:
