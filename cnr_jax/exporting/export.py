@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import jax
 
 from cnr_jax import errors
-from cnr_jax.exporting.aside import aside, check_room, target_of
 from cnr_jax.exporting.forms import (
     check_form,
     check_integers,
@@ -21,6 +20,7 @@ from cnr_jax.exporting.forms import (
     write_zarr,
 )
 from cnr_jax.exporting.leaves import ExportedLeaf, leaves_of
+from cnr_jax.exporting.target import check_room, put_whole, target_of
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
@@ -196,7 +196,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
         if asked.on_bytes is not None:
             asked.on_bytes(done, total)
 
-    with aside(target) as folder:
+    with put_whole(target) as folder:
         try:
             if asked.format == "orbax":
                 write_orbax(folder, leaves, about, written, asked.like)

@@ -39,7 +39,7 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
             kind="no_target",
         )
     target = Path(os.path.abspath(os.fspath(found)))
-    with export_errors(target):
+    with _export_errors(target):
         named = is_named(target)
     source = open_root(root)
     if lies_in(target, source):
@@ -65,7 +65,7 @@ def check_room(target: Path, needed_bytes: int) -> None:
     Raises:
         ExportError: if there is not, or that cannot be seen.
     """
-    with export_errors(target):
+    with _export_errors(target):
         there = next(path for path in target.parents if path.exists())
         free_bytes = shutil.disk_usage(there).free
     if needed_bytes > free_bytes:
@@ -82,14 +82,14 @@ def check_room(target: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def aside(target: Path) -> Iterator[Path]:
+def put_whole(target: Path) -> Iterator[Path]:
     """A folder to be made that becomes `target` if all goes well, and else is removed.
 
     Raises:
         ExportError: if storage fails, or something is at `target` by then.
     """
     beside = target.parent / f".export-{secrets.token_hex(8)}.tmp"
-    with export_errors(target):
+    with _export_errors(target):
         made = [Path(os.fspath(path)) for path in missing_directories(target.parent)]
         done = False
         try:
@@ -110,14 +110,13 @@ def aside(target: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
             for path in [] if done else made:
-                with contextlib.suppress(
-                    OSError
-                ):  # not made, or of use to others by now
+                # Not made, or of use to others by now.
+                with contextlib.suppress(OSError):
                     path.rmdir()
 
 
 @contextlib.contextmanager
-def export_errors(target: Path) -> Iterator[None]:
+def _export_errors(target: Path) -> Iterator[None]:
     """Raises an `ExportError` for what the system refused; other errors are raised as they are.
 
     Args:
