@@ -39,8 +39,6 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
             kind="no_target",
         )
     target = Path(os.path.abspath(os.fspath(found)))
-    with _export_errors(target):
-        named = is_named(target)
     source = open_root(root)
     if lies_in(target, source):
         raise errors.OptionError(
@@ -48,6 +46,8 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
             "  hint: export to another place; a manager takes what lies in its root for its own",
             kind="no_target",
         )
+    with _export_errors(target):
+        named = is_named(target)
     if named:
         raise errors.ExportError(
             f"{target} exists already, and is left as it is\n"
@@ -90,7 +90,7 @@ def put_whole(target: Path) -> Iterator[Path]:
     """
     beside = target.parent / f".export-{secrets.token_hex(8)}.tmp"
     with _export_errors(target):
-        made = [Path(os.fspath(path)) for path in missing_directories(target.parent)]
+        made = missing_directories(target.parent)
         done = False
         try:
             beside.mkdir(parents=True)
@@ -102,7 +102,7 @@ def put_whole(target: Path) -> Iterator[Path]:
             os.rename(folder, target)
             try:
                 sync_directory(target.parent)
-                sync_made([*made])
+                sync_made(made)
             except BaseException:
                 os.rename(target, folder)
                 raise
