@@ -453,6 +453,21 @@ def test_errors_of_the_caller_are_not_taken_for_those_of_storage(
             cnr.export(root, 1, tmp_path / "there", on_bytes=stopped)
 
 
+def test_what_comes_to_the_place_of_an_export_meanwhile_is_left_as_it_is(
+    tmp_path: Path, unsynced: None
+) -> None:
+    root, to = root_of(tmp_path / "root", {}), tmp_path / "there"
+
+    def made(done: int, total: int) -> None:
+        to.write_text("mine")
+
+    with pytest.raises(errors.ExportError, match="already, and is left") as caught:
+        cnr.export(root, 1, to, on_bytes=made)
+    assert caught.value.kind == "target_exists"
+    assert "nothing is there" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [root, to] and to.read_text() == "mine"
+
+
 def test_places_where_no_folder_can_be_are_refused(
     tmp_path: Path, unsynced: None
 ) -> None:

@@ -46,6 +46,16 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
             "  hint: export to another place; a manager takes what lies in its root for its own",
             kind="no_target",
         )
+    _check_free(target)
+    return target
+
+
+def _check_free(target: Path) -> None:
+    """Checks that nothing is in the place of an export.
+
+    Raises:
+        ExportError: if something is, or that cannot be seen.
+    """
     with _export_errors(target):
         named = is_named(target)
     if named:
@@ -56,7 +66,6 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
             path=os.fspath(target),
             errno=errno.EEXIST,
         )
-    return target
 
 
 def check_room(target: Path, needed_bytes: int) -> None:
@@ -97,8 +106,7 @@ def put_whole(target: Path) -> Iterator[Path]:
             folder = beside / "export"
             yield folder
             sync_tree(folder)
-            if is_named(target):
-                raise FileExistsError(errno.EEXIST, "exists by now", os.fspath(target))
+            _check_free(target)  # by now
             os.rename(folder, target)
             try:
                 sync_directory(target.parent)
@@ -134,7 +142,6 @@ def _export_errors(target: Path) -> Iterator[None]:
             hint = "\n  hint: make room, or export some leaves alone, by tables= or leaves="
         raise errors.ExportError(
             f"the export to {target} failed, and nothing is there\n  {in_one_line(error)}{hint}",
-            kind="target_exists" if number == errno.EEXIST else None,
             path=os.fspath(target),
             errno=number,
         ) from error
