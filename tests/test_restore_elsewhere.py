@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -119,3 +120,33 @@ def test_an_empty_array_is_refused_before_anything_is_written(tmp_path: Path) ->
         with pytest.raises(errors.StateMismatchError, match=r"leaf x .*\n.*\[0, 3\]"):
             manager.save(0, args=cnr.args.Save(state, touched))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_root_may_name_its_items_where_this_one_does_not(
+    tmp_path: Path,
+) -> None:
+    state = make_state(optax.sgd(0.1))
+    tables, options = cnr.find_tables(state, ["user"]), cnr.Options(codec="raw")
+    one, many = cnr.args.Restore(state), {"model": cnr.args.Restore(state)}
+    save(tmp_path / "one", state)
+
+    def opened(name: str) -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(tmp_path / name, tables=tables, options=options)
+
+    with opened("many") as manager:
+        state, touched = manager.restore(0, directory=tmp_path / "one", args=one)
+        own = {"model": cnr.args.Save(state, touched), "more": ocp.args.JsonSave({})}
+        manager.save(1, args=ocp.args.Composite(**own))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+    asked = ocp.args.Composite(**many)
+    with opened("new") as manager:
+        got = manager.restore(1, directory=tmp_path / "many", args=asked)
+        manager.save(2, args=cnr.args.Save(*got["model"]))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+    with opened("one") as manager:
+        manager.restore(0, args=one)
+        manager.restore(1, directory=tmp_path / "many", args=asked)
+        touched = manager.restore(0, args=one).touched
+        manager.save(1, args=cnr.args.Save(state, touched))

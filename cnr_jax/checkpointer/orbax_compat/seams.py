@@ -134,16 +134,22 @@ class OrbaxSeams:
         self, step: int, directory: epath.Path | None, args: ocp.args.CheckpointArgs
     ) -> Any:
         """Restores a step of this root, or of another directory."""
+        # Orbax takes from the first step that it reads whether steps have items, also from one
+        # that is deleted meanwhile, or of another root.
         mode = self._manager._default_item
-        was_known = mode.get() is not None
+        known = mode.get()
+        if directory is not None:
+            mode.set(None)
         try:
-            return _Manager.restore(self._manager, step, directory=directory, args=args)
+            found = _Manager.restore(
+                self._manager, step, directory=directory, args=args
+            )
         except BaseException:
-            # Orbax takes from the first step that it reads whether steps have items, also from
-            # one that is deleted meanwhile.
-            if not was_known:
-                mode.set(None)
+            mode.set(known)
             raise
+        if directory is not None:
+            mode.set(known)
+        return found
 
     def restore_item(
         self, step: int, directory: epath.Path | None, args: ocp.args.Composite
