@@ -60,6 +60,7 @@ PARTS = {
 # What a root holds can be read without jax, Orbax and TensorStore: nothing here imports them, but
 # in a function that decodes rows.
 PLAIN = (
+    "causes",
     "checked",
     "describe",
     "description",

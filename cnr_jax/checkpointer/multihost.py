@@ -25,7 +25,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.format.manifest import to_json
-from cnr_jax.repository.checked import in_one_line
+from cnr_jax.repository.causes import in_one_line
 
 T = TypeVar("T")
 # Process 0 hears all other processes before it answers: whoever waits for it waits longer.

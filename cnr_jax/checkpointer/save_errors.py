@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 
 from cnr_jax.errors import CnrError, SaveError
-from cnr_jax.repository.checked import causes, errno_of, in_one_line
+from cnr_jax.repository.causes import causes, errno_of, in_one_line
 
 
 def save_error(

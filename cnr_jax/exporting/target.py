@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cnr_jax import errors
-from cnr_jax.repository.checked import errno_of, in_one_line
+from cnr_jax.repository.causes import errno_of, in_one_line
 from cnr_jax.repository.files import (
     is_local,
     is_named,

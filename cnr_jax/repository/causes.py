@@ -1,0 +1,62 @@
+"""What is behind an error: the number of the system, and what it says in a line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+# How TensorStore's errors, which are no OSErrors, name that of the system.
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+# What TensorStore adds to its errors: the whole specification of the array, 400 characters.
+_SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
+_LONGEST = 500
+
+
+def errno_of(error: BaseException, handled: BaseException | None = None) -> int | None:
+    """The number of the system's error behind an error, if there is one.
+
+    Args:
+        error: what was raised.
+        handled: what was being handled already when that began of which `error` comes, so that
+            it is not behind it, though Python notes it as its context.
+
+    Example:
+        >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
+        28
+    """
+    for each in itertools.takewhile(lambda each: each is not handled, causes(error)):
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno
+        named = _OS_ERROR.search(str(each))
+        if named:
+            return int(named.group(1))
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those it was raised from, or while handling them."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as other processes and messages quote it.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device"))
+        'OSError: [Errno 28] No space left on device'
+        >>> in_one_line(ValueError("Failed to rename " + 9000 * "x" + ": no space"))[-10:]
+        ': no space'
+    """
+    text = " ".join(_SPECIFICATION.sub("", str(error)).split())
+    if len(text) > _LONGEST:
+        # TensorStore says first what it was doing, and last what the system said.
+        half = _LONGEST // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
