@@ -16,7 +16,7 @@ from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, make_codec
-from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec, lack_bits
+from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec
 from cnr_jax.rows.codecs.slots import slot_codec
 from cnr_jax.telemetry import SaveReport
 
@@ -270,12 +270,6 @@ class Options:
                 raise errors.OptionError(
                     f"{_where(name)}: bits='auto' has nothing to choose: {codec!r} has"
                     " bits of its own\n  hint: name a codec, such as codec='adaptive'"
-                )
-            all_of = [[self._given_codec(t, leaf) for t in heirs] for leaf in _LEAVES]
-            if isinstance(bits, int) and isinstance(codec, str) and lack_bits(*all_of):
-                raise errors.OptionError(
-                    f"{_where(name)}: bits={bits} has no effect: codec {codec!r} has no bits\n"
-                    "  hint: leave bits out, or take codec='adaptive', which rounds"
                 )
         if self.expected_restores is not None and "auto" not in (
             self.bits,

@@ -635,18 +635,6 @@ FLAGS = [
         ({"codec": 4}, "4 is no codec, expected the name of one"),
         ({"bits": 4.0}, "options: bits is 4.0, expected 2, 3, 4, 8 or 'auto'"),
         ({"bits": True}, "options: bits is True, expected 2, 3, 4, 8 or 'auto'"),
-        (
-            {"codec": "raw", "bits": 4},
-            r"options: bits=4 has no effect: codec 'raw' has no bits\n  hint: .*'adaptive'",
-        ),
-        (
-            {"codec": "raw", "bits": 8, "slot_codec": "auto"},
-            "options: bits=8 has no effect",
-        ),
-        (
-            {"codec": "raw", "tables": {"user": cnr.TableOptions(bits=8)}},
-            "table 'user': bits=8 has no effect: codec 'raw'",
-        ),
     ],
 )
 def test_options_of_another_kind_are_refused(options: Any, message: str) -> None:
@@ -657,7 +645,8 @@ def test_options_of_another_kind_are_refused(options: Any, message: str) -> None
 @each_of(
     "options",
     [
-        {"codec": "raw"},
+        # As of a program with a flag for each.
+        {"codec": "raw", "bits": 4},
         {"codec": "raw", "bits": 4, "slot_codec": "symmetric"},
         {
             "codec": "raw",

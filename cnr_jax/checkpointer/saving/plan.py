@@ -7,7 +7,6 @@ computation takes part, so nothing waits for the train step.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import math
@@ -30,7 +29,6 @@ from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw, bytes_of
-from cnr_jax.rows.codecs.choice import lack_bits
 from cnr_jax.state.table import Tables, flatten_paths
 
 _log = logging.getLogger(__name__)
@@ -399,14 +397,7 @@ def options_of(options: Options, plan: Plan) -> Options:
 
 def with_codec(options: Options, codec: str | None) -> Options:
     """Options of a save for which the policy names a codec; None: they stay."""
-    if codec is None:
-        return options
-    if not lack_bits([codec]):
-        return dataclasses.replace(options, codec=codec)
-    # Bits that the user gave for the codec of other saves are no contradiction in this one.
-    found = copy.copy(options)
-    object.__setattr__(found, "codec", codec)
-    return found
+    return options if codec is None else dataclasses.replace(options, codec=codec)
 
 
 def _but_for(small: frozenset[str], bits: int) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cnr_jax import errors
 from cnr_jax.rows.codecs import Codec, at_dim, codec_from, make_codec
@@ -21,20 +20,6 @@ def is_codec(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def lack_bits(codecs: Iterable[str | Codec], slots: Iterable[str | Codec] = ()) -> bool:
-    """Whether bits make no difference to codecs of tables and of slots, as options name them.
-
-    Example:
-        >>> lack_bits(["raw"], ["log", "auto"]), lack_bits(["raw"], ["symmetric"])
-        (True, False)
-    """
-    named = [*codecs, *(each for each in slots if each != "auto")]
-    named = [each for each in named if isinstance(each, str)]
-    return all(map(is_codec, named)) and not any(
-        has_choice(functools.partial(make_codec, each)) for each in named
-    )
 
 
 def check_readable(codec: Codec) -> None:
