@@ -354,6 +354,8 @@ NOT_HELD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "a zero byte": ({"a\0b": ONE}, ("orbax", "zarr"), r"of these names: 'a\\x00b'"),
     "no name": ({"": ONE}, ("orbax", "zarr"), "leaves of these names: ''"),
     "the folder itself": ({"..": ONE}, ("orbax", "zarr"), "these names: '..'"),
+    "a backslash": ({"a\\b": ONE}, ("orbax", "zarr"), r"of these names: 'a\\\\b'"),
+    "a file of Orbax": ({"_METADATA": ONE}, ("orbax",), "these names: '_METADATA'"),
     "the header": ({"__metadata__": ONE}, ("safetensors",), "names: '__metadata__'"),
     "a large number": ({"n": 2**63}, ("safetensors", "zarr"), "scalar n does not fit"),
 }

@@ -13,6 +13,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.exporting.forms import (
+    METADATA,
     check_form,
     check_integers,
     write_orbax,
@@ -30,7 +31,6 @@ from cnr_jax.state.table import few, flatten_paths
 
 Format = Literal["orbax", "safetensors", "zarr"]
 # What tells of the export in its folder; a zarr hierarchy has attributes instead.
-METADATA = "cnr_jax_export.json"
 # Bytes of chunks of the chain that are kept, by us and by TensorStore: rows are read once, in
 # order, so one chunk of each array of a leaf is enough.
 _KEPT_BYTES = 64 << 20

@@ -39,12 +39,24 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+# What tells of an export beside its leaves.
+METADATA = "cnr_jax_export.json"
 # What names no folder of its own in a zarr hierarchy.
 _NO_NODES = {"", ".", "..", "zarr.json"}
+# What Orbax, and an export to it, write beside the arrays.
+_BESIDE_ARRAYS = {
+    METADATA,
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "array_metadatas",
+    "commit_success.txt",
+    "manifest.ocdbt",
+}
 # What the name of a folder may have at most.
 _NAME_BYTES = 255
 # Where the header of a safetensors file tells of what is no tensor.
-_METADATA = "__metadata__"
+_HEADER_KEY = "__metadata__"
 
 
 def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
@@ -66,8 +78,7 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
             kind="not_held",
         )
     in_files = form != "safetensors"
-    fits = _names_folders if in_files else _names_tensors
-    bad = [leaf for leaf in arrays if not fits(_name_in(form, leaf))]
+    bad = [leaf for leaf in arrays if not _fits(form, _name_in(form, leaf))]
     if bad:
         raise errors.OptionError(
             f"{form} cannot have leaves of these names:"
@@ -115,15 +126,16 @@ def _name_in(form: str, leaf: ExportedLeaf) -> str:
     return array_folder(leaf.path) if form == "orbax" else leaf.name
 
 
-def _names_tensors(name: str) -> bool:
-    return name != _METADATA
-
-
-def _names_folders(name: str) -> bool:
-    """Whether folders, one in the other, can have such names on a local disk."""
+def _fits(form: str, name: str) -> bool:
+    """Whether a leaf can have a name: in files that of folders, one in the other, on a disk."""
+    if form == "safetensors":
+        return name != _HEADER_KEY
     keys = name.split("/")
+    if form == "orbax" and keys[0] in _BESIDE_ARRAYS:
+        return False
     fits = all(len(key.encode("utf-8", "replace")) <= _NAME_BYTES for key in keys)
-    return fits and "\0" not in name and not _NO_NODES & set(keys)
+    # TensorStore takes a backslash for the end of a folder's name.
+    return fits and not {"\0", "\\"} & set(name) and not _NO_NODES & set(keys)
 
 
 # ---- safetensors ----------------------------------------------------------------------------
@@ -178,7 +190,7 @@ def _shards(
 
 def _header(leaves: Sequence[ExportedLeaf], about: Mapping[str, Any]) -> bytes:
     """The length of the header, and the header: where each tensor lies behind it."""
-    header: dict[str, Any] = {_METADATA: {"cnr_jax": json.dumps(about)}}
+    header: dict[str, Any] = {_HEADER_KEY: {"cnr_jax": json.dumps(about)}}
     start = 0
     for leaf in leaves:
         stop = start + leaf.nbytes
