@@ -177,6 +177,8 @@ def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
     )
 
 
+# Far longer than a thread takes whose signals have come.
+_RELEASE_SECS = 10.0
 # Reentrant for signal handlers, which begin a save where they have interrupted another.
 _beginning = threading.RLock()
 
@@ -194,7 +196,8 @@ def beginning() -> contextlib.AbstractContextManager[Any]:
 
     Orbax keeps the number of the save that begins in one place for all threads, and asks for it
     again and again, for what the save waits for: of two that begin at once one would wait for
-    the directories of the other.
+    the directories of the other. What plain Orbax saves in other threads is not kept apart: it may
+    fail, and so may the save here.
 
     Of several processes each begins when it comes to it: they wait for each other in a beginning,
     and threads that begin saves in another order there would never end.
@@ -301,7 +304,9 @@ def _is_signalled(key: str) -> bool:
 
 def _end_given_up(thread: Any) -> None:
     """Waits for a cancelled thread and closes the coroutine that it never began."""
-    threading.Thread.join(thread)
+    threading.Thread.join(thread, _RELEASE_SECS)
+    if thread.is_alive():
+        return  # it waits for signals of a save that took this one's number, and ends in time
     target = getattr(thread, "_target", None)
     if target is not None:
         work = inspect.getclosurevars(target).nonlocals["target"]
