@@ -362,6 +362,13 @@ def _plainly_asked(
     return args if isinstance(args, ocp.args.StandardRestore) else None
 
 
+def asked_item(args: Any, own: str | None, held: str | None) -> str:
+    """What arguments call the state: as this root does, or else as the one that is read."""
+    own = own or DEFAULT_ITEM
+    is_named = isinstance(args, ocp.args.Composite) and own not in args.keys()
+    return (held or own) if is_named else own
+
+
 def as_asked(args: Any, found: Any, item: str | None, state: Any) -> Any:
     """What a restore returns: of the state it alone, if it was asked for as Orbax's own.
 

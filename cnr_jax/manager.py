@@ -318,7 +318,7 @@ class CheckpointManager(ocp.CheckpointManager):
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
         self._ending.settle()
-        taken, restored = restore(
+        taken, restored, item = restore(
             step,
             args,
             directory,
@@ -327,9 +327,9 @@ class CheckpointManager(ocp.CheckpointManager):
             channel=self._channel,
             resume=self._handler.resume,
         )
-        state, item = restored, self._listing.item
+        state = restored
         if isinstance(restored, ocp.args.Composite):
-            state = restored.get(str(item))
+            state = restored.get(item)
         ours = isinstance(state, Restored)
         if ours:
             writes = self._handler.tables is not None and not self._orbax.is_read_only

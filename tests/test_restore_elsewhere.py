@@ -112,6 +112,44 @@ def test_leaves_of_another_kind_do_not_match(
             manager.restore(0, args=cnr.args.Restore({**state, "x": wanted}))
 
 
+@pytest.mark.parametrize("step", [0, None])
+@pytest.mark.parametrize("own", [None, "state"])
+def test_another_root_calls_its_state_otherwise(
+    tmp_path: Path, unsynced: None, own: str | None, step: int | None
+) -> None:
+    """Which the arguments need not say, nor that it was saved by plain Orbax for all they know."""
+    state = make_state(optax.sgd(0.1))
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(codec="raw")
+    old, both = tmp_path / "old", ocp.args.Composite
+    with cnr.CheckpointManager(old, tables=tables, options=options) as manager:
+        manager.save(
+            0, args=both(model=cnr.args.Save(state), more=ocp.args.JsonSave({"a": 1}))
+        )
+    abstract = jax.eval_shape(lambda: state)
+    asked, plain = cnr.args.Restore(abstract), ocp.args.StandardRestore(abstract)
+    name = own or "default"
+    wanted = [
+        (asked, lambda found: found.state),
+        (None if own is None else asked, lambda found: found.state),
+        (plain, lambda found: found),
+        (both(model=asked), lambda found: found["model"].state),
+        (both(model=plain), lambda found: found["model"]),
+        (both(**{name: asked}), lambda found: found[name].state),
+        (both(**{name: plain}), lambda found: found[name]),
+    ]
+    for number, (args, state_in) in enumerate(wanted):
+        new = tmp_path / f"new{number}"
+        with cnr.CheckpointManager(
+            new, tables=tables, options=options, item=own
+        ) as manager:
+            found = state_in(manager.restore(step, directory=old, args=args))
+            np.testing.assert_array_equal(
+                found["params"]["user"], state["params"]["user"]
+            )
+            assert manager.all_steps() == []
+
+
 def test_an_empty_array_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     state = {"user": jnp.ones((4, 2)), "x": jnp.zeros((0, 3))}
     tables = cnr.find_tables(state, ["user"])

@@ -10,7 +10,6 @@ import jax
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.args import DEFAULT_ITEM
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.saving.calls import Calls
@@ -35,7 +34,7 @@ from cnr_jax.repository.lineage.entries import Entry, branch_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
-from cnr_jax.repository.step import read_step
+from cnr_jax.repository.step import deleted_step, read_step
 from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
@@ -43,17 +42,6 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
-
-
-def no_more(step: int, root: epath.Path) -> errors.NoStepError:
-    """The error for a step that was in a root, and is not any more."""
-    return errors.NoStepError(
-        f"step {step} is not in {os.fspath(root)} any more\n"
-        "  hint: who saves there has deleted it, or moved it aside, perhaps while it was read;"
-        " restore(None) takes the newest step that is there",
-        kind="step_deleted",
-        path=os.fspath(root),
-    )
 
 
 def _in_line(steps: Iterable[int]) -> str:
@@ -281,7 +269,7 @@ class Listing:
     def _no_step(self, step: int) -> errors.NoStepError:
         known = sorted(self._orbax.all_steps())
         if step in known or self.ledger.by_step(step) is not None:
-            return no_more(step, self._root)
+            return deleted_step(self._root, step)
         restorable = {entry.step for entry in self._restorable()} & set(known)
         return errors.NoStepError(
             f"step {step} does not exist in {os.fspath(self._root)}\n"
@@ -310,14 +298,18 @@ class Listing:
                 f"  steps: {_in_line(map(names.step_number, held))}"
             )
 
-    def find_state(self, root: epath.Path, step: int) -> str:
+    def find_state(self, root: epath.Path, step: int, item: str) -> str:
         """The item of a step that holds the state, before Orbax takes another kind for ours.
+
+        Args:
+            root: that holds the step.
+            step: the one.
+            item: that holds the state in other steps of the root.
 
         Raises:
             IntegrityError: if it is not there, holds nothing that this library could restore,
                 or what Orbax reads first is no file.
         """
-        item = self.item or DEFAULT_ITEM
         try:
             directory = self._orbax.find_directory(step, root)
         except ValueError:

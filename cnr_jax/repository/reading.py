@@ -24,7 +24,13 @@ from cnr_jax.repository.layout import (
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.replay.picked import picked_rows
-from cnr_jax.repository.step import is_same_step, read_step, uuid_of_step
+from cnr_jax.repository.step import (
+    TRIES,
+    deleted_step,
+    is_same_step,
+    read_step,
+    uuid_of_step,
+)
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import few
@@ -37,8 +43,6 @@ _IMPORT = (
 _NO_ROOT = (
     "  hint: it holds no steps at all; pass the folder that the manager was given"
 )
-# How often the newest step is chosen again, where each was taken away while it was read.
-_TRIES = 10
 T = TypeVar("T")
 
 
@@ -203,7 +207,7 @@ def of_step(
         NoStepError: if there is none, or no more.
         ChainError, IntegrityError, FormatError: as `read` raises them, of what is still there.
     """
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         place = _find(root, step, item)
         uuid = uuid_of_step(place.root, place.directory, place.item)
         try:
@@ -213,12 +217,7 @@ def of_step(
                 raise
             if step is not None:
                 break
-    raise errors.NoStepError(
-        f"step {place.directory} is not in {os.fspath(place.root)} any more\n"
-        "  hint: who saves there has deleted it, or moved it aside, while it was read",
-        kind="step_deleted",
-        path=os.fspath(place.root),
-    )
+    raise deleted_step(place.root, place.directory)
 
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:

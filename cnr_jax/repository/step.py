@@ -147,18 +147,38 @@ def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> 
 
     Args:
         root: holds the steps.
-        directory: of the step.
+        directory: of the step; empty: there is none.
         item: of it.
         uuid: of the checkpoint that it was; None: not known.
     """
     try:
-        if not is_directory(root / directory):
+        if not (directory and is_directory(root / directory)):
             return False
         return uuid is None or read_step(root, directory, item).uuid == uuid
     except errors.CnrError as error:
         return is_local(root) or error.kind not in ("manifest_missing", "not_committed")
     except OSError:
         return True
+
+
+# How often the newest step is chosen again, where each was taken away while it was read.
+TRIES = 10
+
+
+def deleted_step(root: AnyPath, step: object) -> errors.NoStepError:
+    """The error for a step that was in a root, and is not any more.
+
+    Args:
+        root: held it.
+        step: its number, or the name of its directory.
+    """
+    return errors.NoStepError(
+        f"step {step} is not in {os.fspath(root)} any more\n"
+        "  hint: who saves there has deleted it, or moved it aside, perhaps while it was read;"
+        " where no step is named, the newest that is there is taken",
+        kind="step_deleted",
+        path=os.fspath(root),
+    )
 
 
 def read_process(directory: AnyPath, manifest: Manifest, index: int) -> ProcessManifest:

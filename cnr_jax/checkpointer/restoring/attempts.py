@@ -19,13 +19,14 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.args import (
     DEFAULT_ITEM,
+    asked_item,
     attempted_args,
     in_item,
     out_of_item,
     reads_state,
     restore_args,
 )
-from cnr_jax.checkpointer.listing import Listing, no_more
+from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
@@ -39,12 +40,10 @@ from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import way_on
-from cnr_jax.repository.step import is_same_step, read_step
+from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
-# How often the newest step is chosen again, where each was taken away while it was read.
-_TRIES = 10
 
 
 def restore(
@@ -56,7 +55,7 @@ def restore(
     listing: Listing,
     channel: Channel,
     resume: Callable[[Any], None],
-) -> tuple[int, Any]:
+) -> tuple[int, Any, str]:
     """Restores a step, on all processes alike.
 
     Args:
@@ -69,18 +68,21 @@ def restore(
         resume: goes on saving from what was restored.
 
     Returns:
-        The step that was taken, and what was restored.
+        The step that was taken, what was restored, and what the state is called in it.
 
     Raises:
         CnrError: see `CheckpointManager.restore`.
     """
-    item, elsewhere = listing.item, None
-    args = restore_args(args, item)
+    elsewhere = None
     if directory is not None:
         elsewhere = ExactPath(open_root(directory))
         all_succeed(channel, lambda: listing.check_holds(elsewhere, step))
-    root = elsewhere or orbax.root
-    item = item or all_succeed(channel, lambda: find_item(root)) or DEFAULT_ITEM
+    root, item = elsewhere or orbax.root, listing.item
+    if elsewhere or item is None:
+        # Another root may call the state otherwise, and so may the arguments.
+        item = all_succeed(channel, lambda: find_item(root)) or item
+    asked, item = asked_item(args, listing.item, item), item or DEFAULT_ITEM
+    args = restore_args(args, asked)
 
     def ledger() -> Ledger:
         return listing.ledger_of(root, item) if elsewhere else listing.ledger
@@ -94,22 +96,23 @@ def restore(
     deleted = 0
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
-        directory, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
+        name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
         attempt = Attempt(passed_over=tuple(tried))
         try:
+            find = functools.partial(listing.find_state, root, taken, item)
             restored = _attempt(
-                taken, args, attempt, elsewhere, root, orbax, listing, channel, resume
+                taken, args, asked, find, attempt, elsewhere, orbax, channel
             )
             break
         except Exception as error:
             # Of several processes all hear of damage, but not of other errors.
             is_damage = isinstance(error, errors.DAMAGE)
             is_told = is_damage or jax.process_count() == 1
-            there = functools.partial(is_same_step, root, directory, item, uuid)
-            if is_told and not (directory and on_primary(channel, there)):
+            there = functools.partial(is_same_step, root, name, item, uuid)
+            if is_told and not on_primary(channel, there):
                 deleted += 1
-                if step is not None or deleted == _TRIES:
-                    raise no_more(taken, root) from error
+                if step is not None or deleted == TRIES:
+                    raise deleted_step(root, taken) from error
                 all_succeed(channel, chooser.look_again)
                 if elsewhere is None:
                     all_succeed(channel, orbax.reload)
@@ -121,32 +124,31 @@ def restore(
                 raise
             tried.append(taken)
             _log.debug("step %d cannot be restored", taken, exc_info=error)
+    if attempt.resumption is not None:
+        resume(attempt.resumption)
     chooser.warn(taken, asked_for=step is not None)
-    return taken, restored
+    return taken, restored, asked
 
 
 def _attempt(
     step: int,
     args: Any,
+    item: str,
+    find_state: Callable[[], str],
     attempt: Attempt,
     elsewhere: epath.Path | None,
-    root: epath.Path,
     orbax: OrbaxSeams,
-    listing: Listing,
     channel: Channel,
-    resume: Callable[[Any], None],
 ) -> Any:
-    """Restores a step, and goes on from it if all that was asked for has succeeded."""
-    item = listing.item or DEFAULT_ITEM
+    """Restores a step, whose state may be called otherwise than `item`, as in the arguments."""
     reads = reads_state(args, item)
     try:
-        held = listing.find_state(root, step) if reads else item
+        held = find_state() if reads else item
         args = attempted_args(args, attempt)
         if held == item:
-            restored = orbax.restore(step, elsewhere, args)
-        else:
-            found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
-            restored = out_of_item(found, args, item, held)
+            return orbax.restore(step, elsewhere, args)
+        found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
+        return out_of_item(found, args, item, held)
     except BaseException as error:
         # The other processes wait for what this one has to say.
         if reads and not attempt.is_told:
@@ -154,9 +156,6 @@ def _attempt(
         raise
     finally:
         end_interrupted_tasks()
-    if attempt.resumption is not None:
-        resume(attempt.resumption)
-    return restored
 
 
 def _find(orbax: OrbaxSeams, step: int, root: epath.Path) -> str:
