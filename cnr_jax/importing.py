@@ -123,10 +123,8 @@ def _restored(
     if item != DEFAULT_ITEM:
         asked = in_item(asked, item, item)
     found = reader.restore(step, args=asked)
-    # What turned out damaged on the way does not count any more.
-    taken = reader.latest_step() if step is None else step
-    assert taken is not None
-    return taken, (found if item == DEFAULT_ITEM else found[item]).state
+    restored = found if item == DEFAULT_ITEM else found[item]
+    return restored.report.step, restored.state
 
 
 def _check_is_new(root: AnyPath) -> None:
