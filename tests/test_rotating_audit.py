@@ -268,11 +268,11 @@ def test_row_that_is_recorded_before_its_turn_stops_nothing(windows: Run) -> Non
     [
         # Each goes on where another number of devices is: those of two devices on one.
         (2, P("r"), "device"),
-        (2, P(None, "r"), "host"),
         # A compilation of each program for each device.
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                (2, P(None, "r"), "host"),
                 (2, P(), "host"),
                 (1, P(), "host"),
                 (8, P("r"), "device"),

@@ -117,6 +117,7 @@ def test_optimum_of_a_sample_is_that_of_all_rows_within_one_percent(
     assert chosen.refits < max(v.rounds for v in variants(chosen))
 
 
+@pytest.mark.slow
 def test_choice_is_the_same_for_every_sharding(
     values: np.ndarray, caplog: pytest.LogCaptureFixture
 ) -> None:

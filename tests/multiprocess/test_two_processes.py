@@ -212,7 +212,7 @@ RESUMED = ("consecutive", "fingerprint", "zstd")
 @pytest.mark.parametrize(
     ("policy", "tracking", "compression", "kills"),
     [
-        ("one_shot", "recorded", None, [IN_ROWS]),
+        pytest.param("one_shot", "recorded", None, [IN_ROWS], marks=pytest.mark.slow),
         (*RESUMED, [IN_MANIFEST]),
         pytest.param(*RESUMED, [IN_ROWS, IN_MANIFEST], marks=pytest.mark.slow),
     ],

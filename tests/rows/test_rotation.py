@@ -71,7 +71,9 @@ def test_looks_read_a_part_of_each_table_within_a_limit(
         watch.keep(look, clock)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(
+    "where", ["host", pytest.param("device", marks=pytest.mark.slow)]
+)
 def test_rows_are_found_as_often_as_is_said(where: Any) -> None:
     """Of k rows that keep moving, n looks miss all with probability about (1 - n w / N)^k."""
     rows, k, n, limit = 3000, 25, 4, 800

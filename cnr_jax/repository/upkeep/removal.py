@@ -23,8 +23,6 @@ from cnr_jax.repository.files import AnyPath, exists, sync_directory
 from cnr_jax.repository.lineage.ledger import Ledger
 
 _log = logging.getLogger(__name__)
-# How long a save waits for the room that failed ones have taken.
-ROOM_SECS = 10.0
 
 
 class Remover:

@@ -29,11 +29,13 @@ from cnr_jax.repository.upkeep.claim import (
     WritingLock,
     other_writer,
 )
-from cnr_jax.repository.upkeep.removal import ROOM_SECS, Remover, clear, find_leftovers
+from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
 
 _log = logging.getLogger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.
 HAND_OVER_SECS = 60.0
+# How long a save waits for the room that failed ones have taken.
+ROOM_SECS = 10.0
 
 
 class RootWriter:
