@@ -183,6 +183,7 @@ def test_after_an_interrupt_the_manager_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("call", CALLS)
 def test_after_an_interrupt_at_any_moment_the_manager_goes_on(
     tiny_run: Any, tmp_path: Path, call: Callable[..., None]
