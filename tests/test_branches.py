@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
@@ -171,6 +172,21 @@ def test_full_ones_of_a_branch_that_was_left_do_not_count(
     kinds = {step: run.manifest(manager, step).kind for step in (10, 40, 50)}
     assert kinds == {10: "full", 40: "full", 50: "delta"}
     assert there(tmp_path / "root")["steps"] == ["10", "40", "50"]
+
+
+def test_full_ones_that_only_an_unreadable_folder_keeps_do_not_count(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    (root / "15" / "notes").mkdir(parents=True)
+    keeps = ocp.checkpoint_managers.CustomSteps([20])
+    manager = opened(run, policy=cnr.Full(), preservation_policy=keeps, min_fulls=2)
+    run.run(manager, [10, 20, 30])
+    assert manager.all_steps() == [10, 20, 30]
+    # 10 goes with the folder, and then there still have to be two.
+    (root / "15").rename(tmp_path / "15")
+    run.run(manager, [40])
+    assert manager.all_steps() == [20, 40]
 
 
 def test_the_first_deletion_says_what_the_steps_that_stay_are_worth(

@@ -393,13 +393,15 @@ class Model:
         ruled = set(self.keeps([step for step in own if step in there]))
         ruled |= set(self.keeps(own)) - there
         wanted = ruled | (self.steps.keys() - set(own))
-        wanted |= {step for step in self.steps if step <= unknown}
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
         if ruled:
             fulls = [s for s in ordered if s.step in there and s.parent is None]
             spare = self.min_fulls - sum(saved in kept for saved in fulls)
             others = [saved for saved in reversed(fulls) if saved not in kept]
             kept |= set(others[: max(0, spare)])
+        # Last, since what stays only because something unknown may rest on it is soon gone when
+        # that is: it does not count as one of the full ones.
+        kept |= {s for saved in ordered if saved.step <= unknown for s in saved.chain()}
         self.steps = {saved.step: saved for saved in ordered if saved in kept}
         self.leaving = set()
 
