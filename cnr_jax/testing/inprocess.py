@@ -49,8 +49,12 @@ Callback = Callable[[Call], object]
 
 
 class _Watch:
-    def __init__(self, below: Path, before: Callback, after: Callback) -> None:
+    def __init__(
+        self, below: Path, before: Callback, after: Callback, *, alone: bool
+    ) -> None:
         self.calls: list[Call] = []
+        # Reentrant: what is called around a call may make others.
+        self._turn = threading.RLock() if alone else contextlib.nullcontext()
         self._below = os.path.realpath(below)
         self._before, self._after = before, after
         self._lock = threading.Lock()
@@ -72,15 +76,16 @@ class _Watch:
     def _call(self, kind: str, paths: list[str], do: Callable[[], Any]) -> Any:
         if not any(self._is_below(path) for path in paths):
             return do()
-        with self._lock:
-            number = len(self.calls) + 1
-            to = paths[1] if len(paths) > 1 else ""
-            call = Call(number, os.getpid(), kind, paths[0], False, to)
-            self.calls.append(call)
-        self._before(call)
-        result = do()
-        self._after(call)
-        return result
+        with self._turn:
+            with self._lock:
+                number = len(self.calls) + 1
+                to = paths[1] if len(paths) > 1 else ""
+                call = Call(number, os.getpid(), kind, paths[0], False, to)
+                self.calls.append(call)
+            self._before(call)
+            result = do()
+            self._after(call)
+            return result
 
     def _is_below(self, path: str) -> bool:
         return path == self._below or path.startswith(self._below + os.sep)
@@ -93,6 +98,7 @@ def watching(
     before: Callback = lambda call: None,
     after: Callback = lambda call: None,
     looks: bool = False,
+    alone: bool = False,
 ) -> Iterator[list[Call]]:
     """Calls `before` and `after` around every call, in its thread.
 
@@ -103,6 +109,7 @@ def watching(
         before: is given the call, which has been counted.
         after: likewise.
         looks: calls that only look count too.
+        alone: a call of another thread waits until `after` has returned.
 
     Yields:
         The calls so far, a list that grows.
@@ -115,7 +122,7 @@ def watching(
         >>> [call.call for call in calls]
         ['mkdir']
     """
-    watch = _Watch(Path(below), before, after)
+    watch = _Watch(Path(below), before, after, alone=alone)
     with contextlib.ExitStack() as patches:
         functions = _FUNCTIONS | _LOOKS if looks else _FUNCTIONS
         for name, (kind, paths) in functions.items():
@@ -199,11 +206,17 @@ def copying(
     def copy(call: Call) -> None:
         if call.number == nth:
             with contextlib.suppress(shutil.Error):
-                # Files that other threads rename meanwhile, as they may at any time.
+                # Files that code outside of Python renames meanwhile.
                 shutil.copytree(below, to)
 
-    watched = watching(below, after=copy) if after else watching(below, before=copy)
-    with watched as calls:
+    def nothing(call: Call) -> None:
+        pass
+
+    # Alone, since a copy takes its time: another thread could commit a step after the copy has
+    # listed the folder, and then delete an older one before the copy has come to it. The copy
+    # would lack both, which at no moment was so.
+    before, behind = (nothing, copy) if after else (copy, nothing)
+    with watching(below, before=before, after=behind, alone=True) as calls:
         yield calls
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,36 @@ LOOKED = [
     ("open_read", "d/a"),
     ("open_read", "d"),
 ]
+
+
+def test_a_copy_is_of_one_moment_whatever_other_threads_do(root: Path) -> None:
+    for name in range(1000):
+        (root / f"ballast-{name}").mkdir()
+    (root / "version-0").mkdir()
+    ended = threading.Event()
+
+    def go_on() -> None:
+        number = 0
+        while not ended.is_set():
+            (root / f"version-{number + 1}").mkdir()
+            (root / f"version-{number}").rmdir()
+            number += 1
+
+    for nth in range(1, 11):
+        copy = root.with_name(f"copy-{nth}")
+        with inprocess.copying(root, copy, nth=nth):
+            thread = threading.Thread(target=go_on)
+            thread.start()
+            while not copy.exists():
+                (root / "mine").mkdir()
+                (root / "mine").rmdir()
+            ended.set()
+            thread.join()
+        ended.clear()
+        for version in root.glob("version-*"):
+            version.rename(root / "version-0")
+        assert len(list(copy.glob("version-*"))) in (1, 2), nth
+        assert len(list(copy.glob("ballast-*"))) == 1000
 
 
 def test_calls_that_look_count_where_they_are_asked_for(root: Path) -> None:
