@@ -210,7 +210,7 @@ def slowly(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("layout", "other", "codec", "staging", "mesh"),
     [
-        ("rows", "columns", "raw", "auto", MESH),
+        slowly("rows", "columns", "raw", "auto", MESH),
         slowly("columns", "rows", "raw", "auto", MESH),
         slowly("rows", "both", "adaptive", "auto", MESH),
         slowly("columns", "both", "asymmetric", "auto", MESH),

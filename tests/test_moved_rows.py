@@ -189,7 +189,9 @@ def grows_and_goes_on(tmp_path: Path, devices: int, codec: str, bits: int) -> No
         (jnp.arange(ROWS, dtype=jnp.int32)[::-1], ROWS),
     ],
 )
-@pytest.mark.parametrize("codec", ["raw", "adaptive"])
+@pytest.mark.parametrize(
+    "codec", [pytest.param("raw", marks=pytest.mark.slow), "adaptive"]
+)
 def test_rows_are_taken_by_the_ids_that_are_given(
     tmp_path: Path, unsynced: None, codec: str, ids: Any, rows: int
 ) -> None:

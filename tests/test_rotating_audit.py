@@ -177,9 +177,22 @@ def _decay(run: Run, met: list[np.ndarray]) -> None:
     run.move(np.arange(ROWS), by=0.01)
 
 
+def _slowly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 # Staging "device" on a CPU goes the way of accelerators.
-@pytest.mark.parametrize(("devices", "staging"), [(1, "device"), (2, "host")])
-@pytest.mark.parametrize("late", [_adam, _momentum, _decay])
+@pytest.mark.parametrize(
+    ("late", "devices", "staging"),
+    [
+        (_adam, 1, "device"),
+        _slowly(_adam, 2, "host"),
+        _slowly(_momentum, 1, "device"),
+        (_momentum, 2, "host"),
+        (_decay, 1, "device"),
+        _slowly(_decay, 2, "host"),
+    ],
+)
 def test_what_begins_late_stops_one_of_the_next_three_saves(
     start: Any, late: Any, devices: int, staging: str
 ) -> None:

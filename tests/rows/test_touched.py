@@ -324,7 +324,7 @@ def features(draw: st.DrawFn) -> Feature:
     return Feature(ids, where, row_splits)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     calls=st.lists(
         st.dictionaries(
