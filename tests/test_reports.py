@@ -118,7 +118,10 @@ def test_a_failure_is_known_without_a_call_and_the_next_one_raises_it(
         assert run.save(manager, 2)
         known = until(lambda: manager.failure)
     assert (known.step, known.errno) == (2, errno.ENOSPC)
-    lines = [r.message for r in caplog.records if r.name.startswith("cnr_jax")]
+    # Another thread writes the line, right after it has said so to the manager.
+    lines = until(
+        lambda: [r.message for r in caplog.records if r.name.startswith("cnr_jax")]
+    )
     assert [line for line in lines if "step 2 failed" in line] == lines
     assert len(lines) == 1 and "\n" not in lines[0] and "No space left" in lines[0]
     run.train(3)
