@@ -601,7 +601,10 @@ DEVICE_WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [slowly("one_shot"), "consecutive"])
+# By default the quantized ones below stand for these, on one device, and exact rows of any shape
+# on two (test_any_rows.py).
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["one_shot", "consecutive"])
 @_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_exact_chains_encoded_on_the_device_equal_model(

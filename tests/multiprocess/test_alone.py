@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from test_two_processes import Processes
 
 WORKER = Path(__file__).parent / "alone_worker.py"
 
 
+# By default test_seams.py stands for it: there too one process meets what the other does not.
+@pytest.mark.slow
 def test_managers_made_on_one_process_alone_keep_no_other_from_saving(
     tmp_path: Path,
 ) -> None:
