@@ -311,7 +311,7 @@ class OptionError(CnrError, ValueError):
 
     Kinds:
         no_table: there is no table of that name.
-        no_row: the command line was asked for a row that the table does not have.
+        no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
         no_target: an export cannot be written to that folder, or an import not be made there.
         faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.

@@ -136,7 +136,7 @@ def test_plain_orbax_restores_an_export(saved: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     done = cnr.export(root, None, there, on_bytes=lambda *told: seen.append(told))
     assert (done.step, done.directory) == (1, str(there))
-    assert seen[-1][1] == done.bytes and seen == sorted(seen)
+    assert seen[-1] == (done.bytes, done.bytes) and seen == sorted(seen)
     check_told(there, "orbax", done)
     for checkpointer in (ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer()):
         with checkpointer:

@@ -46,7 +46,7 @@ def simulate(
     sizes = {}
     for each in rows or ():
         name, _, count = each.rpartition("=")
-        if not name or not count.isdigit():
+        if not name or not (count.isascii() and count.isdigit()):
             raise typer.BadParameter(
                 f"expected TABLE=N, got {each!r}", param_hint="--rows"
             )
@@ -61,8 +61,11 @@ def simulate(
         raise OptionError(
             f"{accesses} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error
-    model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
-    found = simulated(trace, every, rows=sizes, model=model)
+    try:
+        model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
+        found = simulated(trace, every, rows=sizes, model=model)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
     if as_json:
         print_json("simulate", found.asdict())
         return Exit.FINE

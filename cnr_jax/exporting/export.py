@@ -30,7 +30,6 @@ from cnr_jax.rows.tiling import outside_mesh
 from cnr_jax.state.table import few, flatten_paths
 
 Format = Literal["orbax", "safetensors", "zarr"]
-# What tells of the export in its folder; a zarr hierarchy has attributes instead.
 # Bytes of chunks of the chain that are kept, by us and by TensorStore: rows are read once, in
 # order, so one chunk of each array of a leaf is enough.
 _KEPT_BYTES = 64 << 20

@@ -281,6 +281,9 @@ def write_orbax(
         if leaf.path not in values:
             values[leaf.path] = leaf.value()
     save_skeleton(directory, values, {"cnr_jax": about}, like)
+    for leaf in leaves:
+        if leaf not in arrays:
+            written(leaf.nbytes)
     for leaf in arrays:
         folder = directory / array_folder(leaf.path)
         shutil.rmtree(folder)

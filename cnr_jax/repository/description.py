@@ -152,7 +152,8 @@ class RootDescription:
     Attributes:
         root: its path.
         item: of each step that was looked at; None: no step holds one of this library.
-        steps: in the order in which they were saved.
+        steps: branch by branch, each in the order of its saves; those of which the branch is not
+            known come first.
         abandoned: folders of steps that a rollback moved aside.
         earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
         unfinished: folders of saves that are being written, or were killed.

@@ -298,6 +298,7 @@ def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
         first = tuple(int(at) for at in wrong[0])
         raise errors.OptionError(
             f"{len(wrong):,} row ids of table {entry.name!r} are out of range\n"
-            f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}"
+            f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}",
+            kind="no_row",
         )
     return given.astype(np.int64)

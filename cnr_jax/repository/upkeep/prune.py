@@ -55,7 +55,7 @@ class PrunePlan:
 
     Attributes:
         root: its path.
-        fates: of all steps, oldest first, then of what lies beside them.
+        fates: of all steps, in the order of `describe`, then of what lies beside them.
         is_done: whether what does not stay is deleted.
     """
 
@@ -259,7 +259,7 @@ def _fates(
     *,
     other_runs: bool,
 ) -> tuple[Fate, ...]:
-    """What becomes of the steps of a root, oldest first, and of what lies beside them."""
+    """What becomes of the steps of a root, as `describe` lists them, and of what lies beside them."""
     steps = {step.directory: step for step in describe(root, item=item).steps}
     for step in steps.values():
         if step.problem and step.kind != "orbax":
