@@ -17,7 +17,9 @@ from typing import Any
 class CnrError(Exception):
     """Base of all errors raised by `cnr_jax`.
 
-    What means a damaged step, and nothing else, is in the tuple `DAMAGE`.
+    What means a damaged step, and nothing else, is in the tuple `DAMAGE`. Errors come through
+    `pickle` and `copy` with all attributes and notes, as from a worker of a pool of processes;
+    as with all exceptions, cause and traceback stay behind.
 
     Kinds:
         error: no class fits better.
@@ -41,6 +43,16 @@ class CnrError(Exception):
         if path is not None:
             self.path = path
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # How pickle and copy make another. Python's own would call the class with the text alone,
+        # and leave out what `OSError` keeps beside its variables.
+        return _blank, (type(self), self.args), self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        """What the error says beside its text, notes included."""
+        of_system = {name: getattr(self, name, None) for name in _OF_SYSTEM}
+        return {**vars(self), **{k: v for k, v in of_system.items() if v is not None}}
+
     def to_json(self) -> dict[str, Any]:
         """All that the error says, for another process of the run: text and attributes.
 
@@ -52,9 +64,7 @@ class CnrError(Exception):
             >>> type(same).__name__, str(same) == str(found), same.problems, same.path
             ('ManifestError', True, ('step: required key is absent',), 'm')
         """
-        facts = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        if isinstance(self, OSError):
-            facts["errno"] = self.errno  # which is not among its variables
+        facts = {k: v for k, v in self._facts().items() if not k.startswith("_")}
         found = {"class": type(self).__name__, "message": str(self)}
         return {**found, "facts": {"kind": self.kind, **facts}}
 
@@ -64,12 +74,21 @@ class CnrError(Exception):
         kind: Any = globals().get(document["class"])
         if not isinstance(kind, type) or not issubclass(kind, CnrError):
             kind = CnrError
-        # Made without its arguments, which the text holds already.
-        error = kind.__new__(kind)
-        error.args = (document["message"],)
+        error = _blank(kind, (document["message"],))
         for name, value in document["facts"].items():
             setattr(error, name, tuple(value) if isinstance(value, list) else value)
         return error
+
+
+# What `OSError` keeps of the system's error.
+_OF_SYSTEM = ("errno", "strerror", "filename", "filename2")
+
+
+def _blank(kind: type[CnrError], args: tuple[Any, ...]) -> CnrError:
+    """An error made without calling its class, of which the text says all arguments already."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ChainError(CnrError):

@@ -43,6 +43,16 @@ class Leaf:
     dtype: np.dtype
     sharding: jax.sharding.Sharding | None = field(default=None, compare=False)
 
+    def __getstate__(self) -> list[Any]:
+        # For pickle: devices are those of this process, and cannot go to another.
+        return [self.name, self.path, self.shape, self.dtype, None]
+
+    def __copy__(self) -> Leaf:
+        return self  # nothing of it changes, and the sharding stays
+
+    def __deepcopy__(self, memo: Any) -> Leaf:
+        return self
+
     @property
     def nbytes(self) -> int:
         """Size of the whole array in bytes."""
@@ -121,7 +131,8 @@ class TableSpec:
 class Tables(Mapping[str, Table]):
     """The tables of a state by name, and the paths of all other leaves.
 
-    Printing it shows what was matched: look at it once before a long run.
+    Printing it shows what was matched: look at it once before a long run. Pickled for another
+    process it is equal there, without the shardings of leaves.
 
     Attributes:
         dense: paths of the leaves that belong to no table, in the state's order.
@@ -155,6 +166,9 @@ class Tables(Mapping[str, Table]):
         return self._tables == other._tables and self.dense == other.dense
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tables, (self._tables, self.dense, self._dense_lines)
 
     def __repr__(self) -> str:
         return f"<Tables {', '.join(self)}; {len(self.dense)} dense leaves>"
