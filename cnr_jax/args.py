@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
@@ -13,9 +12,16 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.core import Tracer
 
 from cnr_jax import errors
+from cnr_jax.plain_args import (
+    RESTORE,
+    STATES_RESTORED,
+    STATES_SAVED,
+    name_of,
+    not_taken,
+    state_of_pytree,
+)
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables
 
@@ -25,7 +31,6 @@ P = ParamSpec("P")
 
 # Of a step that holds one item, which a user does not name.
 DEFAULT_ITEM = "default"
-NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
 
 
 @dataclasses.dataclass
@@ -234,40 +239,6 @@ def only_root_by_position(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_step(step: object) -> None:
-    """Checks that a step is one.
-
-    Raises:
-        OptionError: if it is no integer, or negative.
-    """
-    if isinstance(step, Tracer):
-        raise errors.OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
-    try:
-        number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None:
-        raise errors.OptionError(f"a step is an integer, got {reprlib.repr(step)}")
-    if number < 0:
-        raise errors.OptionError(f"a step is at least 0, got {step}")
-
-
-def check_restored_step(step: object) -> None:
-    """Checks that what to restore is a step, or None.
-
-    Raises:
-        OptionError: if it is neither.
-    """
-    if step is None:
-        return
-    try:
-        check_step(step)
-    except errors.OptionError as error:
-        raise errors.OptionError(
-            f"{error}\n  hint: restore(None) takes the newest step that is whole"
-        ) from None
-
-
 def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None:
     """Checks that a state, or what to restore, is given as arguments.
 
@@ -319,12 +290,15 @@ def state_to_save(
     items = {DEFAULT_ITEM: args}
     if isinstance(args, ocp.args.Composite):
         items = dict(args.items())
-    elif isinstance(args, ocp.args.StandardSave | ocp.args.PyTreeSave):
-        raise errors.OptionError(
-            f"this manager does not take {type(args).__name__} for the state\n"
-            "  hint: cnr.args.Save(state); other items go beside it in a Composite"
-        )
     found = {key: each for key, each in items.items() if isinstance(each, Save)}
+    for key, each in items.items():
+        # Before the first save it is not known which item is to be the state.
+        is_state = key == item if item or found else True
+        if is_state and isinstance(each, STATES_SAVED):
+            raise errors.OptionError(
+                f"this manager does not take {name_of(each)} for the state\n"
+                "  hint: cnr.args.Save(state); other items go beside it in a Composite"
+            )
     if not found:
         return None, item
     if item is None and len(found) == 1:
@@ -341,11 +315,18 @@ def state_to_save(
 def restore_args(
     args: ocp.args.CheckpointArgs | None, item: str | None
 ) -> ocp.args.CheckpointArgs:
-    """What to restore, of this library's own arguments."""
+    """What to restore, of this library's own arguments.
+
+    Raises:
+        OptionError: if Orbax's own ask for what a restore of a state cannot do.
+    """
     asked = _plainly_asked(args, item)
     if asked is not None:
+        state, partial = asked.item, False
+        if isinstance(asked, ocp.args.PyTreeRestore):
+            state, partial = state_of_pytree(asked)
         # As Orbax does, whose own saves such a program restores too.
-        return _replaced(args, asked, Restore(asked.item, cast=True))
+        return _replaced(args, asked, Restore(state, partial=partial, cast=True))
     if args is not None:
         return args
     if item in (None, DEFAULT_ITEM):
@@ -355,11 +336,28 @@ def restore_args(
 
 def _plainly_asked(
     args: ocp.args.CheckpointArgs | None, item: str | None
-) -> ocp.args.StandardRestore | None:
+) -> ocp.args.StandardRestore | ocp.args.PyTreeRestore | None:
     """What asks for the state as for one that Orbax saved, if anything does."""
+    args = _of_state(args, item)
+    return args if isinstance(args, STATES_RESTORED) else None
+
+
+def _of_state(args: Any, item: str | None) -> Any:
+    """What is asked for of the item that holds the state; None if nothing is."""
     if isinstance(args, ocp.args.Composite):
-        args = args.get(item) if item is not None else None
-    return args if isinstance(args, ocp.args.StandardRestore) else None
+        return args.get(item) if item is not None else None
+    return args
+
+
+def check_restores_state(args: Any, item: str) -> None:
+    """Checks that what a checkpoint of this library is restored by are not arguments of others.
+
+    Raises:
+        OptionError: if they are.
+    """
+    asked = _of_state(args, item)
+    if asked is not None and not isinstance(asked, Restore):
+        raise not_taken(name_of(asked), "", RESTORE)
 
 
 def asked_item(args: Any, own: str | None, held: str | None) -> str:

@@ -14,8 +14,6 @@ from cnr_jax.args import (
     Save,
     as_asked,
     check_arguments,
-    check_restored_step,
-    check_step,
     only_root_by_position,
     planned_args,
     state_to_save,
@@ -23,7 +21,7 @@ from cnr_jax.args import (
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.options import (
-    check_orbax_options,
+    checked_orbax_options,
     with_retention,
     with_safety,
 )
@@ -39,6 +37,7 @@ from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.handler import handler_registry
+from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
@@ -51,12 +50,12 @@ _log = logging.getLogger(__name__)
 class CheckpointManager(ocp.CheckpointManager):
     """Saves a train state in every call, mostly as deltas, and restores it.
 
-    Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps
-    are kept; `latest_step()` is the newest whole checkpoint of the newest branch; after
-    restoring an older step saving goes on from there. Threads may share one: a call waits for
-    those of others. An interrupt (Ctrl-C) may come in the middle of any call: a save has then
-    happened or not, its rows are in the next one, and all calls work as before, `close` too,
-    which may have to be called again. What is being written is waited for by the next call.
+    Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps are
+    kept; `latest_step()` is the newest whole checkpoint of the newest branch; after restoring an
+    older step saving goes on from there. Threads may share one: a call waits for those of others.
+    An interrupt (Ctrl-C) may come in the middle of any call: a save has then happened or not, its
+    rows are in the next one, and all calls work as before, `close` too, which may have to be called
+    again.
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
@@ -99,8 +98,7 @@ class CheckpointManager(ocp.CheckpointManager):
         item: str | None = None,
     ) -> None:
         options = checked(options)
-        check_orbax_options(orbax_options)
-        orbax_options = orbax_options or ocp.CheckpointManagerOptions()
+        orbax_options = checked_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler = handler = registry.handler
         self._channel, barriers = handler.channel, handler.barriers
@@ -145,9 +143,6 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Known before the next call raises it. If the save is committed, but what comes after it
         failed, its `kind` is `"after_commit"`.
-
-        Example:
-            `if manager.failure is not None: alert(str(manager.failure))`, in a train loop.
         """
         return self._handler.lifecycle.last_failure
 
@@ -186,10 +181,10 @@ class CheckpointManager(ocp.CheckpointManager):
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from where saving goes on.
 
-        A manager that has neither saved nor restored starts anew, whatever its root holds.
-        Before a preemption a save is due whatever the interval.
+        A manager that has neither saved nor restored starts anew, whatever its root holds. Before
+        a preemption a save is due whatever the interval.
         """
-        return self._course.should_save(step)
+        return self._course.should_save(checked_step(step))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save.
@@ -203,7 +198,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Example:
             `if manager.reached_preemption(step): break`, after `manager.save(step, ...)`.
         """
-        return self._course.reached_preemption(step)
+        return self._course.reached_preemption(checked_step(step))
 
     @alone
     def save(
@@ -232,7 +227,7 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: inside `on_save`, in a signal handler in the middle of a call, or after
                 `close`.
         """
-        check_step(step)
+        step = checked_step(step)
         if self._orbax.is_read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
@@ -299,8 +294,8 @@ class CheckpointManager(ocp.CheckpointManager):
             restore_kwargs: not used; see Orbax.
             directory: another root to restore from.
             args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
-                Orbax's `StandardRestore` gives the state alone, as of Orbax's own saves, in its
-                dtypes whatever they are, with a warning where that changes values.
+                Orbax's `StandardRestore` and `PyTreeRestore` give the state alone, in its dtypes
+                whatever they are, with a warning where that changes values.
 
         Returns:
             `Restored(state, touched)`, with a `report`; where items are named, a Composite with it.
@@ -309,11 +304,12 @@ class CheckpointManager(ocp.CheckpointManager):
             NoStepError: if there is no such step, or none that can be restored; it is a
                 FileNotFoundError too.
             StateMismatchError: if the state asked for does not match.
+            OptionError: if `args` are none that restore a state, or it is no step.
             ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
                 name the file, the chain, and the steps that could be restored instead.
             CallError: as `save`.
         """
-        check_restored_step(step)
+        step = step_or_newest(step, "restore(None) takes the newest that is whole")
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
@@ -327,9 +323,8 @@ class CheckpointManager(ocp.CheckpointManager):
             channel=self._channel,
             resume=self._handler.resume,
         )
-        state = restored
-        if isinstance(restored, ocp.args.Composite):
-            state = restored.get(item)
+        is_named = isinstance(restored, ocp.args.Composite)
+        state = restored.get(item) if is_named else restored
         ours = isinstance(state, Restored)
         if ours:
             writes = self._handler.tables is not None and not self._orbax.is_read_only
@@ -351,12 +346,17 @@ class CheckpointManager(ocp.CheckpointManager):
         Raises:
             NoStepError: if there is no such step, or no more.
         """
+        step = step_or_newest(step)
         self._orbax.name_item(self._listing.item, Restore, self._handler)
         try:
             return super().metadata(step)
         except Exception:
             self._listing.check_is_there(step)
             raise
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that a step was saved with; None if it has none."""
+        return super().metrics(checked_step(step))
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
@@ -380,8 +380,7 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: as `save`.
             OSError: if the step cannot be removed; it is there as before.
         """
-        check_step(step)
-        self._listing.delete(step)
+        self._listing.delete(checked_step(step))
 
     def reload(self) -> None:
         """Waits for a save, reads the root again, and may take it over from another manager.

@@ -13,6 +13,7 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.format.tiles import COMPRESSIONS
+from cnr_jax.integers import integer, take_integers
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, make_codec
@@ -22,6 +23,7 @@ from cnr_jax.telemetry import SaveReport
 
 # Elements of a row up to which codecs state their error; expert weights may have millions.
 WIDEST = 1 << 16
+_NUMBERS = "bits expected_restores audit_bytes min_fulls max_staging_bytes timeout_secs"
 # Where nothing is given.
 _CODEC, _BITS = "adaptive", 4
 _LEAVES = ("table", "slot")
@@ -35,6 +37,9 @@ class TableOptions:
     codec: str | Codec | None = None
     bits: int | Literal["auto"] | None = None
     slot_codec: str | Codec | None = None
+
+    def __post_init__(self) -> None:
+        take_integers(self, "bits")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +176,7 @@ class Options:
     adopt: bool = False
 
     def __post_init__(self) -> None:
+        take_integers(self, *_NUMBERS.split())
         self._check_policy()
         self._check_kinds()
         self._check_tracking()
@@ -244,22 +250,25 @@ class Options:
                     f"{_TABLES_HINT}"
                 )
         least: Any = self.min_fulls
-        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+        if integer(least) is None or least < 1:
             raise errors.OptionError(
                 f"min_fulls is {least!r}, expected a positive integer"
             )
-        for name in ("timeout_secs", "max_staging_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise errors.OptionError(f"{name} is {value!r}, expected a number")
+        secs: Any = self.timeout_secs
+        if isinstance(secs, bool) or not isinstance(secs, numbers.Real):
+            raise errors.OptionError(f"timeout_secs is {secs!r}, expected a number")
+        if integer(self.max_staging_bytes) is None:
+            raise errors.OptionError(
+                f"max_staging_bytes is {self.max_staging_bytes!r}, expected a number"
+                " of bytes, which is an integer"
+            )
 
     def _check_auto(self) -> None:
         """Checks that "auto", and what is expected for it, have something to choose."""
         bits_after(0, self.assumed_restores)
         own = {name: table.bits for name, table in self.tables.items()}
         for name, bits in {"": self.bits, **own}.items():
-            is_number = isinstance(bits, int) and not isinstance(bits, bool)
-            if bits not in (None, "auto") and not is_number:
+            if bits not in (None, "auto") and integer(bits) is None:
                 raise errors.OptionError(
                     f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
                 )
@@ -323,7 +332,7 @@ class Options:
                 f" {', '.join(map(repr, known))}"
             )
         given = self.audit_bytes
-        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        if integer(given) is None or given < 0:
             raise errors.OptionError(
                 f"audit_bytes is {given!r}, expected 0 or a positive integer"
             )

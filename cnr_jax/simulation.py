@@ -16,6 +16,7 @@ import numpy as np
 
 from cnr_jax.errors import OptionError
 from cnr_jax.format.rowids import encode_rowids
+from cnr_jax.integers import integer, take_integers
 from cnr_jax.policy import (
     Consecutive,
     Full,
@@ -54,7 +55,10 @@ class ByteModel:
     slot_bytes: int = 4
 
     def __post_init__(self) -> None:
-        if self.dim < 1 or self.slot_bytes < 0 or self.bits not in _WIDTHS:
+        take_integers(self, "dim", "bits", "slot_bytes")
+        given = (self.dim, self.bits, self.slot_bytes)
+        is_stored = None not in map(integer, given) and self.bits in _WIDTHS
+        if not is_stored or self.dim < 1 or self.slot_bytes < 0:
             raise OptionError(
                 f"no rows are stored like that: {self}\n"
                 f"  expected dim of 1 or more, bits of {', '.join(map(str, _WIDTHS))}, and"
@@ -97,6 +101,12 @@ class Schedule:
 
     parents: tuple[int, ...]
     written: np.ndarray
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        same = np.array_equal(self.written, other.written)
+        return self.parents == other.parents and same
 
     @property
     def fulls(self) -> list[int]:
@@ -231,6 +241,7 @@ def simulate(
     model = model or ByteModel()
     # A name for each: two of a kind are told apart by their place.
     chosen = _checked_policies(policies)
+    every = _interval(every)
     tables = _checked(accesses, every, rows or {})
     sizes = {name: size for name, (_, size) in tables.items()}
     saves = len(next(iter(tables.values()))[0]) // every
@@ -318,14 +329,20 @@ def _is_policy(given: object) -> bool:
     return callable(getattr(given, "decide", None)) and not isinstance(given, type)
 
 
+def _interval(every: Any) -> int:
+    """Train steps between two saves."""
+    found = integer(every)
+    if found is None:
+        raise OptionError(
+            f"every is the number of train steps between two saves, got {every!r}"
+        )
+    return found
+
+
 def _checked(
     accesses: Mapping[str, np.ndarray], every: int, rows: Mapping[str, int]
 ) -> dict[str, tuple[np.ndarray, int]]:
     """The ids of each table, and its rows."""
-    if isinstance(every, bool) or not hasattr(every, "__index__"):
-        raise OptionError(
-            f"every is the number of train steps between two saves, got {every!r}"
-        )
     for what, given in (("traces", accesses), ("rows", rows)):
         if not isinstance(given, Mapping):
             raise OptionError(
@@ -346,9 +363,11 @@ def _checked(
                 f"the trace of table {name!r} is no array of row ids\n"
                 f"  got {ids.dtype}{list(ids.shape)}, expected int[steps, ...]"
             )
-        size = rows.get(name, int(ids.max()) + 1)
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise OptionError(f"rows of table {name!r} are a number, got {size!r}")
+        size = integer(rows.get(name, int(ids.max()) + 1))
+        if size is None:
+            raise OptionError(
+                f"rows of table {name!r} are a number, got {rows[name]!r}"
+            )
         if ids.max() >= size:
             raise OptionError(
                 f"the trace of table {name!r} has ids past its rows\n"

@@ -22,6 +22,7 @@ from cnr_jax.exporting.forms import (
 )
 from cnr_jax.exporting.leaves import ExportedLeaf, leaves_of
 from cnr_jax.exporting.target import check_room, put_whole, target_of
+from cnr_jax.integers import integer, take_integers
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
@@ -157,9 +158,10 @@ class _Asked:
         for name, value in (("tables", self.tables), ("leaves", self.leaves)):
             if isinstance(value, str):
                 raise errors.OptionError(f"{name} are a list of names, got {value!r}")
-        if self.shard_bytes < 1:
+        take_integers(self, "shard_bytes")
+        if integer(self.shard_bytes) is None or self.shard_bytes < 1:
             raise errors.OptionError(
-                f"shard_bytes is at least 1, got {self.shard_bytes}"
+                f"shard_bytes is a number of at least 1, got {self.shard_bytes!r}"
             )
 
 

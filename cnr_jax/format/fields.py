@@ -14,12 +14,10 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.integers import LARGEST
 
 T = TypeVar("T")
 _MISSING = object()
-# Of every count, size and offset. Python reads integers of any size, and would add them up, but
-# arrays cannot be indexed by them nor texts made of them.
-LARGEST = 2**63 - 1
 # Made once: `json.dumps` makes one in each call that is given anything but the defaults.
 json_text = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), allow_nan=False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from cnr_jax.errors import OptionError
+from cnr_jax.integers import integer, take_integers
 
 Kind = Literal["full", "delta"]
 """What a checkpoint holds: everything, or the rows that its parent does not have."""
@@ -73,6 +74,7 @@ class Decision:
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
+        take_integers(self, "parent")
         if (self.kind == "delta") != (self.parent is not None):
             wanted = "the step of a parent" if self.kind == "delta" else "parent None"
             raise OptionError(
@@ -191,7 +193,7 @@ class Consecutive:
     max_chain: int | None = None
 
     def __post_init__(self) -> None:
-        check_limit("max_chain", self.max_chain)
+        take_limit(self, "max_chain")
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
         """Returns a delta against the last save, or a full one past `max_chain`."""
@@ -229,14 +231,15 @@ def _check_kind(kind: str) -> None:
         )
 
 
-def check_limit(name: str, limit: Any) -> None:
-    """Checks a limit on the number of deltas.
+def take_limit(policy: Any, name: str) -> None:
+    """Checks a field of a policy that is a limit on the number of deltas, and takes it as an int.
 
     Raises:
         OptionError: if it is less than 1, or no integer.
     """
-    is_number = isinstance(limit, int) and not isinstance(limit, bool)
-    if limit is not None and not (is_number and limit >= 1):
+    take_integers(policy, name)
+    limit = getattr(policy, name)
+    if limit is not None and (integer(limit) is None or limit < 1):
         raise OptionError(
             f"{name} cannot be {limit!r}\n"
             "  expected None (no limit) or a number of deltas, 1 or more\n"

@@ -137,5 +137,9 @@ def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -
 
 def _check_number(name: str, value: object) -> None:
     # False for nan too.
-    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not 0 <= float(value) < math.inf
+    ):
         raise OptionError(f"{name} is {value!r}, expected a finite number of 0 or more")

@@ -18,11 +18,11 @@ from cnr_jax.policy.baseline import (
     NO_BASELINE,
     Decision,
     SaveRecord,
-    check_limit,
     count_of,
     delta_on,
     full_because,
     since_baseline,
+    take_limit,
 )
 
 Cost = Literal["bytes", "secs"]
@@ -84,7 +84,7 @@ class Intermittent:
     predictor: Predictor = "forecast"
 
     def __post_init__(self) -> None:
-        check_limit("max_deltas", self.max_deltas)
+        take_limit(self, "max_deltas")
         _check_choice("cost", self.cost, get_args(Cost))
         _check_choice("predictor", self.predictor, get_args(Predictor))
 

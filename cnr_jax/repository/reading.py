@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
@@ -12,6 +11,7 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
+from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.checked import about
 from cnr_jax.repository.layout import (
@@ -36,6 +36,10 @@ from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import few
 
 _SHOWN = 10
+_FORMS = (
+    "read_rows(root, table, ids, step=...), changed_rows(root, step, table),"
+    " export(root, step, directory)"
+)
 _IMPORT = (
     "  hint: cnr_jax.import_orbax(root, new, tables) makes a checkpoint of cnr_jax of a step of"
     " plain Orbax"
@@ -169,9 +173,9 @@ def changed_rows(
         >>> cnr.changed_rows(root, 1, "user").tolist()
         [1, 4]
     """
-    if step is None:
-        raise errors.OptionError("a step is an integer, got None")
-    return of_step(root, step, item, lambda place: _held_rows(place, table))
+    return of_step(
+        root, checked_step(step, _FORMS), item, lambda place: _held_rows(place, table)
+    )
 
 
 def _held_rows(place: Place, table: str) -> np.ndarray:
@@ -222,12 +226,7 @@ def of_step(
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
     """Where a step lies; None: the newest that can be restored as far as manifests tell."""
-    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
-        raise errors.OptionError(
-            f"a step is an integer, got {reprlib.repr(step)}\n"
-            "  hint: read_rows(root, table, ids, step=...), changed_rows(root, step, table),"
-            " export(root, step, directory)"
-        )
+    step = step_or_newest(step, _FORMS)
     path = open_root(root)
     check_can_be_read(path, item)
     item = item or find_item(path)

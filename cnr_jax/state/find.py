@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.errors import TableError
+from cnr_jax.integers import integer
 from cnr_jax.state.layouts import ModSharded, RowLayout
 from cnr_jax.state.paths import Mirror, PathIndex, StateLeaf, normalise
 from cnr_jax.state.table import (
@@ -240,8 +241,8 @@ def _table(
             " integers of 2 to 64, unsigned ones of 8 to 64, or bool\n"
             f"  hint: {hint}"
         )
-    rows = leaf.shape[0] if spec.rows is None else spec.rows
-    _check_rows(name, rows, leaf, spec.layout)
+    given = leaf.shape[0] if spec.rows is None else spec.rows
+    rows = _checked_rows(name, given, leaf, spec.layout)
     mirrors = index.mirrors(entry, parameters)
     if spec.slots is None:
         named = _found_slots(name, leaf, mirrors)
@@ -286,12 +287,12 @@ def _leaf(name: str, entry: StateLeaf, table: str) -> Leaf:
     )
 
 
-def _check_rows(name: str, rows: Any, leaf: Leaf, layout: RowLayout) -> None:
-    padded = leaf.shape[0]
-    if isinstance(rows, bool) or not isinstance(rows, int) or not 0 < rows <= padded:
+def _checked_rows(name: str, given: Any, leaf: Leaf, layout: RowLayout) -> int:
+    padded, rows = leaf.shape[0], integer(given)
+    if rows is None or not 0 < rows <= padded:
         raise TableError(
-            f"table {name!r} cannot have {rows!r} logical rows\n"
-            f"  got rows={rows!r}, expected an int of 1 to {padded}, the array's rows"
+            f"table {name!r} cannot have {given!r} logical rows\n"
+            f"  got rows={given!r}, expected an int of 1 to {padded}, the array's rows"
         )
     if isinstance(layout, ModSharded):
         covered = layout.shards * layout.rows_per_shard
@@ -301,6 +302,7 @@ def _check_rows(name: str, rows: Any, leaf: Leaf, layout: RowLayout) -> None:
                 f"  got {layout.shards} shards of {layout.rows_per_shard} rows = "
                 f"{covered}, expected {padded}"
             )
+    return rows
 
 
 def _found_slots(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from cnr_jax.errors import FormatError, TableError
+from cnr_jax.integers import integer, take_integers
 
 # An int, a numpy array or a JAX array of any integer dtype; the same kind comes back.
 Integers = TypeVar("Integers", bound=Any)
@@ -93,9 +94,9 @@ class ModSharded:
     def __post_init__(self) -> None:
         """Rejects sizes that describe no array."""
         for field in ("shards", "rows_per_shard"):
+            take_integers(self, field)
             value = getattr(self, field)
-            # A bool is an int to Python, but a configuration that says `true` is wrong.
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if integer(value) is None or value < 1:
                 raise TableError(
                     f"layout 'mod' cannot have {field}={value!r}\n"
                     f"  got {value!r}, expected an integer of at least 1"

@@ -14,8 +14,10 @@ from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath, is_local
 
 
-def check_orbax_options(orbax_options: object) -> None:
-    """Checks that options for Orbax are Orbax's, and that processes have the usual parts.
+def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions:
+    """The options for Orbax that were given, or its default ones.
+
+    Processes must have the usual parts in them.
 
     Raises:
         OptionError: if they are of another kind, or give the part of process 0 to another, or
@@ -35,6 +37,7 @@ def check_orbax_options(orbax_options: object) -> None:
             f" active_processes={given.active_processes!r}; expected 0 and None\n"
             "  hint: leave both out; barrier_sync_key_prefix works"
         )
+    return orbax_options or ocp.CheckpointManagerOptions()
 
 
 def with_retention(

@@ -21,6 +21,7 @@ from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.futures import future, signaling_client, synchronization
 
 from cnr_jax.format import names
+from cnr_jax.integers import checked_step
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import Place, open_root
@@ -76,7 +77,8 @@ def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
         opened: whether a manager of ours has opened the root, and so looked where it is.
 
     Raises:
-        OptionError: if it is in a store that roots cannot be in, though Orbax opens it.
+        OptionError: if it is in a store that roots cannot be in, though Orbax opens it, or the
+            step is out of range.
 
     Example:
         >>> from pathlib import Path
@@ -88,6 +90,7 @@ def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
     step = directory.parent
     if not opened:
         open_root(step.parent)
+    checked_step(names.step_number(names.final_name(step.name)))
     return Place(
         root=step.parent,
         directory=names.final_name(step.name),

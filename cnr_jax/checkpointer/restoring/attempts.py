@@ -21,6 +21,7 @@ from cnr_jax.args import (
     DEFAULT_ITEM,
     asked_item,
     attempted_args,
+    check_restores_state,
     in_item,
     out_of_item,
     reads_state,
@@ -34,7 +35,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
 from cnr_jax.repository.checked import UNREAD
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.layout import find_item, open_root
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, order
@@ -98,6 +99,8 @@ def restore(
         taken = on_primary(channel, chooser.newest) if step is None else step
         name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
         attempt = Attempt(passed_over=tuple(tried))
+        if name and exists(root / name / item / names.MANIFEST):
+            check_restores_state(args, asked)
         try:
             find = functools.partial(listing.find_state, root, taken, item)
             restored = _attempt(

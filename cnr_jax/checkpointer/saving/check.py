@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 
 from cnr_jax import errors
-from cnr_jax.args import NOT_IN_JIT
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder
 from cnr_jax.format.manifest import (
     DenseLeaf,
@@ -23,6 +22,7 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Tracking,
 )
+from cnr_jax.integers import NOT_IN_JIT
 from cnr_jax.repository.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, flatten_paths, nest, split

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount, count_of
 from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
@@ -156,7 +157,7 @@ def prune(
         >>> [(fate.step, fate.stays) for fate in cnr.prune(root, keep=2).fates]
         [(0, False), (1, True), (2, True)]
     """
-    _check_numbers(keep=keep, min_fulls=min_fulls)
+    keep, min_fulls = _positive("keep", keep), _positive("min_fulls", min_fulls)
     path = open_root(root)
     item = _item_of(path, item)
     if not delete:
@@ -176,10 +177,11 @@ def prune(
     return PrunePlan(root=os.fspath(path), fates=fates, is_done=True)
 
 
-def _check_numbers(**numbers: Any) -> None:
-    for name, given in numbers.items():
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise errors.OptionError(f"{name} is {given!r}, expected a positive number")
+def _positive(name: str, given: Any) -> int:
+    found = integer(given)
+    if found is None or found < 1:
+        raise errors.OptionError(f"{name} is {given!r}, expected a positive number")
+    return found
 
 
 def _item_of(root: AnyPath, item: str | None) -> str:

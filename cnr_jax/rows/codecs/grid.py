@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from cnr_jax.integers import integer, take_integers
 from cnr_jax.rows.codecs.base import (
     Configuration,
     Encoded,
@@ -144,8 +145,16 @@ class OnGrid:
 
     def __post_init__(self) -> None:
         # Resolved here, so that equal codecs compare, hash and compile as one.
+        kind: Any = type(self)
+        fields = {field.name: field.type for field in dataclasses.fields(kind)}
+        counts = [name for name in fields if fields[name] in ("int", "int | None")]
+        take_integers(self, *counts)
         bits = checked_metadata_bits(self.bits, self.metadata_bits)
         object.__setattr__(self, "metadata_bits", bits)
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and integer(value) is None:
+                raise ValueError(f"{name} is {value!r}, expected an integer")
 
     @property
     def _metadata(self) -> Metadata:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from cnr_jax.integers import integer, take_integers
 from cnr_jax.rows.codecs.base import (
     Configuration,
     Encoded,
@@ -78,7 +79,8 @@ class Log:
     bits: int = 16
 
     def __post_init__(self) -> None:
-        if self.bits not in WIDTHS:
+        take_integers(self, "bits")
+        if integer(self.bits) not in WIDTHS:
             raise ValueError(f"bits is {self.bits}, expected one of {WIDTHS}")
 
     def configuration(self) -> Configuration:

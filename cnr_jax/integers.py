@@ -1,0 +1,72 @@
+"""Integers as programs give them: Python's, those of numpy and jax, arrays without axes.
+
+All that takes one takes it here, and goes on with Python's own: others overflow, compare in 32 bits
+and are no JSON.
+"""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from typing import Any
+
+from cnr_jax.errors import OptionError
+
+# Of every count, size, offset and step on disk. Python reads integers of any size, and would add
+# them up, but arrays cannot be indexed by them nor texts made of them.
+LARGEST = 2**63 - 1
+NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
+
+
+def integer(value: Any) -> int | None:
+    """The integer that a value is; None if it is none, as are truth values and 3.0.
+
+    Example:
+        >>> import numpy as np
+        >>> [integer(value) for value in (3, np.uint8(3), np.array(3), 3.0, True, "3")]
+        [3, 3, 3, None, None, None]
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        return None
+
+
+def take_integers(owner: Any, *fields: str) -> None:
+    """Has fields of a frozen dataclass hold Python's own integers, where they hold any."""
+    for field in fields:
+        found = integer(getattr(owner, field))
+        if found is not None:
+            object.__setattr__(owner, field, found)
+
+
+def step_or_newest(step: Any, hint: str = "") -> int | None:
+    """A step as `checked_step` takes it, or None for the newest."""
+    return None if step is None else checked_step(step, hint)
+
+
+def checked_step(step: Any, hint: str = "") -> int:
+    """A step as Python's own integer.
+
+    Args:
+        step: as a user gave it.
+        hint: for whoever gave something else.
+
+    Raises:
+        OptionError: if it is no integer, or out of range.
+    """
+    found = integer(step)
+    if found is not None and 0 <= found <= LARGEST:
+        return found
+    if found is None:
+        # Not imported: roots are read without jax.
+        if "Tracer" in type(step).__name__:
+            raise OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
+        fact = f"a step is an integer, got {reprlib.repr(step)}"
+    elif found < 0:
+        fact = f"a step is at least 0, got {found}"
+    else:
+        fact = f"a step is at most 2**63 - 1, as it is stored in 64 bits; got {found}"
+    raise OptionError(fact + (hint and f"\n  hint: {hint}"))
