@@ -23,6 +23,7 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import saved_by
+from cnr_jax.repository.replay.encoded import check_rows_stored
 from cnr_jax.repository.replay.picked import picked_rows
 from cnr_jax.repository.step import (
     TRIES,
@@ -182,17 +183,25 @@ def _held_rows(place: Place, table: str) -> np.ndarray:
     """Ids of the rows that a step holds itself, sorted."""
     manifest = read_step(place.root, place.directory, place.item)
     entry = table_entry(manifest, table)
-    held = np.zeros(entry.padded_rows, bool)
+    # A table and its slots mostly hold the same rows, which are listed once.
+    held: dict[tuple[int, tuple[int, int], int], np.ndarray] = {}
     with about(place.path):
         reader = StepReader(place.path, manifest, verify=True, kept=KeptChunks())
         for leaf in entry.leaves:
             for process, tile in reader.tiles(table, leaf.name):
                 start, stop = tile.box[0]
                 for segment in tile.segments:
-                    found = reader.positions(process, segment.row_ids, stop - start)
-                    held[start:stop][slice(None) if found is None else found] = True
+                    check_rows_stored(reader, process, tile, segment)
+                    key = (process, tile.box[0], segment.row_ids)
+                    if key not in held:
+                        found = reader.positions(process, segment.row_ids, stop - start)
+                        rows = (
+                            np.arange(start, stop) if found is None else start + found
+                        )
+                        held[key] = rows
     layout = layout_from(entry.layout.name, entry.layout.configuration)
-    logical = layout.to_logical(np.flatnonzero(held))
+    none = np.empty(0, np.int64)
+    logical = layout.to_logical(np.unique(np.concatenate([none, *held.values()])))
     return np.sort(logical[logical < entry.rows])
 
 

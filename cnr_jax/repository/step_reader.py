@@ -210,6 +210,15 @@ class StepReader:
             return listed[index].count
         return sum(listed[one].count for one, _ in self._joined_ids[-1 - index])
 
+    def lists_all_of_some(self, process: int, index: int) -> bool:
+        """Whether to list rows is to list all of a tile that has no list of its own.
+
+        So it is where of tiles that are joined some have all rows and others have not.
+        """
+        listed = self.processes[process].row_ids
+        ids = self._joined_ids[-1 - index] if index < 0 else ()
+        return len({listed[one].form == "all" for one, _ in ids}) > 1
+
     def positions(self, process: int, index: int, rows: int) -> np.ndarray | None:
         """Sorted positions that row ids `index` stand for in a tile of `rows` rows.
 

@@ -105,7 +105,7 @@ def overlap(
     """
     entry = reader.tables[tile.table]
     start, stop = tile.box[0]
-    positions = reader.positions(process, segment.row_ids, stop - start)
+    positions = listed_rows(reader, process, tile, segment)
     unmoved = target.unmoved(entry)
     if unmoved is not None:
         first = max(start, rows[0]) - start
@@ -295,8 +295,7 @@ def held_rows(
                 codec = reader.codec(process, segment.codec)
                 stored, encoding = _encodings(codec, trailing, columns, dtype)
                 if moved:  # row by row: lists of them all are made
-                    count = reader.count(process, segment.row_ids)
-                    _check_stored(reader, process, segment, stored, 0, count)
+                    check_rows_stored(reader, process, tile, segment)
                 index, at = overlap(reader, process, tile, segment, target, box[0])
                 if not length(index):
                     continue
@@ -311,6 +310,36 @@ def held_rows(
                     Held(reader, process, segment, encoding, stored, index, at, first)
                 )
     return tuple(found)
+
+
+def listed_rows(
+    reader: StepReader, process: int, tile: Tile, segment: Segment
+) -> np.ndarray | None:
+    """Sorted positions in a tile of the rows that a segment holds, int64; None for all.
+
+    Raises:
+        IntegrityError, FormatError: if they are missing or damaged, or fewer rows are stored.
+    """
+    start, stop = tile.box[0]
+    if reader.lists_all_of_some(process, segment.row_ids):
+        check_rows_stored(reader, process, tile, segment)
+    return reader.positions(process, segment.row_ids, stop - start)
+
+
+def check_rows_stored(
+    reader: StepReader, process: int, tile: Tile, segment: Segment
+) -> None:
+    """Checks that all rows of a segment are stored, before lists of them are made.
+
+    Raises:
+        IntegrityError, FormatError: if not.
+    """
+    trailing = tuple(stop - start for start, stop in tile.box[1:])
+    columns = tuple((0, size) for size in trailing)
+    codec = reader.codec(process, segment.codec)
+    stored = Encoding(codec, trailing, columns, reader.dtypes[tile.table, tile.leaf])
+    count = reader.count(process, segment.row_ids)
+    _check_stored(reader, process, segment, stored, 0, count)
 
 
 def _check_stored(

@@ -12,7 +12,12 @@ import numpy as np
 
 from cnr_jax.format.tiles import Box, Segment
 from cnr_jax.repository.arrays import SMALL_READ_BYTES
-from cnr_jax.repository.replay.encoded import Encoding, shared_columns, split_columns
+from cnr_jax.repository.replay.encoded import (
+    Encoding,
+    listed_rows,
+    shared_columns,
+    split_columns,
+)
 from cnr_jax.repository.replay.on_host import Decoding, decode_all
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Part
@@ -37,25 +42,27 @@ def picked_rows(
         FormatError: if segments do not fit their codecs.
     """
     entry = next(x for x in chain[0].tables[table].leaves if x.name == leaf)
+    whole = tuple((0, size) for size in entry.shape)
+    pieces = split_columns(chain, table, leaf, whole)
+    # Read before room is made for them: what a manifest promises may not be stored.
+    found = [list(_found(chain, table, leaf, stored, piece)) for piece in pieces]
     out = np.zeros((len(stored), *entry.shape[1:]), chain[0].dtypes[table, leaf])
     items: list[Decoding] = []
-    whole = tuple((0, size) for size in entry.shape)
-    for piece in split_columns(chain, table, leaf, whole):
-        columns = (slice(start, stop) for start, stop in piece[1:])
-        items += _decodings(chain, table, leaf, stored, piece, out[:, *columns])
+    for piece, read in zip(pieces, found, strict=True):
+        into = out[:, *(slice(start, stop) for start, stop in piece[1:])]
+        items += (Decoding(e, parts, len(at), into, at) for e, parts, at in read)
     decode_all(items)
     return out
 
 
-def _decodings(
-    chain: Sequence[StepReader],
-    table: str,
-    leaf: str,
-    stored: np.ndarray,
-    piece: Box,
-    out: np.ndarray,
-) -> Iterator[Decoding]:
-    """The encoded rows of a piece, of which each tile has all columns or none."""
+def _found(
+    chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray, piece: Box
+) -> Iterator[tuple[Encoding, dict[str, np.ndarray], np.ndarray]]:
+    """The encoded rows of a piece, of which each tile has all columns or none.
+
+    Yields:
+        How they are encoded, their parts, and which of `stored` they are.
+    """
     left = np.ones(len(stored), bool)
     for reader in reversed(chain):
         dtype = reader.dtypes[table, leaf]
@@ -72,7 +79,7 @@ def _decodings(
                 if not len(at):
                     break
                 index = stored[at] - start
-                held = reader.positions(process, segment.row_ids, stop - start)
+                held = listed_rows(reader, process, tile, segment)
                 if held is not None:
                     found = np.searchsorted(held, index)
                     is_held = found < len(held)
@@ -87,7 +94,7 @@ def _decodings(
                     name: _read(reader, process, segment, name, part, index)
                     for name, part in encoding.parts.items()
                 }
-                yield Decoding(encoding, parts, len(at), out, at)
+                yield encoding, parts, at
 
 
 def _read(
