@@ -28,6 +28,8 @@ from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,
     find_item,
+    hint_of_names,
+    naming_hint,
     step_directories,
 )
 from cnr_jax.repository.lineage.entries import Entry, branch_of
@@ -42,6 +44,7 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
+_RELOAD = "  hint: reload() lists what another process has saved or deleted since"
 
 
 def _in_line(steps: Iterable[int]) -> str:
@@ -116,6 +119,9 @@ class Listing:
         if jax.process_index() == 0:
             sync_made(made)
             report(self._root, find_leftovers(self._root, self._ending.ledger))
+            hint = naming_hint(self._root, self._writer.is_step)
+            if hint and not self._restorable():
+                _log.warning("%s has no step that is listed;%s", self._root, hint[1:])
         # A root that plain Orbax has written looks empty here.
         found = self._orbax.all_steps() if self.item is None else []
         if found:
@@ -266,16 +272,35 @@ class Listing:
         if step is not None and not self._is_in(self._root, step):
             raise self._no_step(step)
 
+    def check_is_found(self, step: int) -> None:
+        """Makes sure that a step which is listed is not there under a name that is not looked for.
+
+        Only a format of the user's own does not find what is listed.
+
+        Raises:
+            NoStepError: if it is.
+        """
+        entry = self.ledger.by_step(step)
+        if entry is None or self._is_in(self._root, step):
+            return
+        if exists(self._root / entry.directory):
+            raise errors.NoStepError(
+                f"step {step} of {os.fspath(self._root)} is {entry.directory}, which this"
+                " manager's step_name_format does not find\n"
+                + hint_of_names([entry.directory])
+            )
+
     def _no_step(self, step: int) -> errors.NoStepError:
         known = sorted(self._orbax.all_steps())
         if step in known or self.ledger.by_step(step) is not None:
+            self.check_is_found(step)
             return deleted_step(self._root, step)
         restorable = {entry.step for entry in self._restorable()} & set(known)
         return errors.NoStepError(
             f"step {step} does not exist in {os.fspath(self._root)}\n"
             f"  steps: {_in_line(known)}\n"
             f"  that can be restored: {_in_line(restorable)}\n"
-            "  hint: reload() lists what another process has saved or deleted since"
+            + (naming_hint(self._root, self._writer.is_step) or _RELOAD)
         )
 
     def _is_in(self, root: epath.Path, step: int) -> bool:
@@ -295,7 +320,8 @@ class Listing:
             held = step_directories(root, self._writer.is_step)
             raise errors.NoStepError(
                 f"step {step} does not exist in {os.fspath(root)}\n"
-                f"  steps: {_in_line(map(names.step_number, held))}"
+                f"  steps: {_in_line(map(names.step_number, held))}\n"
+                + naming_hint(root, self._writer.is_step)
             )
 
     def find_state(self, root: epath.Path, step: int, item: str) -> str:

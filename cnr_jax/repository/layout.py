@@ -17,6 +17,8 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 
+# As Orbax names steps, unless a format of the user's own does.
+_STEP_NAME = re.compile(r"(?:(.+)_)?([0-9]+)")
 # pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT_SCHEME = re.compile(r"(gs|gcs|s3|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE)
@@ -283,6 +285,51 @@ def other_checkpoints(
         return ()
     found = [name for name in step_directories(root) if not is_step(name)]
     return tuple(name for name in found if is_checkpoint(root / name))
+
+
+def naming_hint(root: AnyPath, is_step: Callable[[str], bool] | None) -> str:
+    """Which options list the checkpoints that a manager does not; empty if there are none.
+
+    Args:
+        root: whose steps are named in another way, if any are.
+        is_step: as for `other_checkpoints`.
+    """
+    try:
+        return hint_of_names(other_checkpoints(root, is_step))
+    except OSError:
+        return ""
+
+
+def hint_of_names(others: Collection[str]) -> str:
+    """Which options list step directories of such names; empty for none."""
+    if not others:
+        return ""
+    newest = max(others, key=names.step_number)
+    return (
+        f"  hint: {newest} is named by other options than this manager's: orbax_options="
+        f"ocp.CheckpointManagerOptions({options_of_names(others)})"
+    )
+
+
+def options_of_names(directories: Collection[str]) -> str:
+    """Options of Orbax by which a manager names step directories so, as arguments.
+
+    Example:
+        >>> options_of_names(["ck_0012", "ck_0013"]), options_of_names(["12"])
+        ("step_prefix='ck', step_format_fixed_length=4", 'step_prefix=None')
+        >>> options_of_names(["epoch-12"])
+        'step_name_format=...'
+    """
+    newest = max(directories, key=names.step_number)
+    found = _STEP_NAME.fullmatch(newest)
+    if found is None:
+        return "step_name_format=..."
+    said = f"step_prefix={found[1]!r}"
+    parts = [_STEP_NAME.fullmatch(name) for name in directories]
+    alike = [each[2] for each in parts if each is not None and each[1] == found[1]]
+    if any(each[0] == "0" and len(each) > 1 for each in alike):
+        said += f", step_format_fixed_length={min(map(len, alike))}"
+    return said
 
 
 def find_item(root: AnyPath) -> str | None:

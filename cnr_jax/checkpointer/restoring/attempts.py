@@ -36,7 +36,7 @@ from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
 from cnr_jax.repository.checked import UNREAD
 from cnr_jax.repository.files import AnyPath, exists
-from cnr_jax.repository.layout import find_item, open_root
+from cnr_jax.repository.layout import find_item, naming_hint, open_root
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
@@ -98,6 +98,8 @@ def restore(
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
         name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
+        if not name and elsewhere is None:
+            on_primary(channel, functools.partial(listing.check_is_found, taken))
         attempt = Attempt(passed_over=tuple(tried))
         if name and exists(root / name / item / names.MANIFEST):
             check_restores_state(args, asked)
@@ -221,7 +223,8 @@ class StepChooser:
             return restorable[-1].step
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
         lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
-        hint = way_on(self._root, adopts=ledger.adopts)
+        hint = naming_hint(self._root, ledger.is_step)
+        hint = hint or way_on(self._root, adopts=ledger.adopts)
         raise errors.NoStepError(
             "\n".join(["\n  ".join(lines), *([hint] if hint else [])])
         )

@@ -112,6 +112,7 @@ class Tracker:
         # The rows of a recorded run that are remembered, and its touched rows at the last save.
         self._rotation: Rotation | None = None
         self._last: Moment | None = None
+        self._is_of_restored = False
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
@@ -185,10 +186,13 @@ class Tracker:
             self._has_said_unused = True
             _log.warning(
                 "the touched rows of Save(state, touched) are not used: this run finds rows"
-                " that changed by fingerprints, because its first save had no touched rows."
+                " that changed by fingerprints, %s."
                 " To use them from now on, restore with a manager of"
                 " Options(tracking='recorded'); else leave them out of Save and record out"
-                " of the train step"
+                " of the train step",
+                "as the one that was restored"
+                if self._is_of_restored
+                else "because its first save had no touched rows",
             )
 
     def _by_fingerprints(self, mode: Tracking) -> bool:
@@ -348,6 +352,8 @@ class Tracker:
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
         self._prints = _moment(touched)
+        if self._mode is None:
+            self._is_of_restored = mode is not None
         self._mode = self._mode or mode
 
     def restored(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.layout import hint_of_names
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 
@@ -105,7 +106,8 @@ class Runs:
             return
         there = [*origin.others, *ledger.checkpoints()]
         if there and self._joinable(ledger, origin) is None:
-            raise _used_root(ledger, origin.root, there)
+            hint = hint_of_names(origin.others)
+            raise _used_root(ledger, origin.root, there, hint)
 
     def of_save(
         self, ledger: Ledger, origin: Origin, step: int, uuid: str
@@ -173,7 +175,9 @@ class Runs:
         return sorted(found.values(), key=order, reverse=True)
 
 
-def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRootError:
+def _used_root(
+    ledger: Ledger, root: str, found: Sequence[str], hint: str
+) -> errors.UsedRootError:
     """The error for a save into a root of which nothing was restored."""
     ours = ledger.committed()
     steps = sorted(names.step_number(directory) for directory in found)
@@ -201,7 +205,7 @@ def _used_root(ledger: Ledger, root: str, found: Sequence[str]) -> errors.UsedRo
             " belong to it, not new ones: Save(state, touched)"
         )
     else:
-        lines.append("  hint: cnr_jax.verify(root) says why none of them can be read")
+        lines.append(hint or "  hint: cnr_jax.verify(root) says why none can be read")
     lines.append(
         "  hint: to begin anew, save into another root; or Options(new_run=True), which moves"
         " them into a folder of this one"
