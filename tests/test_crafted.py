@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -474,6 +475,87 @@ def test_rows_that_are_promised_but_not_stored_take_no_memory(
                 manager.restore(0, args=args)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 1 << 20, "in KiB"
+
+
+def claim_rows(process: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """The last rows of the table are very many, and all there, as far as manifests tell."""
+    table = manifest["tables"][0]
+    table |= {"rows": CLAIMED, "padded_rows": CLAIMED}
+    table["leaves"][0]["shape"][0] = CLAIMED
+    tile = max(process["tiles"], key=lambda tile: tile["box"])
+    first = tile["box"][0]
+    tile["box"][1] = CLAIMED
+    for segment in tile["segments"]:
+        segment["row_ids"] = len(process["row_ids"])
+    count = CLAIMED - first
+    process["row_ids"].append({"form": "all", "offset": 0, "bytes": 0, "count": count})
+
+
+def claim_columns(process: dict[str, Any], manifest: dict[str, Any]) -> None:
+    manifest["tables"][0]["leaves"][0]["shape"][1] = CLAIMED
+    for tile in process["tiles"]:
+        tile["box"][3] = CLAIMED
+
+
+def claim_arrays(process: dict[str, Any], manifest: dict[str, Any]) -> None:
+    claim_rows(process, manifest)
+    for name, array in process["arrays"].items():
+        if name != "row_ids":
+            array |= {"length": 64 * CLAIMED, "chunk": 64 * CLAIMED}
+
+
+CLAIMED = 2**33
+READERS: dict[str, Callable[[Path], Any]] = {
+    "changed_rows": lambda root: cnr.changed_rows(root, 1, "user"),
+    "changed_rows of a full": lambda root: cnr.changed_rows(root, 0, "user"),
+    "read_rows": lambda root: cnr.read_rows(root, "user", [3, 500, CLAIMED - 1], 1),
+    "read_rows with slots": lambda root: cnr.read_rows(
+        root, "user", [3, 511], slots=True
+    ),
+}
+
+
+@pytest.mark.parametrize("codec", ["raw", "adaptive"])
+@pytest.mark.parametrize("claim", [claim_rows, claim_columns, claim_arrays])
+def test_single_rows_that_are_promised_but_not_stored_take_no_memory(
+    tmp_path: Path, claim: Any, codec: str
+) -> None:
+    """Of tiles that are joined, the last one has all rows, and others have a list of them."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], "rows")
+    rows = jax.NamedSharding(mesh, jax.P("rows"))
+    state = {"user": jax.device_put(jnp.ones((512, 64)), rows)}
+    tables, root = cnr.find_tables(state, ["user"]), tmp_path / "root"
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(codec=codec, policy=cnr.Consecutive())
+    with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+        for step in range(2):
+            manager.save(step, args=cnr.args.Save(state, touched))
+            touched = cnr.record(
+                touched, {"user": jnp.r_[jnp.arange(0, 384, 3), jnp.arange(384, 512)]}
+            )
+    for step in ("0", "1"):
+        item = root / step / "default"
+        manifest = json.loads((item / "manifest.json").read_bytes())
+
+        def of_process(found: dict[str, Any], told: Any = manifest) -> None:
+            claim(found, told)
+
+        resealed(item, of_process=of_process)
+        resealed(item, lambda found, told=manifest: found.update(tables=told["tables"]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name, read in READERS.items():
+        with case_of(name):
+            if claim is claim_rows and name == "read_rows with slots":
+                # The rows that are asked for are there: they may be read.
+                with contextlib.suppress(*cnr.errors.DAMAGE):
+                    assert read(root)[0].tolist() == [[1.0] * 64] * 2
+                continue
+            with pytest.raises(cnr.errors.CnrError) as caught:
+                read(root)
+            is_no_row = caught.value.kind == "no_row"
+            assert isinstance(caught.value, cnr.errors.DAMAGE) or is_no_row
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 1 << 18, "in KiB"
 
 
 def nul(text: str) -> str:

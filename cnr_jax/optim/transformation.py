@@ -41,23 +41,35 @@ class RowSteps:
         name: of the table, as in the ids.
         rows: integer[n], the distinct rows, ascending, and then `shape[0]` for no row.
         steps: float32[n, dim], to be subtracted of these rows.
-        shape: of the table, (rows, dim).
+        table: the parameter that `update` was given, [rows, dim].
     """
 
     name: str
     rows: jax.Array
     steps: jax.Array
-    shape: tuple[int, ...]
+    table: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the table, (rows, dim)."""
+        return jnp.shape(self.table)
 
     # Else numpy would add this to each element of a table that is its own.
     __array_ufunc__ = None
 
     def __radd__(self, table: Any) -> jax.Array:
         """Returns the table with these rows changed, in its dtype."""
-        if jnp.shape(table) != self.shape:
+        # A transformation that sums updates, as `optax.apply_every`, would change rows later
+        # than in the step that looked them up, which records them. Sums are arrays of jax.
+        is_sum = isinstance(table, jax.Array) and table is not self.table
+        if is_sum or jnp.shape(table) != self.shape:
             raise OptionError(
-                f"steps of table {self.name!r} were added to another array\n"
-                f"  got shape {list(jnp.shape(table))}, expected {list(self.shape)}"
+                f"steps of table {self.name!r} were added to another array than the table that"
+                " `update` was given\n"
+                f"  got shape {list(jnp.shape(table))}, expected that table"
+                f" {list(self.shape)}\n"
+                "  hint: as_optax is the last of an optax.chain, and apply_updates takes the"
+                " parameters that update took"
             )
         table = jnp.asarray(table)
         return write_rows(table, self.rows, read_rows(table, self.rows) - self.steps)
@@ -73,7 +85,8 @@ def as_optax(
     tables, as `jax.grad` and `nnx.grad` give them; of these and of the slots it reads the
     rows in the ids, and no others change. Rows and slots get the bits that
     `optimizer.update` gives them, compiled alike, but that `jax.grad` sums the gradients of
-    a repeated row in the table's own dtype. It has to be the last of an `optax.chain`.
+    a repeated row in the table's own dtype. It has to be the last of an `optax.chain`: what
+    changes updates after it, or adds them up, raises.
 
     A gradient as large as the table has to be filled with zeros, which `optimizer.update`
     does without; and where tables are sharded by rows and batches too, XLA may sum whole
@@ -232,14 +245,14 @@ def _move(
     features = [] if ids is None else list(lookups(ids, f"ids of table {name!r}"))
     if not features:
         nothing = jnp.zeros((0, table.shape[1]), slot_dtype(table))
-        steps = RowSteps(name, jnp.zeros(0, jnp.int32), nothing, table.shape)
+        steps = RowSteps(name, jnp.zeros(0, jnp.int32), nothing, table)
         return steps, count, *slots
     rows = jnp.concatenate([stored_rows(lookup, known, at) for at, lookup in features])
     rows = jnp.unique(rows, size=min(rows.size, len(table) + 1), fill_value=len(table))
     held = [read_rows(slot, rows) for slot in slots]
     steps, new, count = optimizer.advance(read_rows(grads, rows), held, count)
     written = [write_rows(s, rows, v) for s, v in zip(slots, new, strict=True)]
-    return RowSteps(name, rows, steps, table.shape), count, *written
+    return RowSteps(name, rows, steps, table), count, *written
 
 
 def _ids_by_table(

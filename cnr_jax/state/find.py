@@ -262,11 +262,19 @@ def _table(
 def _leaf(name: str, entry: StateLeaf, table: str) -> Leaf:
     value, where = entry.value, "/".join(entry.path)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        hint = "\n  hint: pass it through jax.device_put first."
+        got, hint = type(value).__name__, ""
+        if isinstance(value, np.ndarray):
+            got += f" {value.dtype}{list(value.shape)}"
+            hint = "\n  hint: pass it through jax.device_put first."
+            if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+                hint = (
+                    f"\n  hint: jax has no arrays of {value.dtype} unless x64 is enabled:"
+                    " jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1, before the"
+                    " state is made or restored"
+                )
         raise TableError(
             f"table {table!r}: leaf {where} is not a JAX array\n"
-            f"  got {type(value).__name__}, expected jax.Array or jax.ShapeDtypeStruct"
-            f"{hint if isinstance(value, np.ndarray) else ''}"
+            f"  got {got}, expected jax.Array or jax.ShapeDtypeStruct{hint}"
         )
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise TableError(
