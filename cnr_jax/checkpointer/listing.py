@@ -119,8 +119,9 @@ class Listing:
         if jax.process_index() == 0:
             sync_made(made)
             report(self._root, find_leftovers(self._root, self._ending.ledger))
-            hint = naming_hint(self._root, self._writer.is_step)
-            if hint and not self._restorable():
+            listed = self._restorable()
+            hint = "" if listed else naming_hint(self._root, self._writer.is_step)
+            if hint:
                 _log.warning("%s has no step that is listed;%s", self._root, hint[1:])
         # A root that plain Orbax has written looks empty here.
         found = self._orbax.all_steps() if self.item is None else []

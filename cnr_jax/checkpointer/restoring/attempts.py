@@ -99,7 +99,7 @@ def restore(
         taken = on_primary(channel, chooser.newest) if step is None else step
         name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
-            on_primary(channel, functools.partial(listing.check_is_found, taken))
+            listing.check_is_found(taken)
         attempt = Attempt(passed_over=tuple(tried))
         if name and exists(root / name / item / names.MANIFEST):
             check_restores_state(args, asked)
