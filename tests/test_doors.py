@@ -167,7 +167,7 @@ NONE = [3.0, np.float32(3), jnp.float32(3), True, np.True_, "3", np.array([3])]
 
 
 def test_steps_of_any_kind_are_integers_from_there_on(tmp_path: Path) -> None:
-    best = {"best_fn": lambda metrics: metrics["loss"]}
+    best: dict[str, Any] = {"best_fn": lambda metrics: metrics["loss"]}
     with manager_of(tmp_path / "run", **best) as manager:
         for step, kind in enumerate(INTEGERS, 3):
             assert manager.should_save(kind(step))
@@ -269,7 +269,8 @@ def test_numbers_of_any_kind_are_integers_from_there_on() -> None:
         for wrong in (3.0, True, np.True_, np.array([3])):
             with case_of(name), pytest.raises((ValueError, TypeError)):
                 take(wrong)
-    for seconds in (jnp.int32(9), np.float32(9.5), 9):
+    given: list[Any] = [jnp.int32(9), np.float32(9.5), 9]
+    for seconds in given:
         assert cnr.Options(timeout_secs=seconds).timeout_secs >= 9
     expected = cnr.Options(bits="auto", expected_restores=jnp.int32(3))
     assert expected.auto_bits(3) == 3

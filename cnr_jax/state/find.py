@@ -266,11 +266,12 @@ def _leaf(name: str, entry: StateLeaf, table: str) -> Leaf:
         if isinstance(value, np.ndarray):
             got += f" {value.dtype}{list(value.shape)}"
             hint = "\n  hint: pass it through jax.device_put first."
-            if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            narrow = jax.dtypes.canonicalize_dtype(value.dtype)
+            if narrow != value.dtype:
                 hint = (
-                    f"\n  hint: jax has no arrays of {value.dtype} unless x64 is enabled:"
-                    " jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1, before the"
-                    " state is made or restored"
+                    f"\n  hint: jax has no {value.dtype}, and jax.device_put makes {narrow} of"
+                    " it, unless x64 is enabled: jax.config.update('jax_enable_x64', True), or"
+                    " JAX_ENABLE_X64=1, before the state is made or restored"
                 )
         raise TableError(
             f"table {table!r}: leaf {where} is not a JAX array\n"
