@@ -104,7 +104,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
         self._planner = Planner(self.options.policy, min_fulls=self.options.min_fulls)
-        self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
+        self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)

@@ -36,8 +36,8 @@ class SaveReport:
         slot_bytes: the same of optimizer slots.
         dense_bytes: files of everything that is not a table.
         manifest_bytes: all manifests.
-        full_fp32_bytes: tables, slots and dense leaves as they are in memory, tables in
-            float32: what a plain full save would write.
+        state_bytes: tables, slots and dense leaves as they are in memory: what a plain full
+            save would write.
         blocking_secs: how long training waited, on this process.
         fingerprint_secs: of these, for hashing rows: all with fingerprints or audited, a
             part in a recorded run.
@@ -75,7 +75,7 @@ class SaveReport:
     slot_bytes: int
     dense_bytes: int
     manifest_bytes: int
-    full_fp32_bytes: int
+    state_bytes: int
     blocking_secs: float
     fingerprint_secs: float
     total_secs: float
@@ -102,7 +102,7 @@ class SaveReport:
     @property
     def reduction(self) -> float:
         """How many times smaller than a plain full save this one is."""
-        return self.full_fp32_bytes / max(1, self.total_bytes)
+        return self.state_bytes / max(1, self.total_bytes)
 
     @property
     def exact_slot_bytes(self) -> int:

@@ -121,8 +121,8 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
             (f"reason:      {step.reason}", ""),
             (f"chain:       {' <- '.join(map(str, chain))}", ""),
             (
-                f"bytes:       {amount(step.total_bytes)}, {times} all in float32"
-                f" ({amount(step.full_fp32_bytes)})",
+                f"bytes:       {amount(step.total_bytes)}, {times} a plain full save"
+                f" ({amount(step.state_bytes)})",
                 "",
             ),
             (

@@ -203,14 +203,6 @@ def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
 def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:
     """What a manifest tells of its step; `own_bytes` is the size of the manifest."""
     totals, parent = manifest.totals, manifest.parent
-    full = 0
-    for table in manifest.tables:
-        for leaf in table.leaves:
-            itemsize = 4 if leaf.name == "table" else numpy_dtype(leaf.dtype).itemsize
-            full += math.prod(leaf.shape) * itemsize
-    for leaf in manifest.dense_leaves:
-        if leaf.kind == "array":
-            full += math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
     return StepDescription(
         step=manifest.step,
         directory=directory,
@@ -225,10 +217,20 @@ def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescri
         slot_bytes=totals.slot_bytes,
         dense_bytes=totals.dense_bytes,
         manifest_bytes=totals.manifest_bytes + own_bytes,
-        full_fp32_bytes=full,
+        state_bytes=state_bytes(manifest),
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=_time(manifest.written_at_unix_secs),
         restores=manifest.restores,
+    )
+
+
+def state_bytes(manifest: Manifest) -> int:
+    """Bytes of the arrays of the state that a step holds, as they were in memory."""
+    of_tables = [leaf for table in manifest.tables for leaf in table.leaves]
+    dense = [leaf for leaf in manifest.dense_leaves if leaf.kind == "array"]
+    return sum(
+        math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+        for leaf in (*of_tables, *dense)
     )
 
 

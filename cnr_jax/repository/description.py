@@ -89,7 +89,7 @@ class StepDescription:
         reason: why it is full or a delta.
         rows: rows it holds, over all tables.
         table_bytes, slot_bytes, dense_bytes, manifest_bytes: as in a `SaveReport`.
-        full_fp32_bytes: what a plain full save would have written, as in a `SaveReport`.
+        state_bytes: what a plain full save would have written, as in a `SaveReport`.
         secs: from the start of the save until its manifest was written.
         saved_at: when the manifest was written, in UTC.
         restores: how often a run was restored along its branch.
@@ -112,7 +112,7 @@ class StepDescription:
     slot_bytes: int = 0
     dense_bytes: int = 0
     manifest_bytes: int = 0
-    full_fp32_bytes: int = 0
+    state_bytes: int = 0
     secs: float | None = None
     saved_at: datetime.datetime | None = None
     restores: int = 0
@@ -134,7 +134,7 @@ class StepDescription:
     @property
     def reduction(self) -> float:
         """How many times smaller than a plain full save it is."""
-        return self.full_fp32_bytes / max(1, self.total_bytes)
+        return self.state_bytes / max(1, self.total_bytes)
 
     def asdict(self) -> dict[str, Any]:
         """All of it, and what follows from it, as values of JSON."""

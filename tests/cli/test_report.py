@@ -148,7 +148,7 @@ def test_panels_hold_what_manifests_tell(root: Path) -> None:
     assert by_name["Bytes of each save", "full"] == (sizes[0], *[None] * 5)
     assert by_name["Bytes of each save", "delta"] == (None, *sizes[1:])
     assert by_name["Capacity", "as they are"][-1] == sum(sizes) == found.total_bytes
-    plain = [step.full_fp32_bytes for step in found.steps]
+    plain = [step.state_bytes for step in found.steps]
     assert by_name["Capacity", "had all been plain full saves"][-1] == sum(plain)
     user = [step.tables[0].saved_rows / 64 for step in found.steps]
     assert by_name["Share of rows in deltas, by table", "user"] == (None, *user[1:])
@@ -224,6 +224,13 @@ def test_metrics_tell_of_phases_and_of_removed_saves(
     assert None not in shares[1:]
     held = sum(each.total_bytes for each in reports if each.step in (0, 4, 5))
     assert panels["Capacity"].series[1].values[-1] == held
+    # Earlier versions called what a plain full save would have written by another name.
+    plain = page.column("saves", "plain full save")
+    assert len(set(plain)) == 1
+    file = root / "cnr_jax.metrics.jsonl"
+    lines = file.read_text()
+    file.write_text(lines.replace('"state_bytes"', '"full_fp32_bytes"'))
+    assert report(root).column("saves", "plain full save") == plain
     # Of a removed save too it is told that the run was restored before it.
     with run.open(root, {"max_to_keep": 1}, **options) as manager:
         run.restore(manager, None)

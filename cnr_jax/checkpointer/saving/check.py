@@ -249,16 +249,3 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         f"leaf {'/'.join(path)} of the state cannot be saved\n"
         f"  got {got}, expected an array, a number, a PRNG key or a string"
     )
-
-
-def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:
-    """Bytes of a plain full save: tables in float32, slots and dense leaves as they are."""
-    size = 0
-    for table in tables.values():
-        size += int(np.prod(table.leaf.shape, dtype=np.int64)) * 4
-        size += sum(slot.nbytes for slot in table.slots)
-    for leaf in dense:
-        if leaf.kind == "array":
-            itemsize = jax.numpy.dtype(leaf.dtype).itemsize
-            size += int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
-    return size

@@ -14,19 +14,18 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Listener
-from cnr_jax.checkpointer.saving.check import full_fp32_bytes
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.options import Options
 from cnr_jax.repository.commit import Facts
+from cnr_jax.repository.describe import state_bytes
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.planner import Plan, Planner
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import held_tables, read_committed
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
 
 _log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class SaveInFlight:
         if self.agreed_at_secs is not None:
             self.commit_secs = time.perf_counter() - self.agreed_at_secs
 
-    def report(self, manifest: Manifest, tables: Tables) -> SaveReport:
+    def report(self, manifest: Manifest) -> SaveReport:
         """What a committed save did."""
         assert self.facts is not None
         parent, totals = manifest.parent, manifest.totals
@@ -211,7 +210,7 @@ class SaveInFlight:
             slot_bytes=totals.slot_bytes,
             dense_bytes=totals.dense_bytes,
             manifest_bytes=totals.manifest_bytes + own,
-            full_fp32_bytes=full_fp32_bytes(tables, manifest.dense_leaves),
+            state_bytes=state_bytes(manifest),
             blocking_secs=self.blocking_secs,
             fingerprint_secs=self.facts.fingerprint_secs,
             find_secs=self.facts.find_secs,
@@ -240,7 +239,6 @@ class Lifecycle:
     Args:
         writer: where saves go.
         planner: is told of committed saves.
-        tables: of the handler; None: nothing is saved.
         options: of the run.
 
     Attributes:
@@ -256,11 +254,9 @@ class Lifecycle:
         self,
         writer: RootWriter,
         planner: Planner,
-        tables: Tables | None,
         options: Options,
     ) -> None:
         self._writer, self._planner = writer, planner
-        self._tables = tables
         self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
@@ -427,9 +423,8 @@ class Lifecycle:
         if flight.is_reported:
             return
         flight.is_reported, self.last_failure = True, None
-        assert self._tables is not None
         try:
-            report = flight.report(manifest, self._tables)
+            report = flight.report(manifest)
         except Exception:
             # The step is saved, and this may be the middle of the next save, for which other
             # processes wait.

@@ -173,7 +173,7 @@ def _save_kept(
         restores=step.restores if known else None,
         rows=step.rows,
         parts=parts if known else {},
-        plain_bytes=step.full_fp32_bytes if known else None,
+        plain_bytes=step.state_bytes if known else None,
         secs=step.secs,
         saved_at=step.saved_at,
         shares={table.name: table.saved_rows / table.rows for table in step.tables},
@@ -227,7 +227,9 @@ def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
 def _save_noted(line: Mapping[str, Any], step: int, branch: int, kind: str) -> Save:
     """A save as a line of the metrics tells of it."""
     parts = {part: _number(line, f"{name}_bytes") for part, name in _PARTS.items()}
-    plain, restores = _number(line, "full_fp32_bytes"), _number(line, "restores")
+    plain, restores = _number(line, "state_bytes"), _number(line, "restores")
+    if plain is None:  # of an earlier version, which took tables for float32
+        plain = _number(line, "full_fp32_bytes")
     phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
     given = line.get("tables")
     tables = (
