@@ -58,7 +58,7 @@ from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.orbax_steps import is_state_of_orbax
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.tiling import outside_mesh
+from cnr_jax.rows.tiling import own_settings
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
@@ -166,7 +166,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Lets saves be deltas: from now on something sees to it that parents are kept."""
         self.guarded = True
 
-    @outside_mesh()
+    @own_settings()
     def plan(self, place: Place, args: Save, *, urgent: bool = False) -> PlannedSave:
         """Checks and decides a save before anything is written.
 
@@ -300,7 +300,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)
-            with outside_mesh():
+            with own_settings():
                 planned = args._planned or self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
@@ -310,7 +310,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             raise
         flight = planned.flight
         self.lifecycle.begin(flight)
-        with outside_mesh():
+        with own_settings():
             await self._launcher.launch(planned, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
@@ -341,7 +341,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()
 
-    @outside_mesh()
+    @own_settings()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args, started = args or Restore(), time.perf_counter()
@@ -373,7 +373,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             attempt.resumption = resumption
         return restored
 
-    @outside_mesh()
+    @own_settings()
     def resume(self, resumption: Resumption | adopted.Adoption) -> None:
         """Goes on saving from what was restored."""
         parts: dict[str, Any] = {

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.options import Options, TableOptions, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
-from cnr_jax.rows.tiling import chunk_rows, outside_mesh, padded
+from cnr_jax.rows.tiling import chunk_rows, own_settings, padded
 from cnr_jax.state.table import Table, Tables, check_tables, split
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
 _MOST_ROWS = 4096
 
 
-@outside_mesh()
+@own_settings()
 def tune(
     state: Any, tables: Tables, options: Options | None = None, *, within: float = 0.01
 ) -> Options:

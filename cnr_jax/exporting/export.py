@@ -26,7 +26,7 @@ from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.rows.tiling import outside_mesh
+from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.table import few, flatten_paths
 
 Format = Literal["orbax", "safetensors", "zarr"]
@@ -60,7 +60,7 @@ class Exported:
     bytes: int
 
 
-@outside_mesh()
+@own_settings()
 def export(
     root: str | os.PathLike[str],
     step: int | None,

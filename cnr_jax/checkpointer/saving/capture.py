@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,7 @@ from cnr_jax.rows.tiling import (
     ShardsOf,
     Way,
     group_tiles,
+    own_settings,
     own_tiles,
     placing,
 )
@@ -318,7 +319,13 @@ class Warmth:
         missing = [p for p in dict.fromkeys(needed) if p not in self._done]
         # XLA compiles each on one core.
         with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
-            for done in [pool.submit(program, *args) for program, args in missing]:
+            for done in [pool.submit(_compile, *each) for each in missing]:
                 done.result()
         self._done.update(missing)
         self.widths.add(auto_bits)
+
+
+# Settings are those of a thread, unless they are of all.
+@own_settings()
+def _compile(program: Callable[..., object], args: tuple[Any, ...]) -> None:
+    program(*args)

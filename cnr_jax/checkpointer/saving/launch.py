@@ -33,7 +33,7 @@ from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
 from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.rows.gather.host import Buffers
-from cnr_jax.rows.tiling import host_device
+from cnr_jax.rows.tiling import host_device, own_settings
 from cnr_jax.telemetry import percent
 
 _log = logging.getLogger(__name__)
@@ -150,10 +150,13 @@ class Launcher:
                 raise
 
     def close(self) -> None:
-        """Frees memory that is kept for the next save."""
+        """Frees memory that is kept for the next save, and what is remembered of rows."""
         self._buffers.close()
+        self._tracker.close()
 
 
+# Settings are those of a thread, unless they are of all.
+@own_settings()
 def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,

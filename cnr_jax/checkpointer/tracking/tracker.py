@@ -337,6 +337,10 @@ class Tracker:
 
         return choose
 
+    def close(self) -> None:
+        """Frees what is remembered of rows, which would lie on their devices until a collection."""
+        self._watch, self._rotation, self._last = None, None, None
+
     def forget(self, touched: Touched, mode: Tracking | None) -> None:
         """Forgets all rows, because the state was replaced by one that was restored.
 
@@ -344,7 +348,7 @@ class Tracker:
             touched: of that state; fingerprints go on in its lineage.
             mode: of its run, in which this one goes on unless it has its own; None: it has none.
         """
-        self._watch, self._rotation, self._last = None, None, None
+        self.close()
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
         self._prints = _moment(touched)
