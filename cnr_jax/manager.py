@@ -354,9 +354,9 @@ class CheckpointManager(ocp.CheckpointManager):
         self._orbax.name_item(self._listing.item, Restore, self._handler)
         try:
             return super().metadata(step)
-        except Exception:
+        finally:
+            # Orbax leaves out what it does not find, such as all of a step that was just deleted.
             self._listing.check_is_there(step)
-            raise
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:

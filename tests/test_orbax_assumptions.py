@@ -29,6 +29,7 @@ from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future as futures
 from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
@@ -46,6 +47,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
 from cnr_jax.format import names
 from cnr_jax.repository.plain_arrays import write_array
+from cnr_jax.testing import inprocess
 
 
 @dataclasses.dataclass
@@ -367,6 +369,28 @@ def test_where_orbax_logs_the_error_of_a_failed_save_and_in_which_thread(
         ("async_checkpointer", "_thread_func"),
         ("checkpoint_manager", "wait_until_finished"),
     ]
+
+
+def test_where_orbax_logs_that_it_cannot_read_metadata(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
+    file = tmp_path / "_CHECKPOINT_METADATA"
+    store = metadata_store(enable_write=False)
+
+    def delete(call: inprocess.Call) -> None:
+        if call.call == "open_read":
+            file.unlink()
+
+    assert store.read(file) is None
+    file.touch()
+    with inprocess.watching(tmp_path, before=delete, looks=True):
+        assert store.read(file) is None
+    found = [(r.module, r.funcName, r.levelname) for r in caplog.records]
+    assert found == [("checkpoint", "read", level) for level in ("WARNING", "ERROR")]
+    missing, gone = (record.args for record in caplog.records)
+    assert missing == (file,) and gone[0] == file
+    assert isinstance(gone[1], FileNotFoundError)
 
 
 def test_a_cancelled_save_counts_as_finished(probe: Any) -> None:

@@ -6,6 +6,7 @@ Each stands behind a name; tests/test_orbax_assumptions.py asserts what is said 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import threading
@@ -35,6 +36,10 @@ _RAISED = {
     ("checkpoint_manager", "wait_until_finished"),
 }
 _LONGEST = 400
+# Where Orbax reads a file of metadata that it has seen to be there.
+_READS = ("checkpoint", "read")
+# What is said of a file that was taken away meanwhile; the last one by NFS.
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 # Those whose threads belong to no manager that could be told; of the error all hear in the end.
 _SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 # Where Orbax waits for all processes before and after the commit of a save.
@@ -348,7 +353,12 @@ class _Tracebacks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = (record.module, record.funcName)
-        if not record.exc_info or "orbax" not in record.pathname:
+        if "orbax" not in record.pathname:
+            return True
+        if place == _READS and _is_gone(record.args):
+            _log.debug("%s", record.getMessage())
+            return False
+        if not record.exc_info:
             return True
         if place in _RAISED and getattr(_here, "is_told", False):
             _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
@@ -358,6 +368,20 @@ class _Tracebacks(logging.Filter):
             record.msg, record.args = text[:_LONGEST], None
             record.exc_info = None
         return True
+
+
+def _is_gone(args: Any) -> bool:
+    """Whether a record is of metadata in a folder that is no more, as of a step just deleted.
+
+    Orbax goes on without them, and then does not find the step: whoever asked for it is told, and
+    a restore of the newest step takes another.
+    """
+    if not isinstance(args, tuple) or not args:
+        return False
+    if any(isinstance(each, OSError) and each.errno in _GONE for each in args):
+        return True
+    # It was not there at all, without which other steps may be whole.
+    return isinstance(args[0], epath.Path) and not args[0].parent.exists()
 
 
 _TRACEBACKS = _Tracebacks()
