@@ -187,7 +187,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         ledger, checked, changed = self._find_changes(place, args)
         if not self._has_said_too_wide:
             self._has_said_too_wide = True
-            capture.say_too_wide(checked.arrays, self.options)
+            capture.say_at_first(checked.arrays, self.tables, self.options)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,

@@ -54,6 +54,7 @@ class SaveReport:
         reason: why it was full or a delta; and after more restores than expected, so.
         restores: how often a run was restored along the branch of this save.
         run: that it belongs to.
+        doubts: what of the dense leaves may be slots, see `Tables.doubts`.
         tables: what it holds of each table, with bytes, codecs and errors. On process 0 of what
             all processes saved, on others of what these did.
         auto_bits: width of codes that `bits="auto"` came to, where it is used; small
@@ -91,6 +92,7 @@ class SaveReport:
     encode_secs: float = 0.0
     write_secs: float = 0.0
     commit_secs: float = 0.0
+    doubts: tuple[str, ...] = ()
     tables: tuple[TableDescription, ...] = ()
 
     @property
@@ -121,14 +123,15 @@ class SaveReport:
         Example:
             `79 % of its bytes are optimizer slots that are stored exactly; ...`
         """
+        hints = list(self.doubts)
         share = self.exact_slot_bytes / max(1, self.total_bytes)
-        if share < _MOSTLY:
-            return ""
-        return (
-            f"{percent(share)} of its bytes are optimizer slots that are stored exactly;"
-            " Options(slot_codec='auto') stores accumulators in 16 bits, off by at most 0.15 %,"
-            " and momenta in 8"
-        )
+        if share >= _MOSTLY:
+            hints.append(
+                f"{percent(share)} of its bytes are optimizer slots that are stored exactly;"
+                " Options(slot_codec='auto') stores accumulators in 16 bits, off by at most"
+                " 0.15 %, and momenta in 8"
+            )
+        return ". ".join(hints)
 
     def asdict(self) -> dict[str, Any]:
         """All of it, and what follows from it, as values of JSON.
@@ -142,6 +145,7 @@ class SaveReport:
             {**to_json(table), "saved_share": table.saved_share}
             for table in self.tables
         ]
+        found["doubts"] = list(self.doubts)
         found["total_bytes"], found["reduction"] = self.total_bytes, self.reduction
         return {**found, "hint": self.hint}
 

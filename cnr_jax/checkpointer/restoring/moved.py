@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cnr_jax.format.manifest import DenseLeaf, TableEntry
-from cnr_jax.state.find import perhaps_slot
+from cnr_jax.state.doubts import perhaps_slot
 from cnr_jax.state.table import Table, Tables, few
 
 _log = logging.getLogger(__name__)

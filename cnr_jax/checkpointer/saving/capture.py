@@ -159,7 +159,14 @@ class _Codecs:
         return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
 
 
-def say_too_wide(arrays: Arrays, options: Options) -> None:
+def say_at_first(arrays: Arrays, tables: Tables | None, options: Options) -> None:
+    """Says, before the first save, what makes all of them larger than they might be."""
+    _say_too_wide(arrays, options)
+    for text in tables.doubts if tables and jax.process_index() == 0 else ():
+        _log.warning("%s", text)
+
+
+def _say_too_wide(arrays: Arrays, options: Options) -> None:
     """Says which leaves have rows so wide that they are stored exactly, whatever their codec.
 
     Counted are the elements of a row, or of the part of it that a device holds.

@@ -223,6 +223,7 @@ class SaveInFlight:
             reason=manifest.reason,
             restores=manifest.restores,
             run=manifest.run,
+            doubts=tables.doubts,
             tables=held_tables(manifest, processes) if processes else (),
             auto_bits=self.plan.auto_bits,
             sample_rows=rounding.rows if rounding else None,
