@@ -200,9 +200,10 @@ class StateMismatchError(CnrError, ValueError):
     """The state that was passed and the tables or the checkpoint disagree.
 
     All differences are listed. In a save: pass a state of the structure in which the tables were
-    found. In a restore: pass the state that was saved, or `Restore(..., partial=True)` to restore
-    what both have, or `cast=True` to convert dtypes. Tables with another number of rows, other
-    ids or another name: docs/guides/grow-a-table.md. Nothing but manifests was read.
+    found, with all its leaves, each of the same shape and dtype. In a restore: pass the state that
+    was saved, or `Restore(..., partial=True)` to restore what both have, or `cast=True` to convert
+    dtypes. Tables with another number of rows, other ids or another name:
+    docs/guides/grow-a-table.md. Nothing but manifests was read.
     """
 
     kind = "state_mismatch"
