@@ -1,4 +1,4 @@
-"""Slots of states with any roots are saved with their rows; what is in doubt is said by each save."""
+"""Slots are saved with their rows, whatever the roots are called; saves say what is in doubt."""
 
 from __future__ import annotations
 

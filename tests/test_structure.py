@@ -1,4 +1,4 @@
-"""A save whose dense leaves are not those of the state in which the tables were found is refused."""
+"""A save whose dense leaves are not as those that the tables were found with is refused."""
 
 from __future__ import annotations
 
