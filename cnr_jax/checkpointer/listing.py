@@ -15,7 +15,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import accessing, damage, refuse_pipe
+from cnr_jax.repository.checked import UNKNOWN, accessing, damage, refuse_pipe
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -28,6 +28,7 @@ from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,
     find_item,
+    is_own_item,
     step_directories,
 )
 from cnr_jax.repository.lineage.entries import Entry, branch_of
@@ -207,7 +208,8 @@ class Listing:
         ledger = self._ending.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
-            if problem.consequence:
+            # What is only too much, and can be moved away, makes no step a damaged one.
+            if problem.consequence and problem.kind != UNKNOWN:
                 path = "/".join((problem.directory, problem.file)).rstrip("/")
                 ledger.note_damage(path, problem.message.partition("\n")[0])
         return found
@@ -321,7 +323,7 @@ class Listing:
                 return item
             if not exists(directory):
                 raise damage(directory, "is not there", "file_missing")
-            if exists(held) and any(names.is_own(path.name) for path in held.iterdir()):
+            if is_own_item(held):
                 return item
             if self._writer.adopts and (
                 found := orbax_step(root, directory.name, item)

@@ -23,13 +23,18 @@ from cnr_jax.format.manifest import (
     dump,
 )
 from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
-from cnr_jax.repository.checked import check_dense_index, file_bytes
+from cnr_jax.repository.checked import (
+    check_dense_index,
+    file_bytes,
+    mistakable_files,
+)
 from cnr_jax.repository.files import (
     AnyPath,
+    digest_file,
     digest_of,
-    digest_tree,
     exists,
     sync_directory,
+    sync_files,
     sync_step,
     sync_tree,
     write_durably,
@@ -195,12 +200,14 @@ def _read_processes(
 
 
 def _sync_dense(directory: AnyPath) -> tuple[FileDigest, ...]:
-    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing."""
-    dense = directory / names.DENSE
-    if not exists(dense):
-        return ()
-    sync_tree(dense)
-    return digest_tree(dense, names.DENSE)
+    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing.
+
+    Other files may lie there too, such as those of a desktop: named, each would be missed once
+    it is gone.
+    """
+    files = mistakable_files(directory)
+    sync_files(directory, files)
+    return tuple(digest_file(directory / path, path) for path in files)
 
 
 def _totals(

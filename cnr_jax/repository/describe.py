@@ -23,7 +23,6 @@ from cnr_jax.repository.checked import (
     file_bytes,
     numpy_dtype,
     refuse_pipe,
-    unnamed_files,
 )
 from cnr_jax.repository.description import (
     RootDescription,
@@ -36,6 +35,7 @@ from cnr_jax.repository.files import (
     size_of,
 )
 from cnr_jax.repository.layout import (
+    beside,
     check_can_be_read,
     find_item,
     open_root,
@@ -113,8 +113,9 @@ def describe(
         for name, each in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
-    held = names.beside(entry.name for entry in plain.iterdir())
-    return RootDescription(root=os.fspath(path), item=item, steps=tuple(steps), **held)
+    return RootDescription(
+        root=os.fspath(path), item=item, steps=tuple(steps), **beside(plain)
+    )
 
 
 def _look_at_all(
@@ -253,25 +254,13 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
 
 
 def _check_dense(item: AnyPath, manifest: Manifest) -> None:
-    """Checks that files in `dense/` are there, as long as they should be, and no others.
+    """Checks that files in `dense/` are there and as long as they should be.
 
     Raises:
         IntegrityError: at the first that is not.
     """
-    named = {digest.path for digest in manifest.dense_files}
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
-    top = os.fspath(item)
-    held = {
-        f"{folder[len(top) + 1 :]}/{name}"
-        for folder, folders, files in os.walk(f"{top}/{names.DENSE}")
-        for name in [*files, *(n for n in folders if os.path.islink(f"{folder}/{n}"))]
-    }
-    # Not all that is found this way is too much: named files may lie behind a link.
-    for path in unnamed_files(item, names.DENSE, named) if held != named else ():
-        raise errors.IntegrityError(
-            f"{os.fspath(item / path)} is not of this checkpoint", kind="file_unknown"
-        )
 
 
 def _check_file(item: AnyPath, path: str, nbytes: int) -> None:

@@ -13,17 +13,20 @@ directories it renames, nor the root. What is missing is done here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest
 
 _log = logging.getLogger(__name__)
@@ -105,6 +108,20 @@ def mode_of(path: AnyPath, *, follow: bool = True) -> int | None:
         return None
 
 
+def names_in(folder: AnyPath) -> list[str]:
+    """Names of all that lies in a folder of a root, sorted; none where it is gone, or no folder.
+
+    A run may be saving in the root: whatever is seen there may be removed before it is listed.
+
+    Raises:
+        OSError: if it cannot be listed, though it is there.
+    """
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def size_of(path: AnyPath) -> int:
     """Bytes of a file."""
     if is_local(path):
@@ -168,7 +185,7 @@ def replace_durably(path: AnyPath, data: bytes) -> None:
         write_durably(path, data)
         return
     for left in reversed(range(_TRIES)):
-        temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
+        temporary = path.parent / names.replacing(path.name, secrets.token_hex(4))
         try:
             write_durably(temporary, data)
             os.replace(os.fspath(temporary), os.fspath(path))
@@ -194,16 +211,38 @@ def sync_directory(path: AnyPath) -> None:
         os.close(descriptor)
 
 
-def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
-    """Makes all that is below a local directory durable; or the files right in it alone."""
+def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
+    """Makes files below a local directory durable, and the folders below it that name them."""
     if not is_local(directory):
         return
-    for entry in directory.iterdir():
-        if not is_directory(entry):
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-        elif deep:
-            sync_tree(entry)
+    for path in paths:
+        with (directory / path).open("rb") as file:
+            os.fsync(file.fileno())
+    parts = [path.split("/") for path in paths]
+    folders = {"/".join(each[:i]) for each in parts for i in range(1, len(each))}
+    for folder in sorted(folders, reverse=True):
+        sync_directory(directory / folder)
+
+
+def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
+    """Makes all that is below a local directory durable; or the files right in it alone.
+
+    Others may have put something there: what is no file is left out, what is gone by now, and
+    what this program may not open, since it has not written it.
+    """
+    if not is_local(directory):
+        return
+    for name in names_in(directory):
+        entry = directory / name
+        mode = mode_of(entry) or 0
+        if not os.access(entry, os.R_OK):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG(mode):
+                with entry.open("rb") as file:
+                    os.fsync(file.fileno())
+            elif stat.S_ISDIR(mode) and deep:
+                sync_tree(entry)
     sync_directory(directory)
 
 
@@ -251,18 +290,6 @@ def digest_of(path: str, data: bytes) -> FileDigest:
     return FileDigest(
         path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )
-
-
-def digest_tree(directory: AnyPath, prefix: str) -> tuple[FileDigest, ...]:
-    """Digests of all files below `directory`, by path, in order; `prefix` leads each path."""
-    found: list[FileDigest] = []
-    for entry in sorted(directory.iterdir(), key=lambda path: path.name):
-        path = f"{prefix}/{entry.name}"
-        if is_directory(entry):
-            found += digest_tree(entry, path)
-        else:
-            found.append(digest_file(entry, path))
-    return tuple(found)
 
 
 def digest_file(file: AnyPath, path: str) -> FileDigest:

@@ -22,7 +22,6 @@ from cnr_jax.repository.layout import (
     Place,
     is_checkpoint,
     is_foreign,
-    may_be_step,
     step_directories,
 )
 from cnr_jax.repository.lineage.entries import (
@@ -67,7 +66,7 @@ class Ledger:
     def __init__(
         self, is_step: Callable[[str], bool] | None = None, *, adopts: bool = False
     ) -> None:
-        self.is_step, self.adopts = is_step or may_be_step, adopts
+        self.is_step, self.adopts = is_step or names.may_be_step, adopts
         self._entries: dict[str, Entry] = {}
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, read_small, replace_durably
-from cnr_jax.repository.layout import may_be_step
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
 
@@ -198,7 +197,7 @@ def _suspect_of(document: object) -> Suspect:
         raise TypeError("expected the name of a step and its uuid")
     # Its number is asked for, and a number of thousands of digits is none for Python.
     if len(directory) > _NAME_BYTES or not (
-        names.is_component(directory) and may_be_step(directory)
+        names.is_component(directory) and names.may_be_step(directory)
     ):
         raise ValueError(f"expected the name of a step, got {directory[:60]!r}")
     if not names.is_hex(uuid, 32):

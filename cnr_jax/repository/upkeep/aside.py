@@ -9,16 +9,17 @@ import os
 from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
+from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.names import (
-    ABANDONED_MARK,
     SUSPECTS,
     abandoned,
-    beside,
-    is_abandoned,
+    abandoned_step,
+    is_replacing,
     step_number,
 )
+from cnr_jax.repository.checked import damage
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
-from cnr_jax.repository.layout import Place
+from cnr_jax.repository.layout import Place, beside
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
@@ -59,8 +60,7 @@ def names_aside(
                 "  hint: save into another root, or put the folder itself in the place of"
                 " the link"
             )
-    left = [path.name for path in root.iterdir() if ABANDONED_MARK in path.name]
-    own = [*(entry.directory for entry in entries), *sorted(left)]
+    own = [*(entry.directory for entry in entries), *beside(root)["abandoned"]]
     return tuple((name, f"{earlier}/{name}") for name in own)
 
 
@@ -128,15 +128,15 @@ def aside_of_run(
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
-    for name in beside(path.name for path in root.iterdir())["abandoned"]:
-        before = name.partition(ABANDONED_MARK)[0]
-        if name in others or not is_abandoned(name, before):
+    for name in beside(root)["abandoned"]:
+        before = abandoned_step(name)
+        if name in others or before is None:
             continue
         try:
             if adopts and is_set_aside(root / name, before, item):
                 found.append((1, step_number(before), name))
                 continue
-            manifest = read_committed(root, name, item)
+            manifest = read_aside(root, name, item)
         except errors.CnrError:
             others.add(name)
         except OSError:
@@ -147,6 +147,21 @@ def aside_of_run(
             else:
                 others.add(name)
     return [name for *_, name in sorted(found, reverse=True)]
+
+
+def read_aside(root: AnyPath, name: str, item: str) -> Manifest:
+    """The manifest of a step that a rollback has set aside.
+
+    Raises:
+        IntegrityError: if it is missing, or that of another step: somebody gave the name.
+        FormatError: see `read_manifest`.
+        OSError: if it cannot be read.
+    """
+    manifest = read_committed(root, name, item)
+    before = abandoned_step(name) or ""
+    if name != abandoned(before, manifest.generation, manifest.uuid):
+        raise damage(root / name, "is called after another checkpoint", "foreign_step")
+    return manifest
 
 
 def clear_aside(
@@ -206,7 +221,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 def _remove_if_empty(folder: AnyPath) -> None:
     """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
     held = [path.name for path in folder.iterdir()]
-    if all(name.startswith(SUSPECTS) for name in held):
+    if all(name == SUSPECTS or is_replacing(name) for name in held):
         for name in held:
             os.unlink(folder / name)
     os.rmdir(folder)

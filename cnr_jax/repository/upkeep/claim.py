@@ -35,7 +35,6 @@ from cnr_jax.repository.files import (
     read_small,
     replace_durably,
 )
-from cnr_jax.repository.layout import may_be_step
 
 try:
     import fcntl
@@ -179,14 +178,14 @@ def _read_aside(fields: Fields) -> Aside:
     for pair in cast("list[Any]", given) if isinstance(given, list) else (given,):
         match pair:
             case [str(name), str(now)] if names.is_component(name) and (
-                (may_be_step(name) and names.is_abandoned(now, name))
+                (names.may_be_step(name) and names.abandoned_step(now) == name)
                 or now == f"{names.earlier_run(uuid)}/{name}"
             ):
                 moved.append((name, now))
             case _:
                 fields.problems.append(
                     f"{fields.where}.moved: expected pairs of a step directory and its"
-                    f" name with {names.ABANDONED_MARK!r}, or of a name and the same"
+                    " name with '.abandoned-', or of a name and the same"
                     f" below {names.earlier_run(uuid)}, got {repr(pair)[:80]}"
                 )
     return Aside(

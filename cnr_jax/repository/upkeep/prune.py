@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,13 +13,24 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount, count_of
-from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
-from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_gone,
+    is_local,
+)
+from cnr_jax.repository.layout import (
+    beside,
+    check_can_be_read,
+    find_item,
+    is_earlier_run,
+    open_root,
+)
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
-from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep.aside import aside_of_run
+from cnr_jax.repository.upkeep.aside import aside_of_run, read_aside
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
@@ -259,7 +271,17 @@ def _fates(
     *,
     other_runs: bool,
 ) -> tuple[Fate, ...]:
-    """What becomes of the steps of a root, as `describe` lists them, and of what lies beside them."""
+    """What becomes of the steps of a root, in the order of `describe`, and of what is beside them.
+
+    Args:
+        root: that is looked through.
+        item: of its steps.
+        ledger: of it; knows no step afterwards that is called otherwise than most.
+        keep: see `prune`.
+        min_fulls: the same.
+        other_runs: the same.
+    """
+    odd = _odd_ones(ledger)
     steps = {step.directory: step for step in describe(root, item=item).steps}
     for step in steps.values():
         if step.problem and step.kind != "orbax":
@@ -276,6 +298,7 @@ def _fates(
     # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
     theirs = {entry.directory for entry in ledger.committed() if entry.orbax}
     numbers = {names.step_number(name) for name in ledger.directories() - theirs}
+    uuids = Counter(entry.uuid for entry in ledger.committed())
     found = kept_steps(
         ledger,
         numbers,
@@ -302,6 +325,9 @@ def _fates(
         reason = found.reasons.get(entry.step)
         if entry.orbax:
             reason = "plain Orbax has saved it"
+        elif reason is None and uuids[entry.uuid] > 1:
+            reason = "it is there under two names"
+        reason = reason or odd.get(entry.directory)
         why = f"it is {older}"
         if entry.step in found.left:
             why = f"a rollback has left it behind: {why}"
@@ -315,8 +341,39 @@ def _fates(
                 reason=reason or why,
             )
         )
+    for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
+        fates.append(
+            Fate(
+                name=name,
+                step=names.step_number(name),
+                kind=steps[name].kind if name in steps else "unreadable",
+                bytes=_bytes_below(root / name),
+                stays=True,
+                reason=odd[name],
+            )
+        )
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
-    return tuple(fates)
+    # A run that saves there may have removed some meanwhile.
+    return tuple(fate for fate in fates if not is_gone(root / fate.name))
+
+
+def _odd_ones(ledger: Ledger) -> dict[str, str]:
+    """Why steps stay that are called otherwise than most, and with them what they rest on.
+
+    Such as `backup_5` beside 4, 5 and 6: no manager has called it so, nor does one delete it. The
+    ledger forgets them: of two steps of one number it would take either.
+    """
+    own = [entry.directory for entry in ledger.committed() if not entry.orbax]
+    found = names.odd_ones(own)
+    reasons = {
+        below: f"{name} rests on it"
+        for name in found
+        for below in ledger.closure([name])
+    }
+    reasons |= dict.fromkeys(found, "it is not called as the other steps are")
+    for name in found:
+        ledger.forget(name)
+    return reasons
 
 
 def _beside(
@@ -333,20 +390,19 @@ def _beside(
     found = [(name, not crowded, reason) for name in own]
     for name in sorted(others):
         try:
-            read_committed(root, name, item)
+            read_aside(root, name, item)
         except (errors.CnrError, OSError):
             is_orbax = saved_by(root / name, item) == "orbax"
-            told = (
-                "plain Orbax has saved it"
-                if is_orbax
-                else "its manifest cannot be read"
-            )
-            found.append((name, True, told))
+            told = "its manifest cannot be read, or is of another step"
+            found.append((name, True, "plain Orbax has saved it" if is_orbax else told))
         else:
             found.append((name, not all_runs, "it is of another run"))
     fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
-    for name in names.beside(path.name for path in root.iterdir())["earlier_runs"]:
-        told = name, not all_runs, "it holds an earlier run"
+    for name in beside(root)["earlier_runs"]:
+        told = name, True, "no step is seen in it, so it may be somebody else's"
+        with contextlib.suppress(OSError):
+            if is_earlier_run(root / name):
+                told = name, not all_runs, "it holds an earlier run"
         fates.append(_fate_of_folder(root, *told, kind="earlier run"))
     return fates
 
@@ -368,9 +424,10 @@ def _bytes_below(folder: AnyPath) -> int:
     """Bytes of the files in a local folder; of a link none, as what it leads to stays."""
     if os.path.islink(folder):
         return 0
-    return sum(
-        os.lstat(f"{at}/{name}").st_size
-        for at, _, files in os.walk(os.fspath(folder))
-        for name in files
-        if os.path.lexists(f"{at}/{name}")
-    )
+    total = 0
+    for at, _, files in os.walk(os.fspath(folder)):
+        for name in files:
+            # A run that saves there may be deleting them.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                total += os.lstat(f"{at}/{name}").st_size
+    return total

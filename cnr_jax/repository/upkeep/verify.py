@@ -16,15 +16,24 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.checked import refuse_pipe
-from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
+from cnr_jax.repository.checked import UNKNOWN, refuse_pipe
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_named,
+    names_in,
+    read_small,
+)
 from cnr_jax.repository.layout import (
+    beside,
     check_can_be_read,
     is_checkpoint,
+    is_own_item,
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import saved_by
+from cnr_jax.repository.orbax_steps import items_of_orbax, saved_by
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 
@@ -126,13 +135,13 @@ def verify(
     prefixes = {_prefix(name) for name, items in steps.items() if items} or {""}
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
-        is_named = _prefix(name) in prefixes
-        if not items and not is_named and not is_checkpoint(path / name):
+        is_alike = _prefix(name) in prefixes
+        if not items and not is_alike and not is_checkpoint(path / name):
             continue
-        if not items and is_directory(path / name):
-            found.append(_without_item(path, name))
+        found += _unknown(path, name) if items else [_without_item(path, name)]
         found += _of_orbax(path, name)
-    return tuple(sorted(found))
+    # A run may be saving there: what has gone meanwhile has no problem.
+    return tuple(sorted(each for each in found if is_named(path / each.directory)))
 
 
 def _prefix(directory: str) -> str:
@@ -162,21 +171,29 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
     except errors.IntegrityError as error:
         yield Problem(step, file, error.kind, (step,), str(error))
     except (ValueError, RecursionError, OSError) as error:
-        if is_directory(root / step):
-            message = f"cannot be read, but is not needed: {error}"
-            yield Problem(step, file, "orbax_metadata", (), message)
+        message = f"cannot be read, but is not needed: {error}"
+        yield Problem(step, file, "orbax_metadata", (), message)
+
+
+def _unknown(root: AnyPath, step: str) -> Iterator[Problem]:
+    """Files of a step beside its items, and folders that are none of these, as far as is known."""
+    held = items_of_orbax(root / step)
+    for name in names_in(root / step):
+        if name in (names.ORBAX_METADATA, names.COMMITTED, *held):
+            continue
+        path = root / step / name
+        if not is_directory(path) or (held and not is_own_item(path)):
+            message = "is not of this checkpoint; it is never read"
+            yield Problem(step, name, UNKNOWN, (), message)
 
 
 def _items(root: AnyPath, step: str) -> list[str]:
     """Items of a step that this library wrote."""
-    try:
-        return [
-            item.name
-            for item in (root / step).iterdir()
-            if is_directory(item) and any(names.is_own(p.name) for p in item.iterdir())
-        ]
-    except (FileNotFoundError, NotADirectoryError):
-        return []  # removed meanwhile
+    return [
+        name
+        for name in names_in(root / step)
+        if is_directory(root / step / name) and is_own_item(root / step / name)
+    ]
 
 
 def _beside(root: AnyPath) -> Iterator[Problem]:
@@ -186,7 +203,7 @@ def _beside(root: AnyPath) -> Iterator[Problem]:
         "abandoned": "a step that a rollback moved aside",
         "unfinished": "a save that is being written, or was killed",
     }
-    held = names.beside(entry.name for entry in root.iterdir())
+    held = beside(root)
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)
