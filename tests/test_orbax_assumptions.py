@@ -402,7 +402,7 @@ def test_renamed_and_temporary_directories_are_no_steps(tmp_path: Path) -> None:
         for step in (10, 20):
             manager.save(step, args=ocp.args.StandardSave(state))
     aside = names.abandoned("20", 1, "00ff" * 8)
-    (tmp_path / names.removed("40", "0011")).mkdir()
+    (tmp_path / names.removed("40", "0011" * 4)).mkdir()
     (tmp_path / names.WRITER).write_text("{}")
     assert aside.startswith("20.abandoned-g1-00ff00ff")
     (tmp_path / "20").rename(tmp_path / aside)

@@ -28,6 +28,10 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 DENSE_INDEX = (f"{DENSE}/_METADATA", f"{DENSE}/manifest.ocdbt")
 ROW_IDS_ARRAY = "row_ids"
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+# Marks a step directory that a rollback moved out of the way; Orbax does not list such names.
+ABANDONED_MARK = ".abandoned-"
+# Marks a step directory that is removed and only waits for its files to be deleted.
+REMOVED_MARK = ".removed-"
 # Begins the name of a folder that holds the steps of an earlier run, and is a root itself.
 EARLIER_RUN = "earlier-run-"
 
@@ -48,14 +52,16 @@ _STEP = "(?:.*[0-9])"
 # What is being saved to it, with a number behind where an older Orbax has made it.
 _UNFINISHED = f"{_STEP}{re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?"
 _TEMPORARY = re.compile(f"(.+?){re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?", re.DOTALL)
-_ABANDONED = rf"(?P<step>{_STEP})\.abandoned-g(?:0|[1-9][0-9]*)-[0-9a-f]{{32}}"
+_ABANDONED = (
+    rf"(?P<step>{_STEP}){re.escape(ABANDONED_MARK)}g(?:0|[1-9][0-9]*)-[0-9a-f]{{32}}"
+)
 _EARLIER = rf"{EARLIER_RUN}[0-9a-f]{{32}}\.root"
 _ANY = "|".join((_STEP, _UNFINISHED, _ABANDONED.replace("?P<step>", "?:"), _EARLIER))
 # Which folder of a root is what, in the order in which it is asked.
 _FOLDERS = {
     kind: re.compile(form, re.DOTALL)
     for kind, form in {
-        "removed": rf"(?:{_ANY})\.removed-[0-9a-f]{{16}}",
+        "removed": rf"(?:{_ANY}){re.escape(REMOVED_MARK)}[0-9a-f]{{16}}",
         "unfinished": _UNFINISHED,
         "abandoned": _ABANDONED,
         "earlier_runs": _EARLIER,
@@ -117,7 +123,7 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
         >>> abandoned("1200", 1, "00ff" * 8)
         '1200.abandoned-g1-00ff00ff00ff00ff00ff00ff00ff00ff'
     """
-    return f"{directory}.abandoned-g{generation}-{uuid}"
+    return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
 def abandoned_step(name: str) -> str | None:
@@ -181,7 +187,7 @@ def removed(directory: str, token: str) -> str:
         >>> removed("1200", "00ff" * 4)
         '1200.removed-00ff00ff00ff00ff'
     """
-    return f"{directory}.removed-{token}"
+    return f"{directory}{REMOVED_MARK}{token}"
 
 
 def replacing(file: str, token: str) -> str:
@@ -322,7 +328,8 @@ def is_own(name: str) -> bool:
 def is_looked_up(path: str) -> bool:
     """Whether Orbax's reader may open a file below `dense/` because of its name.
 
-    All else that lies there it never sees, whoever put it there: it lists no folder.
+    All else that lies there it never sees, whoever put it there; where it lists a folder, it is
+    shown these names alone.
 
     Args:
         path: of the file, or of a folder in its place, relative to `dense/`.

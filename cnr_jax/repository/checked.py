@@ -54,6 +54,8 @@ _DAMAGED_ERRNOS = {
 
 # The kind of an error of which a file is the cause that is too many: nothing else is wrong.
 UNKNOWN = "file_unknown"
+# What is said of such a file.
+MISTAKABLE = "is not of this checkpoint, but Orbax could take it for a part of it"
 # The kind of an error of which storage is the cause: the next time it may read the same file.
 UNREAD = "file_unreadable"
 # What TensorStore says where storage does not give a file out, whatever is in it.
@@ -321,9 +323,8 @@ def _refuse_mistakable(item: AnyPath, named: Sequence[FileDigest]) -> None:
     if found:
         raise damage(
             item / found[0],
-            f"is not of this checkpoint: {names.MANIFEST} does not name it, and Orbax could"
-            f" take it for a part of it\n  {len(found)} such files in {names.DENSE}/; all that"
-            " are named are right\n  hint: move them away",
+            f"{MISTAKABLE}\n  {len(found)} such files, which {names.MANIFEST} does not name; all"
+            " that it names are right\n  hint: move them away",
             UNKNOWN,
         )
 

@@ -18,9 +18,13 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.checked import (
+    MISTAKABLE,
+    UNKNOWN,
     check_dense_index,
     check_size,
+    damage,
     file_bytes,
+    mistakable_files,
     numpy_dtype,
     refuse_pipe,
 )
@@ -254,13 +258,17 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
 
 
 def _check_dense(item: AnyPath, manifest: Manifest) -> None:
-    """Checks that files in `dense/` are there and as long as they should be.
+    """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
         IntegrityError: at the first that is not.
     """
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
+    for path in mistakable_files(
+        item, [digest.path for digest in manifest.dense_files]
+    ):
+        raise damage(item / path, MISTAKABLE, UNKNOWN)
 
 
 def _check_file(item: AnyPath, path: str, nbytes: int) -> None:

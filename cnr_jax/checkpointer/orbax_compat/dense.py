@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.places import ExactPath
+from cnr_jax.checkpointer.orbax_compat.places import DensePath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.checked import Seal, kind_of, means_damage, numpy_dtype
@@ -104,13 +104,13 @@ class DenseStore:
 
     def finalize(self, directory: AnyPath) -> None:
         """Completes a save of all processes."""
-        path: Any = ExactPath(directory / names.DENSE)
+        path: Any = DensePath(directory / names.DENSE)
         if exists(path):
             self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
         """Restores the leaves of `abstract`, or all of them, on one device, for None."""
-        path: Any = ExactPath(directory / names.DENSE)
+        path: Any = DensePath(directory / names.DENSE)
         if abstract is None:
             if not exists(path):
                 return {}
@@ -197,7 +197,7 @@ class DenseOnHost:
     def __init__(
         self, directory: AnyPath, leaves: Sequence[DenseLeaf], group_bytes: int
     ) -> None:
-        self._path: Any = ExactPath(directory / names.DENSE)
+        self._path: Any = DensePath(directory / names.DENSE)
         self._leaves, self._group_bytes = leaves, group_bytes
         self._held: dict[Path, Any] = {}
 

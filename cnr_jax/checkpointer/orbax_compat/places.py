@@ -68,6 +68,30 @@ class ExactPath(PosixGPath):
         return iter(found)
 
 
+class DensePath(ExactPath):
+    """The path of a `dense/`, of which Orbax is shown what can be its own alone.
+
+    Orbax reads whatever begins like one of its files, such as a copy that an editor or a store
+    that is synced has left beside it.
+
+    Example:
+        >>> import tempfile
+        >>> dense = DensePath(tempfile.mkdtemp()) / "dense"
+        >>> (dense / "array_metadatas").mkdir(parents=True)
+        >>> for name in ("process_0", "process_0~", "process_0 (1)"):
+        ...     _ = (dense / "array_metadatas" / name).write_text("")
+        >>> [path.name for path in dense.glob("array_metadatas/process_*")]
+        ['process_0']
+    """
+
+    def glob(self, pattern: str) -> Iterator[Any]:
+        """What lies below, fits, and has a name of Orbax's; else as of `ExactPath`."""
+        for found in super().glob(pattern):
+            path = found.relative_to(self).as_posix()
+            if names.is_looked_up(path) or names.leads_to_looked_up(path):
+                yield found
+
+
 def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
     """The final place of an item from the path that Orbax hands to its handler.
 

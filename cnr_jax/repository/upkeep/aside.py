@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
-from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.names import (
     SUSPECTS,
     abandoned,
@@ -17,7 +16,6 @@ from cnr_jax.format.names import (
     is_replacing,
     step_number,
 )
-from cnr_jax.repository.checked import damage
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
 from cnr_jax.repository.layout import Place, beside
 from cnr_jax.repository.lineage import suspects
@@ -136,7 +134,7 @@ def aside_of_run(
             if adopts and is_set_aside(root / name, before, item):
                 found.append((1, step_number(before), name))
                 continue
-            manifest = read_aside(root, name, item)
+            manifest = read_committed(root, name, item)
         except errors.CnrError:
             others.add(name)
         except OSError:
@@ -147,21 +145,6 @@ def aside_of_run(
             else:
                 others.add(name)
     return [name for *_, name in sorted(found, reverse=True)]
-
-
-def read_aside(root: AnyPath, name: str, item: str) -> Manifest:
-    """The manifest of a step that a rollback has set aside.
-
-    Raises:
-        IntegrityError: if it is missing, or that of another step: somebody gave the name.
-        FormatError: see `read_manifest`.
-        OSError: if it cannot be read.
-    """
-    manifest = read_committed(root, name, item)
-    before = abandoned_step(name) or ""
-    if name != abandoned(before, manifest.generation, manifest.uuid):
-        raise damage(root / name, "is called after another checkpoint", "foreign_step")
-    return manifest
 
 
 def clear_aside(

@@ -185,7 +185,7 @@ def _read_aside(fields: Fields) -> Aside:
             case _:
                 fields.problems.append(
                     f"{fields.where}.moved: expected pairs of a step directory and its"
-                    " name with '.abandoned-', or of a name and the same"
+                    f" name with {names.ABANDONED_MARK!r}, or of a name and the same"
                     f" below {names.earlier_run(uuid)}, got {repr(pair)[:80]}"
                 )
     return Aside(

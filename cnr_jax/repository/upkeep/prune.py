@@ -30,10 +30,12 @@ from cnr_jax.repository.layout import (
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
-from cnr_jax.repository.upkeep.aside import aside_of_run, read_aside
+from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.upkeep.aside import aside_of_run
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
+_BY_ORBAX = "plain Orbax has saved it"
 FateKind = Literal["full", "delta", "orbax", "unreadable", "aside", "earlier run"]
 
 
@@ -306,52 +308,26 @@ def _fates(
         min_fulls=min_fulls,
         because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
     )
-    older = f"older than the newest {keep}"
     fates: list[Fate] = []
     for name in sorted(ledger.unreadable, key=names.step_number):
         is_orbax = name in steps and steps[name].kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
-        fates.append(
-            Fate(
-                name=name,
-                step=names.step_number(name),
-                kind="orbax" if is_orbax else "unreadable",
-                bytes=_bytes_below(root / name),
-                stays=True,
-                reason="plain Orbax has saved it" if is_orbax else reason,
-            )
-        )
+        told = _BY_ORBAX if is_orbax else reason
+        fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
-        reason = found.reasons.get(entry.step)
+        reason = found.reasons.get(entry.step) or odd.get(entry.directory)
         if entry.orbax:
-            reason = "plain Orbax has saved it"
+            reason = _BY_ORBAX
         elif reason is None and uuids[entry.uuid] > 1:
             reason = "it is there under two names"
-        reason = reason or odd.get(entry.directory)
-        why = f"it is {older}"
+        why = f"it is older than the newest {keep}"
         if entry.step in found.left:
             why = f"a rollback has left it behind: {why}"
-        fates.append(
-            Fate(
-                name=entry.directory,
-                step=entry.step,
-                kind=entry.kind,
-                bytes=_bytes_below(root / entry.directory),
-                stays=reason is not None,
-                reason=reason or why,
-            )
-        )
+        told = _stays(root, entry.directory, reason or why, entry.kind)
+        fates.append(dataclasses.replace(told, stays=reason is not None))
     for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
-        fates.append(
-            Fate(
-                name=name,
-                step=names.step_number(name),
-                kind=steps[name].kind if name in steps else "unreadable",
-                bytes=_bytes_below(root / name),
-                stays=True,
-                reason=odd[name],
-            )
-        )
+        kind = steps[name].kind if name in steps else "unreadable"
+        fates.append(_stays(root, name, odd[name], kind))
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
     # A run that saves there may have removed some meanwhile.
     return tuple(fate for fate in fates if not is_gone(root / fate.name))
@@ -390,32 +366,36 @@ def _beside(
     found = [(name, not crowded, reason) for name in own]
     for name in sorted(others):
         try:
-            read_aside(root, name, item)
+            read_committed(root, name, item)
         except (errors.CnrError, OSError):
             is_orbax = saved_by(root / name, item) == "orbax"
-            told = "its manifest cannot be read, or is of another step"
-            found.append((name, True, "plain Orbax has saved it" if is_orbax else told))
+            told = _BY_ORBAX if is_orbax else "its manifest cannot be read"
+            found.append((name, True, told))
         else:
             found.append((name, not all_runs, "it is of another run"))
-    fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
+    fates = [_aside(root, "aside", *each) for each in found]
     for name in beside(root)["earlier_runs"]:
         told = name, True, "no step is seen in it, so it may be somebody else's"
         with contextlib.suppress(OSError):
             if is_earlier_run(root / name):
                 told = name, not all_runs, "it holds an earlier run"
-        fates.append(_fate_of_folder(root, *told, kind="earlier run"))
+        fates.append(_aside(root, "earlier run", *told))
     return fates
 
 
-def _fate_of_folder(
-    root: AnyPath, name: str, stays: bool, reason: str, *, kind: FateKind
-) -> Fate:
+def _aside(root: AnyPath, kind: FateKind, name: str, stays: bool, reason: str) -> Fate:
+    told = _stays(root, name, reason, kind)
+    return dataclasses.replace(told, step=None, stays=stays)
+
+
+def _stays(root: AnyPath, name: str, reason: str, kind: FateKind) -> Fate:
+    """The fate of a step that stays."""
     return Fate(
         name=name,
-        step=None,
+        step=names.step_number(name),
         kind=kind,
         bytes=_bytes_below(root / name),
-        stays=stays,
+        stays=True,
         reason=reason,
     )
 

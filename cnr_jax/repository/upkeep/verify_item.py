@@ -25,6 +25,7 @@ from cnr_jax.format.tiles import (
     lacking_rows,
 )
 from cnr_jax.repository.checked import (
+    MISTAKABLE,
     UNKNOWN,
     accessing,
     check_chunk_file,
@@ -191,8 +192,7 @@ def _check_unnamed(
     with _noted(found, item, names.DENSE, "step"):
         dense = [digest.path for digest in manifest.dense_files]
         harmful = mistakable_files(item, dense)
-        text = "is not of this checkpoint, but Orbax could take it for a part of it"
-        found += [Finding(file, UNKNOWN, text, "step") for file in harmful]
+        found += [Finding(file, UNKNOWN, MISTAKABLE, "step") for file in harmful]
         for file in unnamed_files(item, names.DENSE, dense):
             # Also what lies in a folder in the place of such a file.
             if not any(f"{file}/".startswith(f"{each}/") for each in harmful):
