@@ -25,6 +25,7 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.layout import (
     check_can_be_read,
+    check_is_free,
     check_is_no_file,
     check_is_root,
     find_item,
@@ -237,12 +238,13 @@ class Listing:
         ledger.forget(directory)
 
     def check_not_in_the_way(self, step: int) -> None:
-        """Makes sure that Orbax deletes no folder that it does not know of.
+        """Makes sure that Orbax deletes no folder that it does not know of, and no file.
 
         Raises:
             DependentsExistError: if there is one.
         """
         path = self._root / self._orbax.new_directory(step)
+        check_is_free(self._root, path.name)
         if step not in self._orbax.all_steps() and exists(path):
             raise errors.DependentsExistError(
                 f"step {step} cannot be saved: {path} is there already\n"

@@ -288,20 +288,34 @@ def odd_ones(directories: Iterable[str]) -> set[str]:
         >>> sorted(odd_ones(["8", "9", "10", "010", "backup_9"])), odd_ones(["9", "backup_9"])
         (['010', 'backup_9'], set())
     """
-    # By prefix and width of the number, which is 1 without leading zeros.
-    alike: dict[tuple[str, int], set[str]] = {}
-    found = {name: name.rstrip("0123456789") for name in directories}
-    for name, prefix in found.items():
-        width = len(name) - len(prefix) if name[len(prefix) :].startswith("0") else 1
-        alike.setdefault((prefix, width), set())
-    for (prefix, width), those in alike.items():
-        for name, before in found.items():
-            if before == prefix and name == f"{prefix}{step_number(name):0{width}d}":
-                those.add(name)
-    most = sorted(alike.values(), key=len, reverse=True)
+    found = {name: _form(name) for name in directories}
+    alike = [
+        {name for name, (p, widths) in found.items() if p == prefix and width in widths}
+        for prefix, width in {(prefix, widths[0]) for prefix, widths in found.values()}
+    ]
+    most = sorted(alike, key=len, reverse=True)
     if len(most) < 2 or len(most[0]) == len(most[1]):
         return set()
     return found.keys() - most[0]
+
+
+def are_alike(one: str, other: str) -> bool:
+    """Whether two names can be those of steps of one root: the same but for the number.
+
+    Example:
+        >>> are_alike("ck_5", "ck_12"), are_alike("005", "120"), are_alike("005", "12")
+        (True, True, False)
+    """
+    (prefix, widths), (other_prefix, other_widths) = _form(one), _form(other)
+    return prefix == other_prefix and bool({*widths}.intersection(other_widths))
+
+
+def _form(directory: str) -> tuple[str, range]:
+    """What stands before the number of a step, and the widths that it may be filled up to."""
+    prefix = directory.rstrip("0123456789")
+    digits = len(directory) - len(prefix)
+    is_filled = digits > 1 and directory[len(prefix)] == "0"
+    return prefix, range(digits if is_filled else 1, digits + 1)
 
 
 def final_name(temporary: str) -> str:

@@ -207,6 +207,23 @@ def check_is_no_file(root: AnyPath) -> None:
         )
 
 
+def check_is_free(root: AnyPath, directory: str) -> None:
+    """Checks that no file is where Orbax makes the folder of a save: it would delete it.
+
+    Raises:
+        DependentsExistError: if there is one.
+        OSError: if that cannot be seen.
+    """
+    path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
+    if is_local(root) and exists(path) and not is_directory(path):
+        raise errors.DependentsExistError(
+            f"{directory} cannot be saved: {os.fspath(path)} is a file\n"
+            "  got a file, expected nothing where Orbax makes a folder\n"
+            "  hint: move it out of the root, or save another step",
+            kind="step_exists",
+        )
+
+
 def check_is_there(root: AnyPath) -> None:
     """Checks that a root that is to be read exists.
 

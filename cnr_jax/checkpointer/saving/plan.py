@@ -23,6 +23,7 @@ from cnr_jax.checkpointer.saving.in_flight import Lifecycle
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
+from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
@@ -180,6 +181,8 @@ class Planning:
         # A plain manager of Orbax is making the folder of this save by now.
         own = None if self._lifecycle.managed else request.directory
         ledger = self._writer.claim(own)
+        if self._writer.place is not None:
+            check_is_free(self._writer.place.root, request.directory)
         asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
         plan = self._planner.plan(ledger, asked, committed, self._is_exact)
         plan = self._widening.widened(plan)

@@ -337,10 +337,15 @@ def _odd_ones(ledger: Ledger) -> dict[str, str]:
     """Why steps stay that are called otherwise than most, and with them what they rest on.
 
     Such as `backup_5` beside 4, 5 and 6: no manager has called it so, nor does one delete it. The
-    ledger forgets them: of two steps of one number it would take either.
+    ledger forgets them: of two steps of one number it would take either. So it does of folders that
+    are called otherwise and that nobody is seen to have saved: nothing rests on them.
     """
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
     found = names.odd_ones(own)
+    alike = [name for name in own if name not in found]
+    for name in sorted(ledger.strange):
+        if alike and not any(names.are_alike(name, other) for other in alike):
+            ledger.forget(name)
     reasons = {
         below: f"{name} rests on it"
         for name in found

@@ -132,21 +132,16 @@ def verify(
 
     for each in wanted:
         found += _Item(path, each, level).problems(steps, looked)
-    prefixes = {_prefix(name) for name, items in steps.items() if items} or {""}
+    known = [name for name, items in steps.items() if items] or ["0"]
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
-        is_alike = _prefix(name) in prefixes
-        if not items and not is_alike and not is_checkpoint(path / name):
+        is_alike = items or any(names.are_alike(name, other) for other in known)
+        if not is_alike and not is_checkpoint(path / name):
             continue
         found += _unknown(path, name) if items else [_without_item(path, name)]
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
     return tuple(sorted(each for each in found if is_named(path / each.directory)))
-
-
-def _prefix(directory: str) -> str:
-    """What stands before the number of a step."""
-    return directory.rstrip("0123456789")
 
 
 def _without_item(root: AnyPath, step: str) -> Problem:
