@@ -178,7 +178,8 @@ class IntegrityError(CnrError):
         file_missing: a file or folder is not there.
         file_damaged: it is cut, longer, of another kind, or its digest differs.
         file_changed: it was written while it was read.
-        file_unknown: it is there, and no manifest names it.
+        file_unknown: no manifest names it, and Orbax could take it for a part of the step. Nothing
+            else is wrong: move it away.
         file_unreadable: storage gave an I/O error; the next time it may read the file.
         data_damaged: rows do not match their checksum.
         dense_unfinished: Orbax has not written what it finds dense leaves by.

@@ -227,14 +227,14 @@ def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
 def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
     """Makes all that is below a local directory durable; or the files right in it alone.
 
-    Others may have put something there: what is no file is left out, what is gone by now, and
-    what this program may not open, since it has not written it.
+    Others may have put something there: links and what else is no file are left out, what is gone
+    by now, and what this program may not open, since it has not written it.
     """
     if not is_local(directory):
         return
     for name in names_in(directory):
         entry = directory / name
-        mode = mode_of(entry) or 0
+        mode = mode_of(entry, follow=False) or 0
         if not os.access(entry, os.R_OK):
             continue
         with contextlib.suppress(FileNotFoundError):

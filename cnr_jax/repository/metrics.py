@@ -15,7 +15,7 @@ from typing import Any, cast
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.checked import reading
-from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.layout import check_can_be_read, open_root
 
 # Of a save, in their order: its report, and so its line, has `find_secs` and so on.
@@ -102,10 +102,13 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     folder = open_root(root)
     check_can_be_read(folder)
     path = folder / names.METRICS
-    if not exists(path):
-        return []
-    with reading(path):
-        data = path.read_bytes()
+    try:
+        with reading(path):
+            data = path.read_bytes()
+    except errors.IntegrityError as error:
+        if error.kind != "file_missing":
+            raise
+        return []  # a run may be saving there, and somebody may tidy up
     found: list[dict[str, Any]] = []
     for line in data.split(b"\n"):
         try:

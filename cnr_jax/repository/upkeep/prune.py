@@ -130,10 +130,12 @@ def prune(
 
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
     manager. Steps of other runs stay, those that cannot be restored, and everything that a
-    folder without a readable manifest may rest on. What rollbacks have set aside goes as soon as
-    any step of the run does, if all folders can be read. With `delete` what killed programs have
-    left is cleared too, before anything else and as by the first save of a manager: saves that
-    were never committed, and steps that were removed in part.
+    folder without a readable manifest may rest on; also steps that are called otherwise than most,
+    such as copies, with what they rest on, and all files and folders of others. What rollbacks have
+    set aside goes as soon as any step of the run does, if all folders can be read. With `delete`
+    what killed programs have left is cleared too, before anything else and as by the first save of
+    a manager: saves that were never committed, and steps that were removed in part. Without it a
+    run may be saving there: what that removes meanwhile is left out.
 
     Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
     is listed restores as before: deltas go before what they rest on.
