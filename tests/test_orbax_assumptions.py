@@ -25,6 +25,8 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from jax._src.lib import _jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future as futures
@@ -394,6 +396,29 @@ def test_restore_waits_for_the_save_in_flight(probe: Any) -> None:
     threading.Timer(0.2, handler.may_write.set).start()
     assert manager.restore(1, args=ProbeRestore()) == "written"
     assert "1" in handler.find("restore")[0].listing
+
+
+def test_files_of_a_pytree_have_the_names_by_which_they_are_known(
+    tmp_path: Path,
+) -> None:
+    """What else lies there is not listed in a manifest, and Orbax is not shown it."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    where = NamedSharding(mesh, P("x"))
+    state = {
+        "large": jax.device_put(np.zeros((1 << 12, 8), np.float32), where),
+        "key": jax.random.key(0),
+        "number": 3,
+        "host": np.arange(5),
+        "inner": {"bf16": jnp.ones(3, jnp.bfloat16), "none": None},
+    }
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "dense", state)
+    for path in (tmp_path / "dense").rglob("*"):
+        name = path.relative_to(tmp_path / "dense").as_posix()
+        if path.is_dir():
+            assert names.leads_to_looked_up(name), name
+        elif name not in (names.ORBAX_METADATA, names.COMMITTED):
+            assert names.is_looked_up(name), name
 
 
 def test_renamed_and_temporary_directories_are_no_steps(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def names_in(folder: AnyPath) -> list[str]:
         OSError: if it cannot be listed, though it is there.
     """
     try:
+        if is_local(folder):
+            return sorted(os.listdir(os.fspath(folder)))  # `epath` leaves out `x~`
         return sorted(entry.name for entry in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
