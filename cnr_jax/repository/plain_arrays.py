@@ -40,6 +40,7 @@ def write_array(
     blocks: Iterable[np.ndarray],
     chunk_rows: int,
     attributes: Mapping[str, Any],
+    axes: Sequence[str] | None = None,
 ) -> None:
     """Writes an array as a folder of its own.
 
@@ -51,6 +52,7 @@ def write_array(
             last; of an array without axes itself.
         chunk_rows: entries of the first axis in a chunk.
         attributes: to be stored with it.
+        axes: names of its axes; None: they have none.
 
     Once it returns or raises nothing is written any more, so that the folder can be removed.
 
@@ -59,6 +61,8 @@ def write_array(
     """
     where = {"driver": "file", "path": f"{path}/"}
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
+    if axes is not None:
+        spec["metadata"]["dimension_names"] = list(axes)
     store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
