@@ -72,9 +72,9 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
 def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """What a run with `Options(metrics=True)` has noted in its root, the oldest first.
 
-    Imports neither jax nor Orbax. A run may be saving there; the beginning of a line that a killed
-    program has left is passed over. A root that holds runs one after the other
-    (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
+    Imports neither jax nor Orbax. A run may be saving there; a line that tells of neither, such as
+    the beginning of one that a killed program has left, is passed over. A root that holds runs one
+    after the other (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
 
     Args:
         root: directory of the checkpoints, a local path.
@@ -112,6 +112,6 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
             document: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(document, dict) and "event" in document:
+        if isinstance(document, dict) and document.get("event") in ("save", "restore"):
             found.append(cast("dict[str, Any]", document))
     return found
