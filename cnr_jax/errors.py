@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cnr_jax.texts import visible_lines
+
 
 class CnrError(Exception):
     """Base of all errors raised by `cnr_jax`.
@@ -35,7 +37,7 @@ class CnrError(Exception):
     def __init__(
         self, message: str, *, kind: str | None = None, path: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(visible_lines(message))
         if kind is not None:
             self.kind = kind
         if path is not None:
@@ -313,6 +315,7 @@ class OptionError(CnrError, ValueError):
         no_table: there is no table of that name.
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
+        not_installed: a root is in a store that needs a package, which the text names.
         no_target: an export cannot be written to that folder, or an import not be made there.
         faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
     """

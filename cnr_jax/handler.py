@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,8 +61,9 @@ from cnr_jax.rows.tiling import outside_mesh
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):

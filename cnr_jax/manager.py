@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -44,8 +43,9 @@ from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class CheckpointManager(ocp.CheckpointManager):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # the package, less the parts below it that are listed themselves; "cnr_jax" is what users import.
 # etils: the type of the paths that Orbax hands over.
 TABLE = {
-    "errors": ("", ""),
+    "texts errors": ("", ""),
     "policy": ("errors", ""),
     "format": ("errors", "numpy"),
     "state rows": ("errors", "numpy jax"),

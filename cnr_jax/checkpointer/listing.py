@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 
@@ -39,8 +38,9 @@ from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,8 +28,9 @@ from cnr_jax.options import Options, TableOptions, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
 from cnr_jax.rows.tiling import chunk_rows, outside_mesh, padded
 from cnr_jax.state.table import Table, Tables, check_tables, split
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # Of the rows, as in Check-N-Run, but at least so many; and at most so many elements, of tables
 # whose rows are very wide.

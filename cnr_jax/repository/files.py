@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import stat
@@ -25,8 +24,9 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import FileDigest
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # To write a file that somebody else removes before it has its name.
 _TRIES = 10

@@ -24,8 +24,9 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 )
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _T = TypeVar("_T")
 _Manager = ocp.CheckpointManager
 _here = threading.local()

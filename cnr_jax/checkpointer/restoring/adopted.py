@@ -7,7 +7,6 @@ delta can rest on it, so saving goes on with a full checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -37,8 +36,9 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Path, Tables, check_tables, flatten_paths
 from cnr_jax.telemetry import RestoredTable, RestoreReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

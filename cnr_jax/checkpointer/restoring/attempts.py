@@ -8,7 +8,6 @@ taken away while it is read, as retention of another program does, is not damage
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +40,9 @@ from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 

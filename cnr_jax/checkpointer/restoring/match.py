@@ -9,7 +9,6 @@ Tables go by name and rows by number, unless `Restore` says otherwise: see moved
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,9 @@ from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.leaves import Abstract, abstract_of, holds_all
 from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _CAST_HINT = (
     ". Values would change in the dtypes of the state: pass those that were saved (64 bits"
     " need jax_enable_x64), or Restore(..., cast=True) to convert values as astype does"

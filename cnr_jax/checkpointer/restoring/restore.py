@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,8 +39,9 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 from cnr_jax.telemetry import Laps, RestoreReport, restore_report
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,8 +19,9 @@ from cnr_jax import errors
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.metrics import PHASES, append_event
 from cnr_jax.telemetry import RestoreReport, SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 

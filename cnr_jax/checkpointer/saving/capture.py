@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +49,9 @@ from cnr_jax.rows.tiling import (
 )
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.table import Tables
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,8 +26,9 @@ from cnr_jax.repository.lineage.retention import children_first
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +27,9 @@ from cnr_jax.repository.step import held_tables, read_committed
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # How long a failed save is waited for to stop writing; it does within a chunk or two.
 STOP_SECS = 60.0
 

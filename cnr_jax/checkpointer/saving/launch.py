@@ -35,8 +35,9 @@ from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.telemetry import percent
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # How often a process looks whether process 0 has failed, while it waits for something else.
 POLL_SECS = 1.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +29,9 @@ from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw, bytes_of
 from cnr_jax.state.table import Tables, flatten_paths
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Beside the digests of leaves, of which they cannot be the paths.
 _ASKED = "/asked"
 _TRACKING = "/tracking"

@@ -9,7 +9,6 @@ reason in the log and the manifest: doubt costs bytes, never rows.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
@@ -27,8 +26,9 @@ from cnr_jax.repository.lineage.entries import (
 )
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ checkpoints, unless that is asked for.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
 
@@ -17,8 +16,9 @@ from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Of all restores of this process: a state may be restored by one manager and saved by another.
 # By lineage, the root and the run of the step that was restored; the oldest go first.
 _restored_runs: dict[str, tuple[str, str]] = {}

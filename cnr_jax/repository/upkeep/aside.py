@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -24,8 +23,9 @@ from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 def names_aside(

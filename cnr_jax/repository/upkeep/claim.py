@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import errno
 import json
-import logging
 import os
 import secrets
 import socket
@@ -36,13 +35,14 @@ from cnr_jax.repository.files import (
     replace_durably,
 )
 from cnr_jax.repository.layout import may_be_step
+from cnr_jax.texts import logger
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl: Any = None
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # A rollback of 100,000 steps takes about as much.
 _LIMIT_BYTES = 16 << 20
 # Plain Orbax says of our steps only that they cannot be restored: who then looks finds this.

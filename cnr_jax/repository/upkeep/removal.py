@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import os
 import queue
 import secrets
@@ -21,8 +20,9 @@ from pathlib import Path
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, exists, sync_directory
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Remover:

@@ -27,6 +27,7 @@ from cnr_jax.repository.layout import (
 from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
+from cnr_jax.texts import visible
 
 # Of what Orbax notes of a step, far more than it does.
 _ORBAX_BYTES = 64 << 20
@@ -63,7 +64,7 @@ class Problem:
         at = line.find(where) if self.file else -1
         is_named = at == 0 or (at > 0 and line[at - 1] == "/")
         text = f"{line[at:] if is_named else f'{where}: {line}'} ({self.kind})"
-        return f"{text}; cannot be restored: {harm}" if harm else text
+        return visible(f"{text}; cannot be restored: {harm}" if harm else text)
 
 
 def verify(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +29,9 @@ from cnr_jax.repository.upkeep.claim import (
     other_writer,
 )
 from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.
 HAND_OVER_SECS = 60.0
 # How long a save waits for the room that failed ones have taken.
