@@ -35,8 +35,6 @@ def simulate(
 
     From the rows that its train steps looked up. Nothing is saved.
     """
-    import zipfile
-
     import numpy as np
 
     from cnr_jax.errors import OptionError
@@ -46,11 +44,16 @@ def simulate(
     sizes = dict(_rows_of(each) for each in rows or ())
     try:
         # What is no .npz file gives an array, which has no files.
-        with np.load(accesses, allow_pickle=False) as file:
+        with (
+            accesses.open("rb") as stream,
+            np.load(stream, allow_pickle=False) as file,
+        ):
             trace = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise OptionError(f"there is no trace {accesses}") from error
-    except (AttributeError, TypeError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever numpy and zipfile make of what is none
         raise OptionError(
             f"{accesses} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error

@@ -492,9 +492,13 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
         assert code == (3 if verb == "diff" else 0), verb
         assert "error" not in document
     np.save(tmp_path / "trace.npy", np.arange(40))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "cut.npz").write_bytes(trace.read_bytes()[:-9])
     for name, said in (
         ("truth.txt", "there is no trace"),
         ("trace.npy", "is no trace"),
+        ("empty.npz", "is no trace"),
+        ("cut.npz", "is no trace"),
     ):
         code, document = as_json("simulate", "--accesses", tmp_path / name)
         assert (code, document["error"]["kind"]) == (12, "option")

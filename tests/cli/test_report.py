@@ -9,6 +9,7 @@ import hashlib
 import html.parser
 import importlib.resources
 import json
+import os
 import re
 import shutil
 import sys
@@ -358,6 +359,11 @@ def test_nothing_is_replaced_nor_written_into_a_root(root: Path) -> None:
     code, _, err = call("report", root, "-o", root.parent / "no" / "x.html")
     assert code == 1 and "there is no folder" in err
     assert tree(root) == before
+    os.mkfifo(root.with_name("pipe"))
+    for forced in ([], ["--force"]):
+        code, out, err = call("report", root, "-o", root.with_name("pipe"), *forced)
+        assert (code, out) == (1, "") and "replace" in err
+    root.with_name("pipe").unlink()
     assert call("report", root.parent / "missing", "-o", output, "--force")[0] == 10
     assert output.read_text() == "mine"
     code, out, _ = call("report", root, "-o", output, "--force", "--json")
