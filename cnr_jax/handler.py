@@ -43,8 +43,9 @@ from cnr_jax.checkpointer.saving.check import (
     is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.plan import Planning, Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.names import step_number

@@ -19,7 +19,8 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, told_elsewhere
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
 from cnr_jax.repository.lineage.ledger import Ledger

@@ -19,7 +19,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
