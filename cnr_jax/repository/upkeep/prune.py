@@ -259,7 +259,7 @@ def _fates(
     *,
     other_runs: bool,
 ) -> tuple[Fate, ...]:
-    """What becomes of the steps of a root, as `describe` lists them, and of what lies beside them."""
+    """What becomes of the steps of a root, in the order of `describe`, and of what lies beside."""
     steps = {step.directory: step for step in describe(root, item=item).steps}
     for step in steps.values():
         if step.problem and step.kind != "orbax":
