@@ -333,6 +333,9 @@ class SaveError(CnrError, OSError):
             Look at its log.
         coordination_lost: the processes do not reach each other; jax's service in process 0 may
             have ended.
+        chain_damaged: the save was to rest on a checkpoint of which files are gone, and so is not
+            committed; the next one is full. Our manager raises no error for it: its
+            `last_report.outcome` is `"dropped"`, and `failure` tells.
         after_commit: the step *is* saved, and what comes after it failed, such as syncing it.
             Older steps may still be there.
 
@@ -349,11 +352,12 @@ class SaveError(CnrError, OSError):
         message: str,
         *,
         kind: str | None = None,
+        path: str | None = None,
         step: int | None = None,
         process: int | None = None,
         errno: int | None = None,
     ) -> None:
-        super().__init__(message, kind=kind)
+        super().__init__(message, kind=kind, path=path)
         self.step, self.process, self.errno = step, process, errno
 
 

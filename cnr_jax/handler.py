@@ -334,10 +334,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)
-            flight.manifest_bytes, flight.processes = write_manifest(
+            flight.made, flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
             flight.note_commit()
+            self.lifecycle.look_before()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()

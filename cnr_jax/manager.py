@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -34,6 +35,7 @@ from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.save_errors import as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth
+from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
@@ -131,7 +133,10 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last committed save of this manager did; known, without a call, once durable."""
+        """What the save of this manager that was committed or dropped last did.
+
+        Known without a call, once it is durable; see `SaveReport.outcome`.
+        """
         return self._handler.last_report
 
     @property
@@ -218,7 +223,9 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> bool:
         """Saves if a save is due; returns whether it did. Raises what the last save raised.
 
-        If it raises that, it does not save: the next save contains the rows of both.
+        If it raises that, it does not save: the next save contains the rows of both. A save that
+        rests on a checkpoint of which files are gone is not committed, without an error: see
+        `SaveReport.outcome`. The next one is full, and at the end of a run comes at once.
 
         Raises:
             UsedRootError: if the root holds checkpoints, and none was restored; at the first
@@ -248,32 +255,58 @@ class CheckpointManager(ocp.CheckpointManager):
         if not (force or last) and self._course.is_left_out(step):
             return False
         self._handler.planning.wait(self.wait_until_finished)
+        begin = functools.partial(
+            self._begin, step, item, args, state, metrics, custom_metadata
+        )
+        saved = begin(urgent=last)
+        if last:
+            self.wait_until_finished()
+            if self._ending.is_dropped:
+                # No other save would come that holds its rows.
+                saved = begin(urgent=last)
+                self.wait_until_finished()
+        return saved
+
+    def _begin(
+        self,
+        step: int,
+        item: str,
+        args: ocp.args.CheckpointArgs | None,
+        state: Save | None,
+        metrics: Any,
+        custom_metadata: dict[str, Any] | None,
+        *,
+        urgent: bool,
+    ) -> bool:
+        """Plans and begins a save; where saves are synchronous, it ends here too."""
         place, planned = Place(self._root, self._orbax.new_directory(step), item), None
         if state is not None:
             # The root may be such that it cannot be read or claimed.
             with as_save_errors(step, str(self._root)):
-                planned = self._handler.plan(place, state, urgent=last)
-        with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-            flight = planned.flight if planned else SaveInFlight(place=place)
-            self._ending.begin(step, flight, state.touched if state else None)
-            if planned:
-                # Not foreseen where touched rows were made anew.
-                self._warmth.warm_up(planned.flight.plan.auto_bits)
-                if planned.flight.plan.changed:
-                    all_succeed(self._channel, self._orbax.reload)
-            with self._calls.all_directories():
-                if not planned:
-                    self._listing.check_not_in_the_way(step)
-                saved = super().save(
-                    step,
-                    metrics=metrics,
-                    force=True,
-                    args=planned_args(args, state, planned),
-                    custom_metadata=custom_metadata,
-                )
-        if last:
-            self.wait_until_finished()
-        return saved
+                planned = self._handler.plan(place, state, urgent=urgent)
+        try:
+            with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
+                flight = planned.flight if planned else SaveInFlight(place=place)
+                self._ending.begin(step, flight, state.touched if state else None)
+                if planned:
+                    # Not foreseen where touched rows were made anew.
+                    self._warmth.warm_up(planned.flight.plan.auto_bits)
+                    if planned.flight.plan.changed:
+                        all_succeed(self._channel, self._orbax.reload)
+                with self._calls.all_directories():
+                    if not planned:
+                        self._listing.check_not_in_the_way(step)
+                    return super().save(
+                        step,
+                        metrics=metrics,
+                        force=True,
+                        args=planned_args(args, state, planned),
+                        custom_metadata=custom_metadata,
+                    )
+        except errors.SaveError as error:
+            if not is_dropped(error):
+                raise
+            return False
 
     @alone
     def restore(

@@ -13,17 +13,17 @@ from typing import Any, Literal
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.checkpointer.saving.check import full_fp32_bytes
-from cnr_jax.format.manifest import Manifest, dump
+from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.names import step_number
 from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository.checked import means_damage
 from cnr_jax.repository.commit import Facts
 from cnr_jax.repository.layout import Place
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.gaps import Gap
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
-from cnr_jax.repository.step import held_tables, read_committed
-from cnr_jax.state.table import Tables
-from cnr_jax.telemetry import SaveReport
+from cnr_jax.repository.step import read_committed
 
 _log = logging.getLogger(__name__)
 # How long a failed save is waited for to stop writing; it does within a chunk or two.
@@ -66,11 +66,16 @@ class SaveInFlight:
         is_synced: whether it was committed, and synced or found impossible to sync, before
             anything was deleted in its favour.
         is_unwanted: whether retention is to delete this very step.
+        rests_on: committed checkpoints that it cannot be restored without, its parent first.
+        beside: newest full ones of its branch that it does not rest on.
+        gap: why it is not committed though all was written: what it rests on is not there.
+        harm: what was found missing of it, or of what it rests on, once it was committed.
+        made: the manifest that this process has written of it, for all.
         manifest: of the save, once it is seen to be committed.
         is_reported: whether its report is handed over.
         is_failure_told: whether the log says why it failed.
         outcome: what became of it, once that is known. `"dropped"`: committed, but retention
-            did not keep it.
+            did not keep it; or not committed because of a gap.
         failure: why it failed, until someone takes it to raise it.
     """
 
@@ -95,6 +100,11 @@ class SaveInFlight:
     synced_early: bool = False
     is_synced: bool = False
     is_unwanted: bool = False
+    rests_on: tuple[Entry, ...] = ()
+    beside: tuple[Entry, ...] = ()
+    gap: errors.SaveError | None = None
+    harm: Gap | None = None
+    made: Manifest | None = None
     manifest: Manifest | None = None
     is_reported: bool = False
     is_failure_told: bool = False
@@ -168,15 +178,17 @@ class SaveInFlight:
         root, directory, item = self.place.root, self.place.directory, self.place.item
         try:
             manifest = read_committed(root, directory, item)
-        except (errors.CnrError, OSError):
-            return None
+        except (errors.CnrError, OSError) as error:
+            # It was there when it was synced: somebody has taken or harmed it since.
+            return self.made if self.is_synced and means_damage(error) else None
         return manifest if manifest.uuid == self.plan.uuid else None
 
     def end(self, outcome: Literal["committed", "dropped", "failed"]) -> None:
         """Notes what became of it, and frees what only its writing needed."""
         self.outcome = outcome
-        self.written = self.manifest = self.stopped = self.write_error = None
-        self.processes = ()
+        self.written = self.made = self.manifest = None
+        self.stopped = self.write_error = None
+        self.processes, self.rests_on, self.beside = (), (), ()
         self.release = _do_nothing
         self.is_open = False
 
@@ -184,44 +196,3 @@ class SaveInFlight:
         """Notes how long it took to commit what all processes have written."""
         if self.agreed_at_secs is not None:
             self.commit_secs = time.perf_counter() - self.agreed_at_secs
-
-    def report(self, manifest: Manifest, tables: Tables) -> SaveReport:
-        """What a committed save did."""
-        assert self.facts is not None
-        parent, totals = manifest.parent, manifest.totals
-        own, written = self.manifest_bytes, self.written
-        rounding = written.row_errors if written else None
-        processes = self.processes or ([written.manifest] if written else [])
-        encode_secs = written.encode_secs if written else 0.0
-        waiting_secs = written.waiting_secs if written else 0.0
-        if own is None:  # another process has written it
-            own = len(dump(manifest))
-        return SaveReport(
-            step=manifest.step,
-            kind=manifest.kind,
-            tracking=manifest.tracking,
-            parent=step_number(parent.directory) if parent else None,
-            generation=manifest.generation,
-            rows=totals.rows,
-            table_bytes=totals.table_bytes,
-            slot_bytes=totals.slot_bytes,
-            dense_bytes=totals.dense_bytes,
-            manifest_bytes=totals.manifest_bytes + own,
-            full_fp32_bytes=full_fp32_bytes(tables, manifest.dense_leaves),
-            blocking_secs=self.blocking_secs,
-            fingerprint_secs=self.facts.fingerprint_secs,
-            find_secs=self.facts.find_secs,
-            gather_secs=self.gather_secs,
-            encode_secs=encode_secs,
-            write_secs=max(0.0, self.written_secs - encode_secs - waiting_secs),
-            commit_secs=self.commit_secs,
-            total_secs=manifest.history[-1].secs,
-            reason=manifest.reason,
-            restores=manifest.restores,
-            run=manifest.run,
-            tables=held_tables(manifest, processes) if processes else (),
-            auto_bits=self.plan.auto_bits,
-            sample_rows=rounding.rows if rounding else None,
-            mean_row_error=rounding.mean if rounding else None,
-            worst_row_error=rounding.worst if rounding else None,
-        )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable, Collection
+
+import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.save_errors import without_frames
 from cnr_jax.checkpointer.saving.calls import Listener
+from cnr_jax.checkpointer.saving.chain_look import (
+    chain_error,
+    is_dropped,
+    kept_for,
+    look_after,
+)
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.reporting import (
+    report_of_committed,
+    report_of_dropped,
+)
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.options import Options
 from cnr_jax.repository.lineage.entries import Entry
@@ -34,7 +48,7 @@ class Lifecycle:
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended.
         last: the save that was decided last, also one without a state; None if there is none.
-        report: of the last save that was committed.
+        report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
         listener: is told of committed saves.
         doubt: why the last save may not survive a power cut, though it is committed.
@@ -48,7 +62,8 @@ class Lifecycle:
         options: Options,
     ) -> None:
         self._writer, self._planner = writer, planner
-        self._tables = tables
+        self._tables, self._min_fulls = tables, options.min_fulls
+        self._has_said_dropped = False
         self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
@@ -69,6 +84,7 @@ class Lifecycle:
         """The state of a save is about to be written."""
         assert self._writer.ledger is not None
         plan = flight.plan
+        flight.rests_on, flight.beside = kept_for(plan, self._writer.ledger)
         # First: what is noted in the ledger is found out about with it.
         self.last, flight.is_open = flight, True
         self._writer.ledger.begin(
@@ -82,6 +98,31 @@ class Lifecycle:
                 forks=plan.forks,
             )
         )
+
+    def look_before(self) -> None:
+        """Right before the commit of the save in flight: looks whether what it rests on is there.
+
+        On the process that commits.
+
+        Raises:
+            SaveError: if a file is missing or cut short; it is told of already.
+        """
+        flight = self.flight
+        error = chain_error(self._writer, flight) if flight is not None else None
+        if error is not None:
+            self.fail(error)
+            raise error
+
+    def look_after(self, leaving: Collection[int]) -> None:
+        """After the commit of the save in flight: looks whether it, and what it rests on, is there.
+
+        On the process that commits, in the background; before it is reported.
+
+        Args:
+            leaving: steps that retention is about to delete.
+        """
+        if self.flight is not None and self._see(self.flight) is not None:
+            look_after(self._writer, self.flight, leaving, self._min_fulls)
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
@@ -107,15 +148,20 @@ class Lifecycle:
             return False
         if not flight.is_reported:
             flight.note_commit()
+        manifest = self._see(flight)
+        if manifest is None:
+            return False
+        self._report(flight, manifest)
+        return True
+
+    def _see(self, flight: SaveInFlight) -> Manifest | None:
+        """The manifest of a save, if it is seen to be committed; kept."""
         try:
             flight.manifest = flight.manifest or flight.committed_manifest()
         except Exception:
             # Such as memory that ran out: it is no error of the save.
             _log.debug("cannot look for step %d", flight.step, exc_info=True)
-        if flight.manifest is None:
-            return False
-        self._report(flight, flight.manifest)
-        return True
+        return flight.manifest
 
     def fail(self, error: errors.CnrError) -> None:
         """Says in the log why the save in flight, or what comes after its commit, failed."""
@@ -124,6 +170,32 @@ class Lifecycle:
             _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
         if flight is not None:
             flight.is_failure_told = True
+        if flight is not None and is_dropped(error):
+            flight.gap = error
+            self._report_dropped(flight, str(error).splitlines()[1].strip(), error.path)
+
+    def report_unwanted(self) -> None:
+        """Reports the save in flight if retention has not kept it."""
+        flight, ledger = self.flight, self._writer.ledger
+        if flight is None or ledger is None or not flight.is_unwanted:
+            return
+        if flight.place.directory in ledger.doomed:
+            self._tell_unwanted(flight)
+
+    def _tell_unwanted(self, flight: SaveInFlight) -> None:
+        if flight.is_reported:
+            return
+        problem = "retention did not keep it: by its rule others are to stay"
+        if not self._has_said_dropped:
+            self._has_said_dropped = True
+            _log.warning(
+                "step %d was saved, and retention deleted it at once: by the rule of this run"
+                " (best_fn, or a policy of its own) other steps are to stay, so that all since"
+                " then would be lost in a crash; preservation_policy=AnyPreservationPolicy(["
+                "BestN(...), LatestN(1)]), of ocp.checkpoint_managers, keeps the newest too",
+                flight.step,
+            )
+        self._report_dropped(flight, problem, None)
 
     def end_writing(self) -> None:
         """Lets other managers write: the save is committed, or it has failed."""
@@ -154,11 +226,15 @@ class Lifecycle:
         if flight is None:
             return None
         try:
-            return self._settle(flight, committed)
+            found = self._settle(flight, committed)
         except Exception:
             # Once: it must not come out of every call. What an interrupt cuts short is done again.
             flight.is_open = False
             raise
+        if jax.process_count() == 1:
+            # Of several, all note them with the next plan: retention must decide alike.
+            self._writer.note_gaps()
+        return found
 
     def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
         place, plan, ledger = flight.place, flight.plan, self._writer.ledger
@@ -170,7 +246,7 @@ class Lifecycle:
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
             self._writer.committed()
-            _log.info("retention did not keep step %d, the newest", plan.step)
+            self._tell_unwanted(flight)
             flight.end("dropped")
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
@@ -203,24 +279,44 @@ class Lifecycle:
     def _undo(self, flight: SaveInFlight) -> None:
         """Keeps the error of a save until someone takes it, and removes what it wrote."""
         flight.stop()
-        failure = flight.error()
-        if not flight.is_failure_told:
-            self.fail(failure)
-        flight.failure = failure
+        if flight.gap is None:
+            flight.failure = flight.error()
+            if not flight.is_failure_told:
+                self.fail(flight.failure)
         self._writer.discard(flight.place.directory)
         self._writer.undo()
-        flight.end("failed")
+        flight.end("failed" if flight.gap is None else "dropped")
 
     def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
         if flight.is_reported:
             return
-        flight.is_reported, self.last_failure = True, None
+        self.last_failure = None
+        if flight.harm is not None:
+            self._report_dropped(flight, flight.harm.text, flight.harm.path)
+        else:
+            self._tell(flight, functools.partial(report_of_committed, flight, manifest))
+
+    def _report_dropped(
+        self, flight: SaveInFlight, problem: str, damaged: str | None
+    ) -> None:
+        self._tell(
+            flight,
+            lambda tables: report_of_dropped(flight, tables, problem, damaged),
+        )
+
+    def _tell(
+        self, flight: SaveInFlight, report_of: Callable[[Tables], SaveReport]
+    ) -> None:
+        """Hands over the report of a save, once."""
+        if flight.is_reported or flight.facts is None:
+            return
+        flight.is_reported = True
         assert self._tables is not None
         try:
-            report = flight.report(manifest, self._tables)
+            report = report_of(self._tables)
         except Exception:
-            # The step is saved, and this may be the middle of the next save, for which other
-            # processes wait.
+            # What became of the save stays so, and this may be the middle of the next one, for
+            # which other processes wait.
             _log.exception("there is no report of step %d", flight.step)
             return
         self.report = report

@@ -217,6 +217,8 @@ def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
         kind = line.get("kind")
         if line["event"] != "save" or kind not in ("full", "delta"):
             continue
+        if line.get("outcome") == "dropped":
+            continue  # nothing of it stays
         if step is None or branch is None or line.get("run") not in runs:
             continue
         save = _save_noted(line, int(step), int(branch), kind)
