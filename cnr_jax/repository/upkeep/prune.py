@@ -132,7 +132,9 @@ def prune(
         other_runs: whether that is deleted too which is of another run and was set aside: the
             roots that `Options(new_run=True)` has made of earlier runs.
         writer_is_dead: the manager that saved here last has ended. Needed where that cannot
-            be seen: it ran on another host, or in this very process.
+            be seen: it ran on another host, in another container, before this machine was booted,
+            or in this very process; or it was of an older version, or there is no `/proc`. If it
+            has not ended, it still has the root afterwards.
         item: of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
@@ -223,8 +225,9 @@ def _claimed(
     lock = WritingLock(root)
     is_free = lock.acquire(0)
     lock.release()
-    is_dead = writer_is_dead or (not unknown and (before is None or before.is_dead))
-    if not is_free or not is_dead:
+    # Asked once: what is not known to be dead is left to whose it is, whatever the user says of it.
+    is_dead = not unknown and (before is None or before.is_dead)
+    if not is_free or not (is_dead or writer_is_dead):
         who = f"a manager saves to {root}, and is not known to have ended"
         hint = "if it has: writer_is_dead=True, or --writer-is-dead of the command"
         if not is_free:
@@ -238,6 +241,8 @@ def _claimed(
     writer = RootWriter(lambda: True, adopts=True)
     try:
         writer.open(root, item)
+        if before is not None and not is_dead:
+            writer.stand_in(before, alone=lock.is_proof)
         try:
             yield writer, writer.claim()
         except BaseException:

@@ -228,6 +228,11 @@ class RootWriter:
             self.noted = forget_gone(root, ledger)
         return ledger
 
+    def stand_in(self, other: Writer, *, alone: bool) -> None:
+        """Lets `claim` leave the root to a manager that may still be running; see `Claim`."""
+        self._before = other
+        self._claim.stand_in(other, alone=alone)
+
     def _refresh(self) -> bool:
         """Looks at the root before each save where that is cheap; else only in doubt."""
         root, item, ledger = self._known()
@@ -363,7 +368,7 @@ class RootWriter:
             self._claim.give_up()
 
     def withdraw(self) -> None:
-        """Leaves the root to nobody, after the last change that is made there.
+        """Leaves the root to whom this stood in for, or to nobody, after the last change there.
 
         Raises:
             WriterError: if another manager has taken over the root.
