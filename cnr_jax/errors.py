@@ -290,6 +290,33 @@ class UsedRootError(CnrError, RuntimeError):
     kind = "used_root"
 
 
+class RootError(CnrError, OSError):
+    """A root cannot be opened: the system refused a call.
+
+    Nothing was saved, moved or deleted. The text names the root, the call and what it was about.
+    Look at rights, at the path and at the mount; the same call may work the next time.
+
+    Attributes:
+        path: the root.
+        call: of the system that it refused, such as `"mkdir"`; None if it is not known.
+        errno: number of the system's error, such as `errno.EACCES`.
+    """
+
+    kind = "root"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        path: str | None = None,
+        call: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind, path=path)
+        self.call, self.errno = call, errno
+
+
 class CallError(CnrError, RuntimeError):
     """A call of a manager that would wait for itself, or that comes after its end.
 

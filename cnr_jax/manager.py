@@ -32,7 +32,7 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, shorten_logs
 from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.save_errors import as_save_errors
+from cnr_jax.checkpointer.save_errors import as_root_errors, as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
@@ -68,14 +68,13 @@ class CheckpointManager(ocp.CheckpointManager):
         orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
             keeps mostly rests on other steps, which stay too: `max_to_keep=3` is three steps and
             one full one below them. If that is damaged, none restores: see `Options.min_fulls`.
-        item: name of the item that holds the state, where several are saved in one step;
-            None: the one found in the root, else the one first saved.
+        item: that holds the state, where several are; None: the one found, else first saved.
 
     Raises:
         NoStepError: if the manager only reads and there is no such root.
         OptionError: if a preservation policy is given in both options, or removed steps are
             to go where they cannot, or the root is a URL of another store.
-        OSError: if the root cannot be seen or listed; it is never taken for an empty one.
+        RootError: if the root cannot be seen, made or listed; it is never taken for an empty one.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -115,10 +114,11 @@ class CheckpointManager(ocp.CheckpointManager):
         self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
         self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
         writes = tables is not None and not orbax_options.read_only
-        made = self._listing.open(item, writes=writes)
         kept = with_retention(orbax_options, options, registry.preservation_policy)
         safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
-        super().__init__(self._root, options=safe, handler_registry=registry)
+        with as_root_errors(self._root):
+            made = self._listing.open(item, writes=writes)
+            super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()
         try:

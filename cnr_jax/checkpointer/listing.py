@@ -12,6 +12,7 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
@@ -114,8 +115,9 @@ class Listing:
     def say_what_is_there(self, made: list[AnyPath]) -> None:
         """Syncs directories that were made, and names in the log what is no step of ours."""
         if jax.process_index() == 0:
-            sync_made(made)
-            report(self._root, find_leftovers(self._root, self._ending.ledger))
+            with as_root_errors(self._root):
+                sync_made(made)
+                report(self._root, find_leftovers(self._root, self._ending.ledger))
         # A root that plain Orbax has written looks empty here.
         found = self._orbax.all_steps() if self.item is None else []
         if found:

@@ -41,7 +41,7 @@ def write_array(
     chunk_rows: int,
     attributes: Mapping[str, Any],
 ) -> None:
-    """Writes an array as a folder of its own.
+    """Writes an array as a folder of its own, which whoever calls is to sync.
 
     Args:
         path: of the folder.
@@ -59,7 +59,8 @@ def write_array(
     """
     where = {"driver": "file", "path": f"{path}/"}
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
-    store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
+    own = context(cache_bytes=0, syncs=False)
+    store = ts.open(spec, create=True, context=own).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
     try:
