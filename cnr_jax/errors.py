@@ -93,6 +93,7 @@ class NoStepError(CnrError, FileNotFoundError):
 
     Kinds:
         no_root: there is no such folder.
+        moved_aside: a save that begins a new run has moved the steps away, and is not committed.
         step_deleted: the step was deleted, or moved aside, while it was read.
     """
 

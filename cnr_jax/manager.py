@@ -71,7 +71,7 @@ class CheckpointManager(ocp.CheckpointManager):
         item: that holds the state, where several are; None: the one found, else first saved.
 
     Raises:
-        NoStepError: if the manager only reads and there is no such root.
+        NoStepError: if the manager only reads, and there is no such root, or its steps are away.
         OptionError: if a preservation policy is given in both options, or removed steps are
             to go where they cannot, or the root is a URL of another store.
         RootError: if the root cannot be seen, made or listed; it is never taken for an empty one.

@@ -61,7 +61,7 @@ KEPT_BYTES = 192 << 20
 
 @functools.cache
 def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context:
-    """Limits of our own, so that a save does not take all cores; whether it syncs what it writes."""
+    """Limits of our own, so that a save does not take all cores; `syncs`: what it writes."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 8},

@@ -12,6 +12,7 @@ there is nothing to wait for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -404,8 +405,10 @@ class WritingLock:
         """Lets others write; does nothing if the lock is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # Explicitly: a forked child may have inherited the descriptor.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            # Explicitly: a forked child may have inherited the descriptor. Where it fails, such as of
+            # a server that was started anew, there is nothing to free.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def give_up(self) -> None:

@@ -18,7 +18,7 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep.aside import aside_of_run
+from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
@@ -199,6 +199,7 @@ def _item_of(root: AnyPath, item: str | None) -> str:
     check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
+        check_is_here(root)
         hint = way_on(root, adopts=False)
         raise errors.OptionError(
             f"{root} is no root: no checkpoint of cnr_jax lies in it\n"
@@ -233,9 +234,13 @@ def _claimed(
         if not is_free:
             who = f"a manager is writing a save in {root}"
             hint = "try again when that is over"
+        got = "a claim that cannot be read"
+        if before is not None:
+            runs = before.process.state() == "alive"
+            seen = "which is running" if runs else "of which no more is seen from here"
+            got = f"{before}, {seen}"
         raise errors.WriterError(
-            f"{who}: nothing was deleted\n"
-            f"  got {before or 'a claim that cannot be read'}\n  hint: {hint}",
+            f"{who}: nothing was deleted\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
     writer = RootWriter(lambda: True, adopts=True)
