@@ -405,8 +405,8 @@ class WritingLock:
         """Lets others write; does nothing if the lock is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # Explicitly: a forked child may have inherited the descriptor. Where it fails, such as of
-            # a server that was started anew, there is nothing to free.
+            # Explicitly: a forked child may have inherited the descriptor. Where it fails, as of a
+            # server that was started anew, there is nothing to free.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
