@@ -30,14 +30,16 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [each for each in found if text in each]
 
 
-@pytest.mark.parametrize("action", NO_SYNC)
-@pytest.mark.parametrize("call", ["fsync", "open_read"])
+@pytest.mark.parametrize(
+    ("call", "action"),
+    [*(("fsync", each) for each in NO_SYNC), ("open_read", "EISDIR")],
+)
 def test_folders_that_cannot_be_synced_are_warned_of_once(
     tiny_run: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    action: str,
     call: str,
+    action: str,
 ) -> None:
     run, root = tiny_run(), tmp_path / "new" / "root"
     caplog.set_level(logging.WARNING)
@@ -101,16 +103,21 @@ import errno, fcntl, os, sys, warnings
 def refuse(*given):
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 fcntl.flock = fcntl.lockf = refuse
-import jax.numpy as jnp, cnr_jax as cnr
+import jax.numpy as jnp, orbax.checkpoint as ocp, cnr_jax as cnr
 root = sys.argv[1] + "/root"
 state = {"user": jnp.ones((64, 8)), "w": jnp.ones(30), "name": "a text"}
 tables = cnr.find_tables(state, ["user"])
 with cnr.CheckpointManager(root, tables=tables, options=cnr.Options(codec="raw")) as manager:
     for step in (1, 2):
         state = {**state, "user": state["user"].at[step].add(1.0), "w": state["w"] + 1}
-        manager.save(step, args=cnr.args.Save(state))
+        other = ocp.args.StandardSave({"x": jnp.arange(step)})
+        both = ocp.args.Composite(state=cnr.args.Save(state), other=other)
+        manager.save(step, args=both)
         manager.wait_until_finished()
-    found = manager.restore(2).state
+    wanted = {"state": cnr.args.Restore(), "other": ocp.args.StandardRestore()}
+    both = manager.restore(2, args=ocp.args.Composite(**wanted))
+    assert both.other["x"].tolist() == [0, 1]
+    found = both.state.state
     assert (found["user"] == state["user"]).all() and (found["w"] == state["w"]).all()
 assert cnr.verify(root) == ()
 for form in ("orbax", "zarr", "safetensors"):

@@ -113,10 +113,11 @@ def as_storage_allows(directory: AnyPath) -> Iterator[None]:
         directory: below which they are written.
     """
     wanted: dict[str, Any] = {}
-    if not syncs_directories(directory):
-        wanted["file_io_sync"] = False
-    if not locks_files(directory):
-        wanted["file_io_locking"] = {"mode": "lockfile"}
+    with contextlib.suppress(OSError):  # of which who writes there says more
+        if not syncs_directories(directory):
+            wanted["file_io_sync"] = False
+        if not locks_files(directory):
+            wanted["file_io_locking"] = {"mode": "lockfile"}
     with _changing:
         _asked.update(wanted.keys())
         for each in _CONTEXTS:
