@@ -95,6 +95,7 @@ class NoStepError(CnrError, FileNotFoundError):
 
     Kinds:
         no_root: there is no such folder.
+        moved_aside: a save that begins a new run has moved the steps away, and is not committed.
         step_deleted: the step was deleted, or moved aside, while it was read.
     """
 
@@ -292,6 +293,33 @@ class UsedRootError(CnrError, RuntimeError):
     kind = "used_root"
 
 
+class RootError(CnrError, OSError):
+    """A root cannot be opened: the system refused a call.
+
+    Nothing was saved, moved or deleted. The text names the root, the call and what it was about.
+    Look at rights, at the path and at the mount; the same call may work the next time.
+
+    Attributes:
+        path: the root.
+        call: of the system that it refused, such as `"mkdir"`; None if it is not known.
+        errno: number of the system's error, such as `errno.EACCES`.
+    """
+
+    kind = "root"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        path: str | None = None,
+        call: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind, path=path)
+        self.call, self.errno = call, errno
+
+
 class CallError(CnrError, RuntimeError):
     """A call of a manager that would wait for itself, or that comes after its end.
 
@@ -336,6 +364,9 @@ class SaveError(CnrError, OSError):
             Look at its log.
         coordination_lost: the processes do not reach each other; jax's service in process 0 may
             have ended.
+        chain_damaged: the save was to rest on a checkpoint of which files are gone, and so is not
+            committed; the next one is full. Our manager raises no error for it: its
+            `last_report.outcome` is `"dropped"`, and `failure` tells.
         after_commit: the step *is* saved, and what comes after it failed, such as syncing it.
             Older steps may still be there.
 
@@ -352,11 +383,12 @@ class SaveError(CnrError, OSError):
         message: str,
         *,
         kind: str | None = None,
+        path: str | None = None,
         step: int | None = None,
         process: int | None = None,
         errno: int | None = None,
     ) -> None:
-        super().__init__(message, kind=kind)
+        super().__init__(message, kind=kind, path=path)
         self.step, self.process, self.errno = step, process, errno
 
 

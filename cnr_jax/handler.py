@@ -42,8 +42,9 @@ from cnr_jax.checkpointer.saving.check import (
     is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.plan import Planning, Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.names import step_number
@@ -333,10 +334,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)
-            flight.manifest_bytes, flight.processes = write_manifest(
+            flight.made, flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
             flight.note_commit()
+            self.lifecycle.look_before()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()

@@ -68,7 +68,7 @@ class Facts:
 
 def write_manifest(
     directory: AnyPath, facts: Facts, own: Written
-) -> tuple[int, list[ProcessManifest]]:
+) -> tuple[Manifest, int, list[ProcessManifest]]:
     """Checks that all processes have written their part, and commits it.
 
     Args:
@@ -80,7 +80,7 @@ def write_manifest(
     the manifest is durable before Orbax renames the directory.
 
     Returns:
-        Bytes of the manifest, and the manifests of all processes.
+        The manifest, its bytes, and the manifests of all processes.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save, or the
@@ -121,7 +121,7 @@ def write_manifest(
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
-    return digest.bytes, processes
+    return manifest, digest.bytes, processes
 
 
 def sync_uncommitted(place: Place) -> bool:

@@ -42,7 +42,7 @@ def write_array(
     attributes: Mapping[str, Any],
     axes: Sequence[str] | None = None,
 ) -> None:
-    """Writes an array as a folder of its own.
+    """Writes an array as a folder of its own, which whoever calls is to sync.
 
     Args:
         path: of the folder.
@@ -63,7 +63,8 @@ def write_array(
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
     if axes is not None:
         spec["metadata"]["dimension_names"] = list(axes)
-    store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
+    own = context(cache_bytes=0, syncs=False)
+    store = ts.open(spec, create=True, context=own).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
     try:

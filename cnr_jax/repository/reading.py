@@ -32,6 +32,7 @@ from cnr_jax.repository.step import (
     uuid_of_step,
 )
 from cnr_jax.repository.step_reader import StepReader, open_chain
+from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few
 
@@ -231,6 +232,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
         )
     path = open_root(root)
     check_can_be_read(path, item)
+    check_is_here(path)
     item = item or find_item(path)
     if item is None:
         # Plain Orbax may have saved those that are there, and knows no tables.

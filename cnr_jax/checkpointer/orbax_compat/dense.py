@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.checked import Seal, kind_of, means_damage, numpy_dtype
-from cnr_jax.repository.files import AnyPath, exists
+from cnr_jax.repository.files import AnyPath, exists, locks_files, syncs_directories
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
 
@@ -88,6 +92,47 @@ def _standard_handler() -> ocp.StandardCheckpointHandler:
     return handler
 
 
+# What Orbax opens all arrays with that it writes.
+_CONTEXTS = (
+    tensorstore_utils._BASE_TS_CONTEXT,
+    tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
+)
+_changing = threading.Lock()
+# How many saves that are being begun or ended ask for each of them.
+_asked: collections.Counter[str] = collections.Counter()
+
+
+@contextlib.contextmanager
+def as_storage_allows(directory: AnyPath) -> Iterator[None]:
+    """Has Orbax's arrays be opened so that they can be written where some calls do not work.
+
+    TensorStore takes syncing of folders and locks of the system for granted. Without the former
+    it is to sync nothing: what is written there is synced by us. The latter it can replace.
+
+    Args:
+        directory: below which they are written.
+    """
+    wanted: dict[str, Any] = {}
+    with contextlib.suppress(OSError):  # of which who writes there says more
+        if not syncs_directories(directory):
+            wanted["file_io_sync"] = False
+        if not locks_files(directory):
+            wanted["file_io_locking"] = {"mode": "lockfile"}
+    with _changing:
+        _asked.update(wanted.keys())
+        for each in _CONTEXTS:
+            each.update(wanted)
+    try:
+        yield
+    finally:
+        with _changing:
+            _asked.subtract(wanted.keys())
+            for key in wanted:
+                if not _asked[key]:
+                    for each in _CONTEXTS:
+                        each.pop(key, None)
+
+
 class DenseStore:
     """Everything that is not a table, through Orbax's own handler, below the item."""
 
@@ -100,13 +145,15 @@ class DenseStore:
             return []
         args: Any = ocp.args.StandardSave(jax.tree.map(replicated, dict(dense)))
         path: Any = directory / names.DENSE
-        return list(await self._handler.async_save(path, args=args) or [])
+        with as_storage_allows(directory):
+            return list(await self._handler.async_save(path, args=args) or [])
 
     def finalize(self, directory: AnyPath) -> None:
         """Completes a save of all processes."""
         path: Any = ExactPath(directory / names.DENSE)
         if exists(path):
-            self._handler.finalize(path)
+            with as_storage_allows(directory):
+                self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
         """Restores the leaves of `abstract`, or all of them, on one device, for None."""

@@ -22,7 +22,7 @@ from cnr_jax.args import Restore
 from cnr_jax.checkpointer.orbax_compat.plain import PlainState
 from cnr_jax.checkpointer.restoring.match import kept_leaves
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.checked import kind_of, means_damage, numpy_dtype

@@ -21,7 +21,7 @@ from cnr_jax.checkpointer.restoring.from_manifest import (
     tables_of,
 )
 from cnr_jax.checkpointer.restoring.match import Wanted, match
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.repository.layout import Place

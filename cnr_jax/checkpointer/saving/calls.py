@@ -136,6 +136,9 @@ def monitor(report: SaveReport | RestoreReport) -> None:
         counted("/cnr_jax/restore/bytes_read", report.bytes_read, kind=kind)
         counted("/cnr_jax/restore/chain_length", len(report.chain), kind=kind)
         return
+    if report.outcome == "dropped":
+        counted("/cnr_jax/save/dropped", 1, kind=kind)
+        return
     took("/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=kind)
     took("/cnr_jax/save/duration_secs", report.total_secs, kind=kind)
     for phase in PHASES:

@@ -18,12 +18,13 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
 from cnr_jax.options import Options
 from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, entry_of
+from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -137,7 +138,7 @@ class Planning:
         self._writer.changed = False
         if jax.process_index() != 0:
             self._lifecycle.settle_as(plan.committed)
-            self._writer.know(plan.known)
+            self._writer.know(plan.known, plan.gaps)
         return plan
 
     def _explained(self, error: errors.AuditError) -> errors.CnrError:
@@ -180,13 +181,25 @@ class Planning:
         # A plain manager of Orbax is making the folder of this save by now.
         own = None if self._lifecycle.managed else request.directory
         ledger = self._writer.claim(own)
+        self._look_again(ledger, request)
+        gaps = self._writer.note_gaps()
         asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
         plan = self._planner.plan(ledger, asked, committed, self._is_exact)
         plan = self._widening.widened(plan)
-        plan = dataclasses.replace(plan, changed=self._writer.changed)
+        plan = dataclasses.replace(plan, changed=self._writer.changed, gaps=gaps)
         # Before other processes hear of the plan, and of an error here instead.
         self._writer.move_aside(plan)
         return plan
+
+    def _look_again(self, ledger: Ledger, request: Request) -> None:
+        """Looks at the chain that a save may rest on, where the save before has not."""
+        branch = self._planner.branches.get(request.lineage)
+        tip = (
+            ledger.entries.get(branch.tip.directory) if branch and branch.tip else None
+        )
+        is_due = self._writer.gaps.is_stale or not self._lifecycle.managed
+        if is_due and tip is not None and self._writer.place is not None:
+            self._writer.gaps.look(self._writer.place, ledger.chain(tip))
 
     def _is_exact(self, chain: Sequence[Entry]) -> bool:
         """Whether all rows of a chain are stored raw; not if that cannot be read."""
@@ -250,6 +263,7 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "abandoned": tuple(document["abandoned"]),
             "known": tuple(document["known"]),
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
+            "gaps": tuple((path, text) for path, text in document["gaps"]),
         }
     )
 

@@ -225,6 +225,8 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
     kind = line.get("kind")
     if line["event"] != "save" or kind not in ("full", "delta"):
         return None
+    if line.get("outcome") == "dropped":
+        return None  # nothing of it stays
     if step is None or branch is None:
         return None
     parts = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}

@@ -51,6 +51,8 @@ class Plan:
             begins; empty if none does.
         exact: rows are stored raw, whatever their codecs.
         forks: where the branch of this save leaves older ones.
+        gaps: files that earlier checkpoints lack, as paths below the root, each with a line that
+            says what is wrong with it.
     """
 
     uuid: str
@@ -75,6 +77,7 @@ class Plan:
     earlier: str = ""
     exact: bool = False
     forks: tuple[Fork, ...] | None = None
+    gaps: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,13 +381,22 @@ class Planner:
             legal = self._parent(ledger, branch, decision) is not None
             if legal and (request.urgent or not self._lacks_fulls(ledger, branch)):
                 return decision
-            reason = f"step {decision.parent} is not a legal parent any more"
+            reason = self._why_no_parent(ledger, branch, decision)
             if legal:
                 reason = (
                     f"min_fulls={self._min_fulls}, and the branch has fewer full ones"
                 )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
+
+    def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
+        """Why the parent that a decision names is none."""
+        for entry in ledger.committed():
+            if entry.step == decision.parent and entry.uuid in branch.parents:
+                return (
+                    f"step {entry.step} is no parent any more: {ledger.obstacle(entry)}"
+                )
+        return f"step {decision.parent} is not a legal parent any more"
 
     def _obstacle(
         self, ledger: Ledger, branch: Branch, request: Request, begins: bool

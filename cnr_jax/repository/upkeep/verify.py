@@ -26,6 +26,7 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 from cnr_jax.texts import visible
 
@@ -92,7 +93,8 @@ def verify(
         Problems with a `consequence` make steps unrestorable, those without do no harm.
 
     Raises:
-        NoStepError: if there is no such root; it is a FileNotFoundError too.
+        NoStepError: if there is no such root, or a save that is not committed has moved its
+            steps away; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
             or it is a file, or a step of one.
 
@@ -111,6 +113,7 @@ def verify(
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
     check_can_be_read(path, item)
+    check_is_here(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
