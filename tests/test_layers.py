@@ -64,6 +64,7 @@ PLAIN = (
     "checked",
     "describe",
     "description",
+    "dtypes",
     "files",
     "layout",
     "lineage",

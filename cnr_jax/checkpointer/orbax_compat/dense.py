@@ -156,29 +156,28 @@ class DenseStore:
                 self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
-        """Restores the leaves of `abstract`, or all of them, on one device, for None."""
+        """Restores the leaves of `abstract`, or for None all of them, as `as_stored` says."""
         path: Any = ExactPath(directory / names.DENSE)
+        handler: Any = self._handler
+        handler = handler._impl
         if abstract is None:
             if not exists(path):
                 return {}
-            everything: Any = ocp.args.StandardRestore(
-                None, fallback_sharding=fallback_sharding()
-            )
-            return jax.tree.map(
-                _on_one_device, self._handler.restore(path, args=everything)
+            asked = jax.tree.map(as_stored, handler.metadata(path).tree)
+            return handler.restore(
+                path, args=ocp.args.PyTreeRestore(restore_args=asked)
             )
         if not abstract:
             return {}
         # Leaves that are stored but not asked for are left out, which a standard handler
         # refuses. Shapes may not differ: they are compared before.
         item = dict(abstract)
-        handler: Any = self._handler
         args = ocp.args.PyTreeRestore(
             item=item,
             restore_args=ocp.checkpoint_utils.construct_restore_args(item),
             partial_restore=True,
         )
-        return handler._impl.restore(path, args=args)
+        return handler.restore(path, args=args)
 
     def restore_sealed(
         self, directory: AnyPath, leaves: Mapping[Path, Any] | None, seal: Seal | None
@@ -326,16 +325,25 @@ def leaf_metadata(
     )
 
 
+def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
+    """How Orbax restores a leaf of which nothing is said: with all of its values.
+
+    On one device, or replicated on all of several processes; of 64 bits, where jax has only 32,
+    on the host.
+    """
+    if isinstance(stored, ocp.metadata.value.StringMetadata):
+        return ocp.RestoreArgs(restore_type=str)
+    if isinstance(stored, ocp.metadata.value.ScalarMetadata):
+        return ocp.RestoreArgs()
+    dtype = getattr(stored, "dtype", None)
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=fallback_sharding())
+
+
 def fallback_sharding() -> jax.sharding.Sharding:
     """Where leaves go of which nothing says where: one device, or all of several processes."""
     if jax.process_count() == 1:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
-def _on_one_device(leaf: Any) -> Any:
-    """An array where tables without a state are restored; in one process only."""
-    if isinstance(leaf, jax.Array) and jax.process_count() == 1:
-        return jax.device_put(leaf, fallback_sharding())
-    return leaf

@@ -15,7 +15,14 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from cnr_jax.args import (
     Restore,
 )
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseOnHost, DenseStore
+from cnr_jax.checkpointer.restoring.fitting import (
+    as_wanted,
+    misfit_of_number,
+    mismatch,
+    number_as_wanted,
+    say_converted,
+)
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
@@ -42,6 +49,8 @@ from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 from cnr_jax.telemetry import Laps, RestoreReport, restore_report
 
 _log = logging.getLogger(__name__)
+# Of a number of Python; all of them are read at once.
+_NUMBERS_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -161,11 +170,15 @@ def read_back(
     # not wait until all of dense/ has been compared with its digests.
     is_read = bool(wanted.dense) or not args.partial
     seal = chain[-1].check_dense() if is_read else None
+    numbers = _read_numbers(chain[-1], wanted, args.cast)
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
-    leaves = None if everything else wanted.dense
+    leaves = None if everything else wanted.asked
     rest = dense.restore_sealed(chain[-1].directory, leaves, seal)
+    if not everything:
+        found = {p: as_wanted(x, wanted.dense[p]) for p, x in flatten_paths(rest)}
+        rest = nest((found | numbers).items())
     laps.end("dense")
     stamps = _read_stamps(chain, wanted, tables)
     laps.end("rows")
@@ -189,6 +202,28 @@ def read_back(
             laps=laps,
         ),
     )
+
+
+def _read_numbers(
+    reader: StepReader, wanted: Wanted, cast: bool
+) -> dict[tuple[str, ...], Any]:
+    """Numbers of Python that are wanted as something else, whose values must be in its dtype.
+
+    Raises:
+        StateMismatchError: if some are not, and values may not change.
+    """
+    store = DenseOnHost(reader.directory, wanted.numbers, _NUMBERS_BYTES)
+    casts, found = list[str](), dict[tuple[str, ...], Any]()
+    for leaf in wanted.numbers:
+        number, value = store.read(leaf.path), wanted.dense[leaf.path]
+        if told := misfit_of_number(number, value):
+            casts.append(f"{'/'.join(leaf.path)}: {told}")
+        found[leaf.path] = number_as_wanted(number, value)
+    step = reader.directory.parent.name
+    if casts and not cast:
+        raise mismatch(step, (), casts, ())
+    say_converted(step, [*wanted.casts, *casts])
+    return found
 
 
 def _rebuild(
