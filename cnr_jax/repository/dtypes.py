@@ -36,6 +36,7 @@ class _Values:
     is_complex: bool = False
 
 
+_BOOL = np.dtype(bool)
 _INTEGERS = _Values(least=-math.inf, most=math.inf, digits=math.inf)
 
 
@@ -85,7 +86,7 @@ def holds(number: bool | int | float, wanted: Any) -> bool:
     own, values = np.asarray(number), _values_of(wanted)
     if holds_all(own.dtype, wanted):
         return True
-    if values is None or isinstance(number, bool) or values.most == 1:
+    if values is None or isinstance(number, bool) or values is _values(_BOOL):
         return False
     if isinstance(number, int):
         within = values.least <= number <= values.most
@@ -93,30 +94,23 @@ def holds(number: bool | int | float, wanted: Any) -> bool:
     if values.unit >= 1:
         return False
     with np.errstate(all="ignore"):
-        back = own.astype(wanted).real.astype(own.dtype)
+        back = np.real(own.astype(wanted)).astype(own.dtype)
     return back.tobytes() == own.tobytes() or bool(np.isnan(own) and np.isnan(back))
 
 
 def converted(array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """An array in another dtype, as `astype` does; of what is complex the real part, if need be."""
-    if array.dtype.kind == "c" != wanted.kind:
-        array = array.real
+    """An array in another dtype, as `astype` makes it; of what is complex the real part."""
+    stored = array.dtype
+    if stored.kind == "c" != wanted.kind:
+        array = np.real(array)
     with np.errstate(over="ignore", invalid="ignore"):
-        if not converts(array.dtype, wanted):
-            array = array.astype(between(array.dtype, wanted))
+        if not np.can_cast(stored, wanted, "unsafe"):
+            # Numpy cannot do it at once where both are of few bits.
+            is_whole = all(
+                each and each.unit >= 1 for each in map(_values, (stored, wanted))
+            )
+            array = array.astype(np.int32 if is_whole else np.float32)
         return array.astype(wanted, copy=False)
-
-
-def converts(stored: np.dtype, wanted: np.dtype) -> bool:
-    """Whether numpy converts a dtype to another, as it does not where both are of few bits."""
-    return np.can_cast(stored, wanted, "unsafe")
-
-
-def between(stored: np.dtype, wanted: np.dtype) -> np.dtype:
-    """By way of which dtype another of few bits is converted: of the same kind if both are."""
-    both = [_values(dtype) for dtype in (stored, wanted)]
-    whole = all(each is not None and each.unit >= 1 for each in both)
-    return np.dtype(np.int32 if whole else np.float32)
 
 
 def _values_of(wanted: Any) -> _Values | None:
@@ -126,7 +120,7 @@ def _values_of(wanted: Any) -> _Values | None:
 @functools.cache
 def _values(dtype: np.dtype) -> _Values | None:
     """The values of a dtype; None: they are no numbers, or of a kind that jax does not know."""
-    if dtype == np.bool_:
+    if dtype == _BOOL:
         return _Values(least=0, most=1, digits=1)
     if dtype.kind not in "iufcV":
         return None

@@ -164,20 +164,14 @@ class DenseStore:
             if not exists(path):
                 return {}
             asked = jax.tree.map(as_stored, handler.metadata(path).tree)
-            return handler.restore(
-                path, args=ocp.args.PyTreeRestore(restore_args=asked)
-            )
+            return restored(handler, path, None, asked)
         if not abstract:
             return {}
         # Leaves that are stored but not asked for are left out, which a standard handler
         # refuses. Shapes may not differ: they are compared before.
         item = dict(abstract)
-        args = ocp.args.PyTreeRestore(
-            item=item,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-            partial_restore=True,
-        )
-        return handler.restore(path, args=args)
+        asked = ocp.checkpoint_utils.construct_restore_args(item)
+        return restored(handler, path, item, asked, partial_restore=True)
 
     def restore_sealed(
         self, directory: AnyPath, leaves: Mapping[Path, Any] | None, seal: Seal | None
@@ -338,7 +332,38 @@ def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
     dtype = getattr(stored, "dtype", None)
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=fallback_sharding())
+    where = fallback_sharding()
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=where, dtype=dtype)
+
+
+def restored(handler: Any, path: Any, item: Any, asked: Any, **kwargs: Any) -> Any:
+    """What Orbax restores, in the dtypes that were asked for.
+
+    Args:
+        handler: of Orbax.
+        path: that it reads.
+        item: gives the structure; None: as it is stored.
+        asked: `RestoreArgs` for each leaf.
+        **kwargs: of `PyTreeRestore`.
+
+    Raises:
+        StateMismatchError: if jax has cut 64 bits to 32.
+    """
+    args = ocp.args.PyTreeRestore(item=item, restore_args=asked, **kwargs)
+    found = handler.restore(path, args=args)
+    dtypes = {p: getattr(each, "dtype", None) for p, each in flatten_paths(asked)}
+    for leaf, value in flatten_paths(found):
+        dtype = dtypes.get(leaf) if isinstance(value, jax.Array) else None
+        if dtype is None or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            continue
+        if jax.dtypes.canonicalize_dtype(dtype) != value.dtype:
+            # Where an event loop runs, as in a notebook, Orbax restores in another thread.
+            raise errors.StateMismatchError(
+                f"{'/'.join(leaf)}: got {value.dtype}, expected {np.dtype(dtype)}: jax_enable_x64"
+                " is set for this thread, and Orbax has restored in another\n"
+                '  hint: jax.config.update("jax_enable_x64", True), for all threads'
+            )
+    return found
 
 
 def fallback_sharding() -> jax.sharding.Sharding:

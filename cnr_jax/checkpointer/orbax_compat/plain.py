@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, as_stored
+from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, as_stored, restored
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.state.table import Path, flatten_paths, key_strings
@@ -77,8 +77,7 @@ class PlainState:
         return self._restored(None, jax.tree.map(as_stored, tree))
 
     def _restored(self, tree: Any, asked: Any) -> Any:
-        args = ocp.args.PyTreeRestore(item=tree, restore_args=asked)
-        return self._handler.restore(self._directory, args=args)
+        return restored(self._handler, self._directory, tree, asked)
 
     def close(self) -> None:
         """Frees what the handler holds."""

@@ -26,7 +26,6 @@ from cnr_jax.checkpointer.restoring.fitting import (
     misfit,
     misfit_of_number,
     mismatch,
-    number_as_wanted,
     say_converted,
 )
 from cnr_jax.checkpointer.restoring.match import kept_leaves
@@ -152,7 +151,7 @@ def read_adopted(
         plain.close()
     found = {
         **kept,
-        **{path: number_as_wanted(x, given[path]) for path, x in numbers.items()},
+        **{path: as_wanted(x, given[path]) for path, x in numbers.items()},
         **{path: as_wanted(x, wanted[path]) for path, x in found.items()},
     }
     leaves = [found[path] for path, _ in flatten_paths(args.state)]

@@ -16,10 +16,12 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense
-from cnr_jax.repository.dtypes import between, converted, converts, holds, holds_all
+from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.dtypes import converted, holds, holds_all
 
 _log = logging.getLogger(__name__)
 _PYTHON = (bool, int, float)  # in this order, as a bool is an int
+_EXPONENTS = numpy_dtype("float8_e8m0fnu")
 _CAST_HINT = (
     "values would change in the dtypes of the state: pass those that were saved (64 bits need"
     " jax_enable_x64), or cnr.args.Restore(..., cast=True) to convert values as astype does"
@@ -71,40 +73,40 @@ def _apart(stored: str, wanted: Any) -> str:
 def asked(stored: np.dtype, value: Any) -> Any:
     """What Orbax is to restore a dense leaf into, so that `as_wanted` makes it the one wanted.
 
-    What stays on the host comes as it is stored, as Orbax has rules of its own for such. On devices
-    it comes in its dtype, but where numpy cannot convert to that.
+    Arrays of jax come as they are wanted, each device's part alone. What stays on the host, and
+    what Orbax cannot convert, comes as it is stored.
     """
     wanted = dtype_in(value)
-    if isinstance(wanted, type) or isinstance(value, np.ndarray | np.generic):
-        return np.empty(0, stored)
-    if converts(stored, wanted):
-        return value
-    by_way = between(stored, wanted)
-    return jax.ShapeDtypeStruct(value.shape, by_way, sharding=value.sharding)
+    on_host = isinstance(wanted, type) or isinstance(value, np.ndarray | np.generic)
+    return np.empty(0, stored) if on_host or not _converts(stored, wanted) else value
+
+
+def _converts(stored: np.dtype, wanted: Any) -> bool:
+    """Whether Orbax, by TensorStore, reads values of a dtype as those of another."""
+    if stored == wanted:
+        return True
+    # The exponents, of which alone this dtype is made, are taken for other ones.
+    if _EXPONENTS in (stored, wanted) or stored.kind == "c" != wanted.kind:
+        return False
+    return np.can_cast(stored, wanted, "unsafe")
 
 
 def as_wanted(found: Any, value: Any) -> Any:
-    """A leaf that was restored into what `asked` said, in the dtype of the state's."""
+    """What was restored into what `asked` said, or a number, as a leaf of the state wants it."""
     wanted = dtype_in(value)
-    if isinstance(found, str) or not isinstance(wanted, type | np.dtype):
+    is_key = not isinstance(wanted, type | np.dtype)
+    if isinstance(found, jax.Array | str) or is_key:
         return found
-    if isinstance(found, jax.Array):
-        return found if found.dtype == wanted else found.astype(wanted)
     found = np.asarray(found)
-    if isinstance(wanted, np.dtype):
-        return converted(found, wanted)
-    if wanted is not int or not holds_all(found.dtype, int):
-        found = converted(found, np.dtype(wanted))
-    return wanted(found.item())
-
-
-def number_as_wanted(number: bool | int | float, value: Any) -> Any:
-    """A number of Python as the leaf of a state."""
-    found = np.asarray(number)
+    if isinstance(wanted, type):
+        if wanted is not int or not holds_all(found.dtype, int):
+            found = converted(found, np.dtype(wanted))
+        return wanted(found.item())
+    found = converted(found, wanted)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return as_wanted(found, value)
-    found, where = converted(found, dtype_in(value)), abstract_dense(value).sharding
-    return jax.make_array_from_callback((), where, lambda _: found)
+        return found
+    where = abstract_dense(value).sharding
+    return jax.make_array_from_callback(found.shape, where, lambda at: found[at])
 
 
 def mismatch(

@@ -20,7 +20,6 @@ from cnr_jax.checkpointer.restoring.fitting import (
     as_wanted,
     misfit_of_number,
     mismatch,
-    number_as_wanted,
     say_converted,
 )
 from cnr_jax.checkpointer.restoring.from_manifest import (
@@ -218,7 +217,7 @@ def _read_numbers(
         number, value = store.read(leaf.path), wanted.dense[leaf.path]
         if told := misfit_of_number(number, value):
             casts.append(f"{'/'.join(leaf.path)}: {told}")
-        found[leaf.path] = number_as_wanted(number, value)
+        found[leaf.path] = as_wanted(number, value)
     step = reader.directory.parent.name
     if casts and not cast:
         raise mismatch(step, (), casts, ())
