@@ -202,8 +202,9 @@ class StateMismatchError(CnrError, ValueError):
 
     All differences are listed. In a save: pass a state of the structure in which the tables were
     found. In a restore: pass the state that was saved, or `Restore(..., partial=True)` to restore
-    what both have, or `cast=True` to convert dtypes. Tables with another number of rows, other
-    ids or another name: docs/guides/grow-a-table.md. Nothing but manifests was read.
+    what both have, or `cast=True` to convert values to dtypes that cannot hold all of them; 64
+    bits need `jax_enable_x64`. Tables with another number of rows, other ids or another name:
+    docs/guides/grow-a-table.md. No rows of tables were read.
     """
 
     kind = "state_mismatch"

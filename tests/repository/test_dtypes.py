@@ -83,8 +83,8 @@ def comes_back(values: np.ndarray, wanted: np.dtype) -> bool:
     with np.errstate(all="ignore"):
         found = values.astype(wanted)
     if wanted.kind == "c" != values.dtype.kind:
-        assert not found.imag.any()
-        found = found.real
+        assert not np.imag(found).any()
+        found = np.real(found)
     return exact(found) == exact(values)
 
 

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -194,13 +195,35 @@ class DenseStore:
             abstract = nest(
                 (path, abstract_dense(leaf)) for path, leaf in leaves.items()
             )
+        with self._reading(directory, seal, is_asked=leaves is not None):
+            return self.restore(directory, abstract)
+
+    def numbers(
+        self, directory: AnyPath, leaves: Sequence[DenseLeaf], seal: Seal | None
+    ) -> dict[Path, bool | int | float]:
+        """Numbers of Python as they were saved; as `restore_sealed`."""
+        if seal is None or not leaves:
+            return {}
+        store = DenseOnHost(directory, leaves, sys.maxsize)
+        with self._reading(directory, seal, is_asked=False):
+            return {leaf.path: store.read(leaf.path) for leaf in leaves}
+
+    @contextlib.contextmanager
+    def _reading(
+        self, directory: AnyPath, seal: Seal, *, is_asked: bool
+    ) -> Iterator[None]:
+        """Checks the files after they were read; tells what Orbax raises as what it means.
+
+        Args:
+            directory: of the item.
+            seal: of the files.
+            is_asked: an error may be due to what was asked for.
+        """
         try:
-            found = self.restore(directory, abstract)
+            yield
         except Exception as error:
             seal.check()  # if it raises, it says why
-            if not means_damage(error) or (
-                leaves is not None and self._can_be_read(directory)
-            ):
+            if not means_damage(error) or (is_asked and self._can_be_read(directory)):
                 raise
             where = os.fspath(directory / names.DENSE)
             raise errors.IntegrityError(
@@ -210,7 +233,6 @@ class DenseStore:
                 path=where,
             ) from error
         seal.check()
-        return found
 
     def _can_be_read(self, directory: AnyPath) -> bool:
         """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""

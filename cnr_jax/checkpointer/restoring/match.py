@@ -50,10 +50,10 @@ class Wanted:
         tables: those of the state, matched.
         dense: leaves of the state to restore, by path.
         asked: what Orbax restores those into that are not of Python's numbers.
-        numbers: of Python in the checkpoint, which fit or not by their values.
+        numbers: of Python in the checkpoint, of which values tell whether they fit.
         texts: strings, by path.
         kept: leaves of the given state that the checkpoint does not hold.
-        casts: leaves whose dtypes cannot hold all values that are stored, as was asked for.
+        casts: leaves whose dtypes cannot hold all values that are stored.
     """
 
     tables: MatchedTables
@@ -78,7 +78,8 @@ def match(
         step: the checkpoint's name, for errors.
 
     Raises:
-        StateMismatchError: with every difference.
+        StateMismatchError: with every difference; of dtypes alone not where numbers are to be
+            read, so that all are told together.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
     saved = manifest.dense_leaves
@@ -87,7 +88,8 @@ def match(
     dense, texts = _match_dense(saved, leaves, problems, args.partial)
     kept = kept_leaves(leaves, problems, args.partial)
     arrays, numbers = _fit_dense(saved, {} if args.state is None else dense, casts)
-    if problems or (casts and not args.cast):
+    # With numbers to read more may have to be told.
+    if problems or (casts and not args.cast and not numbers):
         hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
         told = () if args.cast else casts
         raise mismatch(step, problems, told, hints[:_MOST_HINTS])

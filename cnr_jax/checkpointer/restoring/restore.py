@@ -15,7 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from cnr_jax.args import (
     Restore,
 )
-from cnr_jax.checkpointer.orbax_compat.dense import DenseOnHost, DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.restoring.fitting import (
     as_wanted,
     misfit_of_number,
@@ -48,8 +48,6 @@ from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 from cnr_jax.telemetry import Laps, RestoreReport, restore_report
 
 _log = logging.getLogger(__name__)
-# Of a number of Python; all of them are read at once.
-_NUMBERS_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,7 +167,8 @@ def read_back(
     # not wait until all of dense/ has been compared with its digests.
     is_read = bool(wanted.dense) or not args.partial
     seal = chain[-1].check_dense() if is_read else None
-    numbers = _read_numbers(chain[-1], wanted, args.cast)
+    numbers = dense.numbers(chain[-1].directory, wanted.numbers, seal)
+    numbers = _fit_numbers(numbers, wanted, args.cast, place.directory)
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
@@ -203,25 +202,25 @@ def read_back(
     )
 
 
-def _read_numbers(
-    reader: StepReader, wanted: Wanted, cast: bool
+def _fit_numbers(
+    numbers: Mapping[tuple[str, ...], bool | int | float],
+    wanted: Wanted,
+    cast: bool,
+    step: str,
 ) -> dict[tuple[str, ...], Any]:
-    """Numbers of Python that are wanted as something else, whose values must be in its dtype.
+    """Numbers of Python as leaves of the state; tells once of all leaves whose values change.
 
     Raises:
-        StateMismatchError: if some are not, and values may not change.
+        StateMismatchError: if some do, and that was not asked for.
     """
-    store = DenseOnHost(reader.directory, wanted.numbers, _NUMBERS_BYTES)
-    casts, found = list[str](), dict[tuple[str, ...], Any]()
-    for leaf in wanted.numbers:
-        number, value = store.read(leaf.path), wanted.dense[leaf.path]
-        if told := misfit_of_number(number, value):
-            casts.append(f"{'/'.join(leaf.path)}: {told}")
-        found[leaf.path] = as_wanted(number, value)
-    step = reader.directory.parent.name
+    casts, found = list(wanted.casts), dict[tuple[str, ...], Any]()
+    for path, number in numbers.items():
+        if told := misfit_of_number(number, wanted.dense[path]):
+            casts.append(f"{'/'.join(path)}: {told}")
+        found[path] = as_wanted(number, wanted.dense[path])
     if casts and not cast:
         raise mismatch(step, (), casts, ())
-    say_converted(step, [*wanted.casts, *casts])
+    say_converted(step, casts)
     return found
 
 
