@@ -86,10 +86,9 @@ class Restore(ocp.args.CheckpointArgs):
             any takes them where they were when they were saved.
         partial: restore what both the checkpoint and `state` have. Leaves, and rows of tables,
             that only `state` has must be concrete and keep their values.
-        cast: restore leaves in the dtypes of `state` also where these cannot hold all values of
-            the stored ones, converted as `astype` does, with a warning that names them. Without
-            it only dtypes that hold all are taken, of tables, slots and all else, such as float32
-            for bfloat16 or int8; and for a number of Python those that have its value.
+        cast: restore leaves in the dtypes of `state` also where these cannot hold all stored
+            values, converted as `astype` does, with a warning that names them. Without it only
+            dtypes that hold all are taken, such as float32 for bfloat16.
         rename: names in `state` of tables that have another one in the checkpoint,
             `{"old": "new"}`. None as the new name leaves a table out.
         ids: by name of a table in `state`, integer[rows]: the row of the checkpoint that each
