@@ -367,7 +367,7 @@ def resume_adopted(
     if entry is None or (writer.root and str(writer.root) != str(root)):
         return  # restored from elsewhere
     planner.adopted(lineage, entry, writer.ledger)
-    note_restored(root, lineage, planner.runs.current or "")
+    note_restored(root, lineage, planner.runs.current or "", None)
 
 
 def _has_other_rows(leaf: Any, value: Any) -> bool:
