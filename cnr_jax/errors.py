@@ -204,8 +204,9 @@ class StateMismatchError(CnrError, ValueError):
 
     All differences are listed. In a save: pass a state of the structure in which the tables were
     found. In a restore: pass the state that was saved, or `Restore(..., partial=True)` to restore
-    what both have, or `cast=True` to convert dtypes. Tables with another number of rows, other
-    ids or another name: docs/guides/grow-a-table.md. Nothing but manifests was read.
+    what both have, or `cast=True` to convert values to dtypes that cannot hold all of them; 64
+    bits need `jax_enable_x64`. Tables with another number of rows, other ids or another name:
+    docs/guides/grow-a-table.md. No rows of tables were read.
     """
 
     kind = "state_mismatch"
@@ -337,7 +338,8 @@ class OptionError(CnrError, ValueError):
 
     An unknown name, options of the wrong library, a state given by position, a step that is no
     integer, a root that is no folder or in another store, `rename` or `ids` of a restore that are
-    no dicts of names or of lists of integers. The hint names the form that works.
+    no dicts of names or of lists of integers. Bits that reach no codec which takes any: by a
+    restore, if the codec of the run is one without. The hint names the form that works.
 
     Kinds:
         no_table: there is no table of that name.

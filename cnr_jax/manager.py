@@ -113,18 +113,18 @@ class CheckpointManager(ocp.CheckpointManager):
         self._course = Course(orbax, handler.uses, self._channel, options)
         self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
         self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
-        writes = tables is not None and not orbax_options.read_only
+        handler.inherits &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
         safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
         with as_root_errors(self._root):
-            made = self._listing.open(item, writes=writes)
+            made = self._listing.open(item, writes=handler.inherits)
             super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables or Tables({}), options, handler.widening)
-            self._warmth.warm_up(handler.auto_bits())
+            self._warmth.warm_up(handler.planning.auto_bits())
         except BaseException:
             super().close()
             raise
@@ -371,8 +371,8 @@ class CheckpointManager(ocp.CheckpointManager):
         if directory is None and ours:
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
-        if self._handler.widening.follows and not self._orbax.is_read_only:
-            self._warmth.warm_up(self._handler.auto_bits())
+        if not self._orbax.is_read_only:
+            self._warmth.warm_up(self._handler.planning.auto_bits())
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:

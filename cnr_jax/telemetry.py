@@ -61,6 +61,8 @@ class SaveReport:
             all processes saved, on others of what these did.
         auto_bits: width of codes that `bits="auto"` came to, where it is used; small
             tables have 8.
+        inherited: options that were not given, and are as in the run that goes on: names, of a
+            table such as `tables.user.bits`.
         sample_rows: rounded rows of tables that were read back to see how far off they are, of
             those that this process saved: at most 16,384, evenly spread, rows of zeros left
             out. None where nothing was rounded.
@@ -103,6 +105,7 @@ class SaveReport:
     outcome: Literal["committed", "dropped"] = "committed"
     problem: str = ""
     damaged: str | None = None
+    inherited: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -153,6 +156,7 @@ class SaveReport:
             {**to_json(table), "saved_share": table.saved_share}
             for table in self.tables
         ]
+        found["inherited"] = list(self.inherited)
         found["total_bytes"], found["reduction"] = self.total_bytes, self.reduction
         return {**found, "hint": self.hint}
 

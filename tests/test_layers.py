@@ -28,7 +28,7 @@ TABLE = {
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
     "repository": ("repository.plain rows", "numpy jax tensorstore"),
-    "telemetry options": ("rows repository.plain", "numpy jax"),
+    "telemetry given encoding options": ("rows repository.plain", "numpy jax"),
     "args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
@@ -64,6 +64,7 @@ PLAIN = (
     "checked",
     "describe",
     "description",
+    "dtypes",
     "files",
     "layout",
     "lineage",

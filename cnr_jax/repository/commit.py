@@ -11,6 +11,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import (
     DenseLeaf,
     FileDigest,
@@ -50,6 +51,8 @@ class Facts:
         tracking: how changed rows were found.
         recorded_clock: of the touched rows, if there are any.
         fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        encoding: of the rows of its run, codecs of single saves aside.
+        inherited: what of it options did not give, as `SaveReport.inherited`.
         fingerprint_secs: that looking for changed rows took.
         find_secs: from when the save was asked for until it was decided.
         started_secs: reading of `time.perf_counter` when the save was asked for.
@@ -61,6 +64,8 @@ class Facts:
     tracking: Tracking
     recorded_clock: int | None
     fingerprint_clock: int | None
+    encoding: EncodingEntry
+    inherited: tuple[str, ...]
     fingerprint_secs: float
     find_secs: float
     started_secs: float
@@ -118,6 +123,7 @@ def write_manifest(
         required_features=tuple(features),
         run=plan.run or None,
         forks=plan.forks,
+        encoding=facts.encoding,
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)

@@ -79,6 +79,7 @@ def report_of_dropped(
         restores=plan.restores,
         run=plan.run or None,
         auto_bits=plan.auto_bits,
+        inherited=flight.facts.inherited,
         outcome="dropped",
         problem=problem,
         damaged=damaged,
