@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +28,9 @@ from cnr_jax.rows.touched import init_touched
 from cnr_jax.state.find import find_tables
 from cnr_jax.state.table import Tables, TableSpec
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 

@@ -269,6 +269,20 @@ def put_tile(
             out[(start + position, *columns)] = row
 
 
+def is_told(encoding: dict[str, Any], table: str, leaf: str, stored: Any) -> bool:
+    """Section 5.11: whether the encoding of a run tells the codec that a leaf is stored with."""
+    name = "codec" if leaf == "table" else "slot_codec"
+    own = encoding["tables"].get(table, dict.fromkeys(("codec", "bits", "slot_codec")))
+    said = own[name] or encoding[name]
+    if isinstance(said, str):
+        named = {"raw": "cnr.raw", "adaptive": "cnr.asymmetric"}
+        bits = {"bits": own["bits"] or encoding["bits"]}
+        said = {"name": named[said], "configuration": bits if said != "raw" else {}}
+    values = stored["configuration"]
+    assert said["configuration"].items() <= values.items(), (table, leaf)
+    return said["name"] == stored["name"]
+
+
 # What was saved comes back.
 
 
@@ -334,8 +348,9 @@ def test_frozen_values_are_within_the_codec_bound_of_what_was_saved(
 
 def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
-    whole = {version: STEPS for version in ("v1", "v1-errors", "v1-rollback")}
-    found = {**whole, "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
+    kinds = ("v1", "v1-encoding", "v1-errors", "v1-rollback", "v1-zstd")
+    found = dict.fromkeys(kinds, STEPS)
+    found |= {"v1-encoding": STEPS[:1], "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
     assert SAVED == [(version, step) for version in found for step in found[version]]
     processes = (DATA / "v1-errors" / "root").glob("*/*/manifest.p*.json")
     assert all("row_errors" in json.loads(p.read_text()) for p in processes)
@@ -365,6 +380,17 @@ def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not() -> Non
         assert sum(entry["compressed"]["bytes"]) < size, name
     manifest = json.loads((path.parent / "manifest.json").read_bytes())
     assert manifest["required_features"] == ["zstd"]
+
+
+def test_frozen_data_covers_an_encoding_that_tells_the_codecs_of_its_rows() -> None:
+    item = DATA / "v1-encoding" / "root" / "10" / "default"
+    encoding = read_document(item / "manifest.json")["encoding"]
+    process = read_document(item / "manifest.p00000.json")
+    assert encoding["tables"].keys() == {"item"}
+    assert encoding["bits"] == 4 and encoding["compression"] is None
+    for tile in process["tiles"]:
+        stored = process["codecs"][tile["segments"][0]["codec"]]
+        assert is_told(encoding, tile["table"], tile["leaf"], stored)
 
 
 def test_frozen_data_covers_a_branch_that_left_an_older_one() -> None:

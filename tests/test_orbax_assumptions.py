@@ -31,10 +31,11 @@ from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future as futures
 from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
@@ -974,3 +975,24 @@ def test_arrays_that_are_not_packed_are_folders_and_as_long_as_these_say(
     assert found["a"]["b"].tolist() == [0, 1, 0] and found["a"]["c"] == 7
     assert told.tree["a"]["b"].shape == (3,)
     assert told.custom_metadata == {"told": 1}
+
+
+def test_what_arrays_are_opened_with_is_taken_from_two_dicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`as_storage_allows`: there is no public way to have TensorStore not sync, or not lock."""
+    device = tmp_path.stat().st_dev
+    for known in ("_syncs", "_locks"):
+        monkeypatch.setattr(f"cnr_jax.repository.files.{known}", {device: False})
+
+    def told(use_ocdbt: bool) -> tuple[Any, Any]:
+        made = tensorstore_utils.get_ts_context(use_ocdbt=use_ocdbt)
+        found = [made[f"file_io_{key}"].to_json() for key in ("sync", "locking")]
+        return found[0], found[1].get("mode", "os")
+
+    for use_ocdbt in (False, True):
+        with as_storage_allows(tmp_path / "not there yet"):
+            with as_storage_allows(tmp_path):
+                assert told(use_ocdbt) == (False, "lockfile")
+            assert told(use_ocdbt) == (False, "lockfile")
+        assert told(use_ocdbt) == (True, "os")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
@@ -37,12 +37,13 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import deleted_step, read_step
-from cnr_jax.repository.upkeep.aside import recover
+from cnr_jax.repository.upkeep.aside import check_is_here, recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 
@@ -74,6 +75,7 @@ class Listing:
     ) -> None:
         self._root, self._orbax, self._writer = orbax.root, orbax, writer
         self._ending, self._calls, self._channel = ending, calls, channel
+        self._writes = False
         self.item: str | None = None
 
     def open(self, item: str | None, *, writes: bool) -> list[AnyPath]:
@@ -96,9 +98,10 @@ class Listing:
             check_is_root(self._root)
         else:
             check_can_be_read(self._root)
-        made = missing_directories(self._root)
+        made, self._writes = missing_directories(self._root), writes
         if not writes:
             self._read(item)  # maybe on one process alone, to look at it
+            check_is_here(self._root)
             return made
         # Process 0 undoes an unfinished rollback before any process reads the root.
         on_primary(self._channel, lambda: recover(self._root))
@@ -116,8 +119,9 @@ class Listing:
     def say_what_is_there(self, made: list[AnyPath]) -> None:
         """Syncs directories that were made, and names in the log what is no step of ours."""
         if jax.process_index() == 0:
-            sync_made(made)
-            report(self._root, find_leftovers(self._root, self._ending.ledger))
+            with as_root_errors(self._root):
+                sync_made(made)
+                report(self._root, find_leftovers(self._root, self._ending.ledger))
         # A root that plain Orbax has written looks empty here.
         found = self._orbax.all_steps() if self.item is None else []
         if found:
@@ -141,6 +145,8 @@ class Listing:
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
+        if not self._writes:
+            check_is_here(self._root)
         try:
             # Orbax would strike off a step that is still being written, and no rule would
             # count or delete it any more.
@@ -162,6 +168,7 @@ class Listing:
         # The other way round it would be listed, and Orbax would not know it.
         self._orbax.reload()
         ledger.become(found)
+        self._writer.gaps.is_stale = True
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored.
@@ -295,6 +302,7 @@ class Listing:
             NoStepError: if it is not.
         """
         check_can_be_read(root)
+        check_is_here(root)
         if step is not None and not self._is_in(root, step):
             held = step_directories(root, self._writer.is_step)
             raise errors.NoStepError(

@@ -53,6 +53,7 @@ from cnr_jax.repository.step import (
     read_step,
     without_collections,
 )
+from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (
     "of plain Orbax, which restores it, as does a manager with Options(adopt=True)"
@@ -82,7 +83,8 @@ def describe(
         A value that prints as a table of steps; `asdict()` makes JSON of it.
 
     Raises:
-        NoStepError: if there is no such folder; it is a FileNotFoundError too.
+        NoStepError: if there is no such folder, or a save that is not committed has moved its
+            steps away; it is a FileNotFoundError too.
         OptionError: if checkpoints cannot be kept in such a root, or it is a file, or a step
             of a root.
         OSError: if the root cannot be seen or listed.
@@ -105,6 +107,7 @@ def describe(
     if item is None:
         item = find_item(plain)
     found = _look_at_all(plain, item, on_step)
+    check_is_here(plain)  # after the look, before which nothing may have been moved yet
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     obstacles = _obstacles(found)
     steps = [

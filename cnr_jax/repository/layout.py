@@ -192,10 +192,11 @@ def check_is_no_file(root: AnyPath) -> None:
     """Checks that a root that is to be made can be: nothing but folders are in its path.
 
     Raises:
-        OptionError: if something else is.
+        OptionError: if something else is, or the package that reads its store is not installed.
         OSError: if that cannot be seen.
     """
     if not is_local(root):
+        _check_store(root)
         return
     path = root
     while not exists(path) and path != path.parent:
@@ -222,6 +223,17 @@ def check_is_free(root: AnyPath, directory: str) -> None:
             "  hint: move it out of the root, or save another step",
             kind="step_exists",
         )
+
+
+def _check_store(root: AnyPath) -> None:
+    try:
+        fsspec.get_filesystem_class("gs")
+    except ImportError as error:
+        raise errors.OptionError(
+            f"{os.fspath(root)} is no root here, as gcsfs is not installed;"
+            " hint: pip install gcsfs",
+            kind="not_installed",
+        ) from error
 
 
 def check_is_there(root: AnyPath) -> None:

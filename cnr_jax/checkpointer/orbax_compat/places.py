@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import fnmatch
 import inspect
-import logging
 import os
 import threading
 import time
@@ -24,8 +23,9 @@ from cnr_jax.format import names
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
 

@@ -9,7 +9,6 @@ One that is taken away while it is read, as retention of another program does, i
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +41,10 @@ from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
+from cnr_jax.repository.upkeep.aside import check_is_here
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 
@@ -221,6 +222,7 @@ class StepChooser:
             restorable = ledger.restorable() if ledger.take_back_unread() else []
         if restorable:
             return restorable[-1].step
+        check_is_here(self._root)
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
         lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
         hint = way_on(self._root, adopts=ledger.adopts)

@@ -6,7 +6,6 @@ asks it what must be kept; the planner asks it which parents still exist.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import types
@@ -37,8 +36,9 @@ from cnr_jax.repository.lineage.entries import (
 )
 from cnr_jax.repository.orbax_steps import orbax_step, saved_by
 from cnr_jax.repository.step import read_committed, read_step, without_collections
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Ledger:

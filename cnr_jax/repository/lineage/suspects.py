@@ -9,7 +9,6 @@ cannot be understood, is read and written as any other.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +18,9 @@ from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, read_small, replace_durably
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Far more than a root has steps to name; a file that is larger is none of ours.
 _MOST_BYTES = 1 << 20
 # No file system has longer names.

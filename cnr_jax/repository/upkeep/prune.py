@@ -31,7 +31,7 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep.aside import aside_of_run
+from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
@@ -148,7 +148,9 @@ def prune(
         other_runs: whether that is deleted too which is of another run and was set aside: the
             roots that `Options(new_run=True)` has made of earlier runs.
         writer_is_dead: the manager that saved here last has ended. Needed where that cannot
-            be seen: it ran on another host, or in this very process.
+            be seen: it ran on another host, in another container, before this machine was booted,
+            or in this very process; or it was of an older version, or there is no `/proc`. If it
+            has not ended, it still has the root afterwards.
         item: of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
@@ -213,6 +215,7 @@ def _item_of(root: AnyPath, item: str | None) -> str:
     check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
+        check_is_here(root)
         hint = way_on(root, adopts=False)
         raise errors.OptionError(
             f"{root} is no root: no checkpoint of cnr_jax lies in it\n"
@@ -239,21 +242,28 @@ def _claimed(
     lock = WritingLock(root)
     is_free = lock.acquire(0)
     lock.release()
-    is_dead = writer_is_dead or (not unknown and (before is None or before.is_dead))
-    if not is_free or not is_dead:
+    # Asked once: what is not known to be dead is left to whose it is, whatever the user says of it.
+    is_dead = not unknown and (before is None or before.is_dead)
+    if not is_free or not (is_dead or writer_is_dead):
         who = f"a manager saves to {root}, and is not known to have ended"
         hint = "if it has: writer_is_dead=True, or --writer-is-dead of the command"
         if not is_free:
             who = f"a manager is writing a save in {root}"
             hint = "try again when that is over"
+        got = "a claim that cannot be read"
+        if before is not None:
+            runs = before.process.state() == "alive"
+            seen = "which is running" if runs else "of which no more is seen from here"
+            got = f"{before}, {seen}"
         raise errors.WriterError(
-            f"{who}: nothing was deleted\n"
-            f"  got {before or 'a claim that cannot be read'}\n  hint: {hint}",
+            f"{who}: nothing was deleted\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
     writer = RootWriter(lambda: True, adopts=True)
     try:
         writer.open(root, item)
+        if before is not None and not is_dead:
+            writer.stand_in(before, alone=lock.is_proof)
         try:
             yield writer, writer.claim()
         except BaseException:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import os
 import queue
 import secrets
@@ -28,8 +27,9 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.layout import beside
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Remover:

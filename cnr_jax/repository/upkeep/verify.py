@@ -35,7 +35,9 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.orbax_steps import items_of_orbax, saved_by
 from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
+from cnr_jax.texts import visible
 
 # Of what Orbax notes of a step, far more than it does.
 _ORBAX_BYTES = 64 << 20
@@ -72,7 +74,7 @@ class Problem:
         at = line.find(where) if self.file else -1
         is_named = at == 0 or (at > 0 and line[at - 1] == "/")
         text = f"{line[at:] if is_named else f'{where}: {line}'} ({self.kind})"
-        return f"{text}; cannot be restored: {harm}" if harm else text
+        return visible(f"{text}; cannot be restored: {harm}" if harm else text)
 
 
 def verify(
@@ -100,7 +102,8 @@ def verify(
         Problems with a `consequence` make steps unrestorable, those without do no harm.
 
     Raises:
-        NoStepError: if there is no such root; it is a FileNotFoundError too.
+        NoStepError: if there is no such root, or a save that is not committed has moved its
+            steps away; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
             or it is a file, or a step of one.
 
@@ -119,6 +122,7 @@ def verify(
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
     check_can_be_read(path, item)
+    check_is_here(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
