@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
 from cnr_jax.checkpointer.orbax_compat.places import (
     beginning,
@@ -25,8 +26,9 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 )
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _T = TypeVar("_T")
 _Manager = ocp.CheckpointManager
 _here = threading.local()
@@ -79,10 +81,14 @@ class OrbaxSeams:
         committing = self._committing
         if committing is not None:
             theirs = functools.partial(type(committing)._thread_func, committing)
-            committing._thread_func = functools.partial(_told_elsewhere, commit, theirs)
+            committing._thread_func = functools.partial(
+                _told_elsewhere, self.root, commit, theirs
+            )
         self._manager._finalize = functools.partial(end.run, finalize)
         saving = self._manager._checkpointer
-        saving.save = functools.partial(_saved_alone, type(saving).save, saving)
+        saving.save = functools.partial(
+            _saved_alone, self.root, type(saving).save, saving
+        )
 
     def end_launch(self, step: int, finalize: Callable[[int, list[int]], None]) -> bool:
         """Ends a save that was perhaps not handed over to its threads, or not to both.
@@ -311,13 +317,18 @@ class OrbaxSeams:
         return made
 
 
-def _told_elsewhere(commit: Job, theirs: Callable[..., None], *args: Any) -> None:
-    with told_elsewhere():
+def _told_elsewhere(
+    root: epath.Path, commit: Job, theirs: Callable[..., None], *args: Any
+) -> None:
+    # Other items than the state are merged here too.
+    with told_elsewhere(), as_storage_allows(root):
         commit.run(theirs, *args)
 
 
-def _saved_alone(theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with beginning():
+def _saved_alone(
+    root: epath.Path, theirs: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    with beginning(), as_storage_allows(root):
         theirs(*args, **kwargs)
 
 
