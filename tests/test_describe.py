@@ -301,7 +301,7 @@ def test_what_lies_beside_the_steps_is_counted(tiny_run: Any, opened: Any) -> No
     root = Path(manager.directory)
     manager.close()
     (root / f"9{names.TEMPORARY_SUFFIX}").mkdir()
-    (root / names.removed("8", "0")).mkdir()
+    (root / names.removed("8", "00ff" * 4)).mkdir()
     found = cnr.describe(root)
     assert [(s.step, s.generation, s.parent) for s in found.steps] == [
         (0, 1, None),
@@ -426,7 +426,7 @@ def test_what_no_restore_takes_is_not_said_to_be_restorable(
     run, root = tiny_run(), tmp_path / "root"
     with opened(run) as manager:
         run.run(manager, [0, 1, 2])
-    (root / "2/default/dense/more").symlink_to(tmp_path)
+    (root / "2/default/dense/checkpoint").symlink_to(tmp_path)
     (root / "1/_CHECKPOINT_METADATA").unlink()
     os.mkfifo(root / "1/_CHECKPOINT_METADATA")
     found = cnr.describe(root)

@@ -315,10 +315,10 @@ def test_rounding_that_was_asked_for_is_information(options: str, level: str) ->
 
 def test_options_replaced_still_know_what_was_given() -> None:
     options = dataclasses.replace(cnr.Options(), verify_reads=False)
-    assert not options.says_rounding("user")
-    assert dataclasses.replace(options, bits=4).says_rounding("user")
+    assert not options.encoding.says_rounding("user")
+    assert dataclasses.replace(options, bits=4).encoding.says_rounding("user")
     one = cnr.Options(tables={"user": cnr.TableOptions(bits=8)})
-    assert one.says_rounding("user") and not one.says_rounding("item")
+    assert one.encoding.says_rounding("user") and not one.encoding.says_rounding("item")
     defaults = cnr.Options().codec_for("user", "table", 64, np.float32)
     explicit = cnr.Options(codec="adaptive", bits=4)
     assert defaults == explicit.codec_for("user", "table", 64, np.float32)

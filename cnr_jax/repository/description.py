@@ -7,6 +7,8 @@ import datetime
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+from cnr_jax.texts import visible
+
 # Folders of abandoned steps that a text names.
 _SHOWN_ASIDE = 10
 StepKind = Literal["full", "delta", "orbax", "unreadable"]
@@ -297,7 +299,7 @@ def footer(root: RootDescription) -> list[str]:
     if not told:
         return [line]
     # What a rollback has set aside can be had back by its name.
-    aside = [f"  {name}" for name in root.abandoned[:_SHOWN_ASIDE]]
+    aside = [f"  {visible(name)}" for name in root.abandoned[:_SHOWN_ASIDE]]
     if len(root.abandoned) > _SHOWN_ASIDE:
         aside.append(f"  ({len(root.abandoned) - _SHOWN_ASIDE} more)")
     return [line, f"beside them: {', '.join(told)}", *aside]
@@ -314,6 +316,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
         >>> aligned([["step", "rows"], ["7", "1,024"]], right={1})
         ['step   rows', '7     1,024']
     """
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

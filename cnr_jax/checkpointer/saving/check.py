@@ -25,7 +25,8 @@ from cnr_jax.format.manifest import (
 )
 from cnr_jax.repository.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
-from cnr_jax.state.table import Tables, flatten_paths, nest, split
+from cnr_jax.state.structure import Form, differences
+from cnr_jax.state.table import Path, Tables, flatten_paths, nest, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ def check(
     _check_alive(state, "state")
     arrays, dense = split(state, tables)
     leaves = dense_leaves(dense)
+    if tables.forms is not None:
+        _check_structure(dense, tables.forms)
     if tracking != "fingerprint":
         if touched is None:
             raise errors.TouchedError(
@@ -83,6 +86,23 @@ def check(
         _check_alive(touched, "touched")
         _check_touched(touched, tables)
     return CheckedState(arrays=arrays, dense=dense, dense_leaves=leaves)
+
+
+def _check_structure(dense: Mapping[str, Any], forms: Mapping[Path, Form]) -> None:
+    """Checks that the dense leaves are those of the state in which the tables were found.
+
+    Raises:
+        StateMismatchError: naming each that is missing, new, or of another shape or dtype.
+    """
+    problems = differences(forms, flatten_paths(dense))
+    if problems:
+        raise errors.StateMismatchError(
+            "the state has not the structure in which the tables were found"
+            f" ({len(problems)} differences)\n  "
+            + "\n  ".join(problems)
+            + "\n  hint: save what the train step returns, whole; where the model or the"
+            " optimizer changed, make a manager with find_tables of the new state"
+        )
 
 
 def is_alive(tree: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,8 +40,9 @@ from cnr_jax.rows.touched import (
     stamp_sharding,
 )
 from cnr_jax.state.table import Tables
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 # Sorted positions within a tile that are to be saved, None for all; asked for each tile.

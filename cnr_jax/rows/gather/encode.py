@@ -9,7 +9,6 @@ the program that a restore decodes with, and compared.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,8 +26,9 @@ from cnr_jax.rows.tiling import (
     padded,
     program_rows,
 )
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 SAMPLE_ROWS = 16_384
 # Of wide rows fewer are looked at: 16 MiB of float32 take some milliseconds.
