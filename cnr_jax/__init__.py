@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from cnr_jax.checkpointer.tuning import tune as tune
     from cnr_jax.exporting.export import Exported as Exported
     from cnr_jax.exporting.export import export as export
+    from cnr_jax.given import NOT_GIVEN as NOT_GIVEN
+    from cnr_jax.given import TableOptions as TableOptions
     from cnr_jax.handler import handler_registry as handler_registry
     from cnr_jax.importing import import_orbax as import_orbax
     from cnr_jax.manager import CheckpointManager as CheckpointManager
     from cnr_jax.options import Options as Options
-    from cnr_jax.options import TableOptions as TableOptions
     from cnr_jax.policy import Consecutive as Consecutive
     from cnr_jax.policy import Decision as Decision
     from cnr_jax.policy import Full as Full
@@ -71,9 +72,10 @@ _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
     "manager": "CheckpointManager",
+    "given": "NOT_GIVEN TableOptions",
     "exporting.export": "Exported export",
     "importing": "import_orbax",
-    "options": "Options TableOptions",
+    "options": "Options",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
     "handler": "handler_registry",
     "repository.describe": "describe",

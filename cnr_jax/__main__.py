@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Runs the command line; says what to install where that is missing."""
+    _open_closed_streams()
     try:
         from cnr_jax.cli.app import app
     except ModuleNotFoundError as error:
@@ -17,7 +19,23 @@ def main() -> None:
         )
         print(text, file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     app(prog_name="cnr-jax")
+
+
+def _open_closed_streams() -> None:
+    """Has standard streams that whoever called has closed lead nowhere.
+
+    Else the next file that is opened takes the number of one, and what is written to stderr by
+    any library would be written into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free: its own.
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            stream = open(nowhere, mode, encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

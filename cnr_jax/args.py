@@ -85,14 +85,15 @@ class Restore(ocp.args.CheckpointArgs):
 
     Attributes:
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
-            None: everything as nested dicts by path, on one device.
+            None: everything as nested dicts by path, on one device. Where jax has only 32 bits,
+            dense leaves of 64 are numpy arrays then, and tables of 64 are refused.
         tables: where the tables are in `state`, if not where the manager's are. A manager without
             any takes them where they were when they were saved.
         partial: restore what both the checkpoint and `state` have. Leaves, and rows of tables,
             that only `state` has must be concrete and keep their values.
-        cast: restore tables and slots in the dtypes of `state` also where these cannot hold
-            all values, converted as `astype` does, with a warning. Without it only wider
-            dtypes of the same kind are taken, such as float32 for bfloat16.
+        cast: restore leaves in the dtypes of `state` also where these cannot hold all stored
+            values, converted as `astype` does, with a warning that names them. Without it only
+            dtypes that hold all are taken, such as float32 for bfloat16.
         rename: names in `state` of tables that have another one in the checkpoint,
             `{"old": "new"}`. None as the new name leaves a table out.
         ids: by name of a table in `state`, integer[rows]: the row of the checkpoint that each

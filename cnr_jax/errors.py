@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cnr_jax.texts import visible_lines
+
 
 class CnrError(Exception):
     """Base of all errors raised by `cnr_jax`.
@@ -37,7 +39,7 @@ class CnrError(Exception):
     def __init__(
         self, message: str, *, kind: str | None = None, path: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(visible_lines(message))
         if kind is not None:
             self.kind = kind
         if path is not None:
@@ -112,6 +114,7 @@ class NoStepError(CnrError, FileNotFoundError):
 
     Kinds:
         no_root: there is no such folder.
+        moved_aside: a save that begins a new run has moved the steps away, and is not committed.
         step_deleted: the step was deleted, or moved aside, while it was read.
     """
 
@@ -197,7 +200,8 @@ class IntegrityError(CnrError):
         file_missing: a file or folder is not there.
         file_damaged: it is cut, longer, of another kind, or its digest differs.
         file_changed: it was written while it was read.
-        file_unknown: it is there, and no manifest names it.
+        file_unknown: no manifest names it, and Orbax could take it for a part of the step. Nothing
+            else is wrong: move it away.
         file_unreadable: storage gave an I/O error; the next time it may read the file.
         data_damaged: rows do not match their checksum.
         dense_unfinished: Orbax has not written what it finds dense leaves by.
@@ -219,9 +223,11 @@ class StateMismatchError(CnrError, ValueError):
     """The state that was passed and the tables or the checkpoint disagree.
 
     All differences are listed. In a save: pass a state of the structure in which the tables were
-    found. In a restore: pass the state that was saved, or `Restore(..., partial=True)` to restore
-    what both have, or `cast=True` to convert dtypes. Tables with another number of rows, other
-    ids or another name: docs/guides/grow-a-table.md. Nothing but manifests was read.
+    found, with all its leaves, each of the same shape and dtype. In a restore: pass the state
+    that was saved, or `Restore(..., partial=True)` to restore what both have, or `cast=True` to
+    convert values to dtypes that cannot hold all of them; 64 bits need `jax_enable_x64`. Tables
+    with another number of rows, other ids or another name: docs/guides/grow-a-table.md. No rows
+    of tables were read.
     """
 
     kind = "state_mismatch"
@@ -309,6 +315,33 @@ class UsedRootError(CnrError, RuntimeError):
     kind = "used_root"
 
 
+class RootError(CnrError, OSError):
+    """A root cannot be opened: the system refused a call.
+
+    Nothing was saved, moved or deleted. The text names the root, the call and what it was about.
+    Look at rights, at the path and at the mount; the same call may work the next time.
+
+    Attributes:
+        path: the root.
+        call: of the system that it refused, such as `"mkdir"`; None if it is not known.
+        errno: number of the system's error, such as `errno.EACCES`.
+    """
+
+    kind = "root"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        path: str | None = None,
+        call: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind, path=path)
+        self.call, self.errno = call, errno
+
+
 class CallError(CnrError, RuntimeError):
     """A call of a manager that would wait for itself, or that comes after its end.
 
@@ -327,12 +360,14 @@ class OptionError(CnrError, ValueError):
     An unknown name, options of the wrong library, a state given by position, a step that is no
     integer or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no folder or
     in another store, `rename` or `ids` of a restore that are no dicts of names or of lists of
-    integers. The hint names the form that works.
+    integers. Bits that reach no codec which takes any: by a restore, if the codec of the run is one
+    without. The hint names the form that works.
 
     Kinds:
         no_table: there is no table of that name.
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
+        not_installed: a root is in a store that needs a package, which the text names.
         no_target: an export cannot be written to that folder, or an import not be made there.
         faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
     """
@@ -353,6 +388,9 @@ class SaveError(CnrError, OSError):
             Look at its log.
         coordination_lost: the processes do not reach each other; jax's service in process 0 may
             have ended.
+        chain_damaged: the save was to rest on a checkpoint of which files are gone, and so is not
+            committed; the next one is full. Our manager raises no error for it: its
+            `last_report.outcome` is `"dropped"`, and `failure` tells.
         after_commit: the step *is* saved, and what comes after it failed, such as syncing it.
             Older steps may still be there.
 
@@ -369,11 +407,12 @@ class SaveError(CnrError, OSError):
         message: str,
         *,
         kind: str | None = None,
+        path: str | None = None,
         step: int | None = None,
         process: int | None = None,
         errno: int | None = None,
     ) -> None:
-        super().__init__(message, kind=kind)
+        super().__init__(message, kind=kind, path=path)
         self.step, self.process, self.errno = step, process, errno
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,9 +42,11 @@ from cnr_jax.checkpointer.saving.check import (
     is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
-from cnr_jax.checkpointer.saving.plan import Planning, Widening
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import Facts, write_manifest
@@ -58,12 +59,13 @@ from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.orbax_steps import is_state_of_orbax
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.rows.tiling import outside_mesh
+from cnr_jax.rows.tiling import own_settings
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
@@ -83,6 +85,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         barriers: of Orbax's saves with several processes.
+        inherits: whether saves can follow a restore, and go on as its run did.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
@@ -101,10 +104,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             lambda: jax.process_index() == 0, adopts=self.options.adopt
         )
         self.guarded = False
+        self.inherits = tables is not None
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
         self._planner = Planner(self.options.policy, min_fulls=self.options.min_fulls)
-        self.lifecycle = Lifecycle(self.writer, self._planner, tables, self.options)
+        self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)
@@ -114,7 +118,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self._tracker, self._dense, self.widening, self.channel, self.options
         )
         self.planning = Planning(
-            self.channel, self.writer, self.lifecycle, self._planner, self.widening
+            self.channel,
+            self.writer,
+            self.lifecycle,
+            self._planner,
+            self.widening,
+            self.options.new_run,
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
@@ -149,24 +158,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """What the last committed save did."""
         return self.lifecycle.report
 
-    def auto_bits(self) -> int | None:
-        """The width of codes in the next save, where options leave it to the restores.
-
-        Before the first restore of a run that has been saved: as it will be after that.
-        """
-        if not self.widening.follows:
-            return None
-        restores = self._planner.restores
-        if not restores and self.ledger is not None and not self._planner.branches:
-            found = [e.manifest for e in self.ledger.restorable() if e.manifest]
-            restores = found[-1].restores + 1 if found else 0
-        return self.widening.bits(restores)
-
     def guard(self) -> None:
         """Lets saves be deltas: from now on something sees to it that parents are kept."""
         self.guarded = True
 
-    @outside_mesh()
+    @own_settings()
     def plan(self, place: Place, args: Save, *, urgent: bool = False) -> PlannedSave:
         """Checks and decides a save before anything is written.
 
@@ -187,7 +183,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         ledger, checked, changed = self._find_changes(place, args)
         if not self._has_said_too_wide:
             self._has_said_too_wide = True
-            capture.say_too_wide(checked.arrays, self.options)
+            capture.say_at_first(checked.arrays, self.tables, self.widening.encoding)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -218,6 +214,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
             fingerprint_clock=plan.clock if changed.by_fingerprints else None,
+            encoding=self.widening.encoding.entry(),
+            inherited=self.widening.encoding.inherited,
+            doubts=self.tables.doubts if self.tables else (),
             fingerprint_secs=changed.secs,
             find_secs=time.perf_counter() - started,
             started_secs=started,
@@ -300,7 +299,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)
-            with outside_mesh():
+            with own_settings():
                 planned = args._planned or self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
@@ -310,7 +309,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             raise
         flight = planned.flight
         self.lifecycle.begin(flight)
-        with outside_mesh():
+        with own_settings():
             await self._launcher.launch(planned, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
@@ -333,15 +332,16 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         try:
             self.writer.check_claim()
             self._dense.finalize(directory)
-            flight.manifest_bytes, flight.processes = write_manifest(
+            flight.made, flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
             flight.note_commit()
+            self.lifecycle.look_before()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()
 
-    @outside_mesh()
+    @own_settings()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
         """Restores a step and all it rests on."""
         args, started = args or Restore(), time.perf_counter()
@@ -373,7 +373,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             attempt.resumption = resumption
         return restored
 
-    @outside_mesh()
+    @own_settings()
     def resume(self, resumption: Resumption | adopted.Adoption) -> None:
         """Goes on saving from what was restored."""
         parts: dict[str, Any] = {
@@ -385,7 +385,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if isinstance(resumption, adopted.Adoption):
             adopted.resume_adopted(resumption, **parts)
         else:
-            resume(resumption, **parts, tables=self._entries)
+            parts |= {"channel": self.channel, "tables": self._entries}
+            resume(
+                resumption, **parts, widening=self.widening if self.inherits else None
+            )
 
     def uses(self, touched: Touched | None) -> bool:
         """Whether saves go by `touched`: not if rows are found by fingerprints alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from cnr_jax.checkpointer.orbax_compat.places import step_names
 from cnr_jax.format.names import step_number
 from cnr_jax.manager import CheckpointManager
 from cnr_jax.options import Options, checked
-from cnr_jax.repository.files import AnyPath, exists, is_directory
+from cnr_jax.repository.files import AnyPath, exists, is_directory, names_in
 from cnr_jax.repository.layout import (
     check_can_be_read,
     check_is_no_file,
@@ -29,8 +28,9 @@ from cnr_jax.rows.touched import init_touched
 from cnr_jax.state.find import find_tables
 from cnr_jax.state.table import Tables, TableSpec
 from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 
@@ -183,8 +183,9 @@ def _say_what_is_left(
     """Names in the log what else a step holds."""
     for directory in step_directories(root, named):
         if step_number(directory) == step:
-            held = [p for p in (root / directory).iterdir() if is_directory(p)]
-            left = sorted(p.name for p in held if not is_state_of_orbax(p))
+            found = [root / directory / name for name in names_in(root / directory)]
+            held = [path for path in found if is_directory(path)]
+            left = [path.name for path in held if not is_state_of_orbax(path)]
             if left:
                 _log.warning(
                     "items of step %d are not imported: %s", step, ", ".join(left)

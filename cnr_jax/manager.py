@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -29,9 +29,10 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, shorten_logs
 from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.save_errors import as_save_errors
+from cnr_jax.checkpointer.save_errors import as_root_errors, as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.capture import Warmth
+from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
@@ -43,8 +44,9 @@ from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class CheckpointManager(ocp.CheckpointManager):
@@ -65,14 +67,13 @@ class CheckpointManager(ocp.CheckpointManager):
         orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
             keeps mostly rests on other steps, which stay too: `max_to_keep=3` is three steps and
             one full one below them. If that is damaged, none restores: see `Options.min_fulls`.
-        item: name of the item that holds the state, where several are saved in one step;
-            None: the one found in the root, else the one first saved.
+        item: that holds the state, where several are; None: the one found, else first saved.
 
     Raises:
-        NoStepError: if the manager only reads and there is no such root.
+        NoStepError: if the manager only reads, and there is no such root, or its steps are away.
         OptionError: if a preservation policy is given in both options, or removed steps are
             to go where they cannot, or the root is a URL of another store.
-        OSError: if the root cannot be seen or listed; it is never taken for an empty one.
+        RootError: if the root cannot be seen, made or listed; it is never taken for an empty one.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -110,17 +111,18 @@ class CheckpointManager(ocp.CheckpointManager):
         self._course = Course(orbax, handler.uses, self._channel, options)
         self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
         self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
-        writes = tables is not None and not orbax_options.read_only
-        made = self._listing.open(item, writes=writes)
+        handler.inherits &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
         safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
-        super().__init__(self._root, options=safe, handler_registry=registry)
+        with as_root_errors(self._root):
+            made = self._listing.open(item, writes=handler.inherits)
+            super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables or Tables({}), options, handler.widening)
-            self._warmth.warm_up(handler.auto_bits())
+            self._warmth.warm_up(handler.planning.auto_bits())
         except BaseException:
             super().close()
             raise
@@ -129,7 +131,10 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last committed save of this manager did; known, without a call, once durable."""
+        """What the save of this manager that was committed or dropped last did.
+
+        Known without a call, once it is durable; see `SaveReport.outcome`.
+        """
         return self._handler.last_report
 
     @property
@@ -213,7 +218,9 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> bool:
         """Saves if a save is due; returns whether it did. Raises what the last save raised.
 
-        If it raises that, it does not save: the next save contains the rows of both.
+        If it raises that, it does not save: the next save contains the rows of both. A save that
+        rests on a checkpoint of which files are gone is not committed, without an error: see
+        `SaveReport.outcome`. The next one is full, and at the end of a run comes at once.
 
         Raises:
             UsedRootError: if the root holds checkpoints, and none was restored; at the first
@@ -243,32 +250,58 @@ class CheckpointManager(ocp.CheckpointManager):
         if not (force or last) and self._course.is_left_out(step):
             return False
         self._handler.planning.wait(self.wait_until_finished)
+        begin = functools.partial(
+            self._begin, step, item, args, state, metrics, custom_metadata
+        )
+        saved = begin(urgent=last)
+        if last:
+            self.wait_until_finished()
+            if self._ending.is_dropped:
+                # No other save would come that holds its rows.
+                saved = begin(urgent=last)
+                self.wait_until_finished()
+        return saved
+
+    def _begin(
+        self,
+        step: int,
+        item: str,
+        args: ocp.args.CheckpointArgs | None,
+        state: Save | None,
+        metrics: Any,
+        custom_metadata: dict[str, Any] | None,
+        *,
+        urgent: bool,
+    ) -> bool:
+        """Plans and begins a save; where saves are synchronous, it ends here too."""
         place, planned = Place(self._root, self._orbax.new_directory(step), item), None
         if state is not None:
             # The root may be such that it cannot be read or claimed.
             with as_save_errors(step, str(self._root)):
-                planned = self._handler.plan(place, state, urgent=last)
-        with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-            flight = planned.flight if planned else SaveInFlight(place=place)
-            self._ending.begin(step, flight, state.touched if state else None)
-            if planned:
-                # Not foreseen where touched rows were made anew.
-                self._warmth.warm_up(planned.flight.plan.auto_bits)
-                if planned.flight.plan.changed:
-                    all_succeed(self._channel, self._orbax.reload)
-            with self._calls.all_directories():
-                if not planned:
-                    self._listing.check_not_in_the_way(step)
-                saved = super().save(
-                    step,
-                    metrics=metrics,
-                    force=True,
-                    args=planned_args(args, state, planned),
-                    custom_metadata=custom_metadata,
-                )
-        if last:
-            self.wait_until_finished()
-        return saved
+                planned = self._handler.plan(place, state, urgent=urgent)
+        try:
+            with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
+                flight = planned.flight if planned else SaveInFlight(place=place)
+                self._ending.begin(step, flight, state.touched if state else None)
+                if planned:
+                    # Not foreseen where touched rows were made anew.
+                    self._warmth.warm_up(planned.flight.plan.auto_bits)
+                    if planned.flight.plan.changed:
+                        all_succeed(self._channel, self._orbax.reload)
+                with self._calls.all_directories():
+                    if not planned:
+                        self._listing.check_not_in_the_way(step)
+                    return super().save(
+                        step,
+                        metrics=metrics,
+                        force=True,
+                        args=planned_args(args, state, planned),
+                        custom_metadata=custom_metadata,
+                    )
+        except errors.SaveError as error:
+            if not is_dropped(error):
+                raise
+            return False
 
     @alone
     def restore(
@@ -333,8 +366,8 @@ class CheckpointManager(ocp.CheckpointManager):
         if directory is None and ours:
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
-        if self._handler.widening.follows and not self._orbax.is_read_only:
-            self._warmth.warm_up(self._handler.auto_bits())
+        if not self._orbax.is_read_only:
+            self._warmth.warm_up(self._handler.planning.auto_bits())
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:
@@ -350,9 +383,9 @@ class CheckpointManager(ocp.CheckpointManager):
         self._orbax.name_item(self._listing.item, Restore, self._handler)
         try:
             return super().metadata(step)
-        except Exception:
+        finally:
+            # Orbax leaves out what it does not find, such as all of a step that was just deleted.
             self._listing.check_is_there(step)
-            raise
 
     def metrics(self, step: int) -> Any:
         """The metrics that a step was saved with; None if it has none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
@@ -11,73 +10,61 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from cnr_jax import errors
+from cnr_jax.encoding import Encoding
 from cnr_jax.format.manifest import Tracking
-from cnr_jax.format.tiles import COMPRESSIONS
+from cnr_jax.given import NOT_GIVEN, NotGiven, TableOptions, unset_nones
 from cnr_jax.integers import integer, take_integers
 from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
-from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
-from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, make_codec
-from cnr_jax.rows.codecs.choice import check_readable, has_choice, is_codec
-from cnr_jax.rows.codecs.slots import slot_codec
+from cnr_jax.rows.codecs import Codec
 from cnr_jax.telemetry import SaveReport
 
-# Elements of a row up to which codecs state their error; expert weights may have millions.
-WIDEST = 1 << 16
 _NUMBERS = "bits expected_restores audit_bytes min_fulls max_staging_bytes timeout_secs"
-# Where nothing is given.
-_CODEC, _BITS = "adaptive", 4
-_LEAVES = ("table", "slot")
 _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
-    """Options of one table, where they differ from those of the run; None: as the run's."""
-
-    codec: str | Codec | None = None
-    bits: int | Literal["auto"] | None = None
-    slot_codec: str | Codec | None = None
-
-    def __post_init__(self) -> None:
-        take_integers(self, "bits")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How a run is saved and restored. The defaults suit most runs.
 
+    `codec`, `bits`, `expected_restores`, `slot_codec`, `compression` and fields of `tables` that
+    are not given are as in the run that a restore goes on with, and reports name them as
+    `inherited`; in a new run they are as said here.
+
     Attributes:
         policy: when to save everything, and on which parent deltas rest.
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
             least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
             that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round:
-            what is restored is not quite what was saved. None: `"adaptive"`, and a warning of
-            how far off rows are unless `bits` are given.
-        bits: width of a code: 2, 3, 4 or 8, or `"auto"`; None: 4. Error enters training only when a
-            checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3 for up
-            to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all saves after
-            there have been more restores than expected, with a warning. Small tables, those of
-            fewest elements that together have at most 1 % of those at "auto", have 8: their
-            rows are looked up most, and cost next to nothing. Codecs that are objects keep
-            bits of their own, and so do tables with a number here or in `tables`.
+            what is restored is not quite what was saved. In a new run `"adaptive"`, and a
+            warning of how far off rows are unless `bits` are given.
+        bits: width of a code: 2, 3, 4 or 8, or `"auto"`; in a new run 4. Error enters training
+            only when a checkpoint is restored. So `"auto"` is 2 for up to one expected restore,
+            3 for up to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all
+            saves after there have been more restores than expected, with a warning. Small
+            tables, those of fewest elements that together have at most 1 % of those at "auto",
+            have 8: their rows are looked up most, and cost next to nothing. Codecs that are
+            objects keep bits of their own, and so do tables with a number here or in `tables`.
+            Refused where no codec takes them, of slots or single tables neither.
         expected_restores: how often the whole run will be restored, for `bits="auto"`: a
-            number, such as `cnr_jax.expected_restores` gives. None: 20, hence 4 bits. Counted
-            are the restores behind the state that is saved: whoever goes back to an older step
-            goes back to its count, and one more. A restore just to look at a state counts too,
-            unless another manager makes it.
-        slot_codec: how optimizer slots are stored, exactly by default; `"bfloat16"`, or for
+            number, such as `cnr_jax.expected_restores` gives; in a new run 20, hence 4 bits.
+            Counted are the restores behind the state that is saved: whoever goes back to an
+            older step goes back to its count, and one more. A restore just to look at a state
+            counts too, unless another manager makes it.
+        slot_codec: how optimizer slots are stored, in a new run exactly; `"bfloat16"`, or for
             slots that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, by their
             names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
             momenta in 8 bits, others exactly.
         compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
-            checksums are taken; None: not. Measured on deltas of trained tables of dim 64, all
-            bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about 8 % of float32 rows.
+            checksums are taken; None, as in a new run: not. Measured on deltas of trained
+            tables of dim 64, all bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about
+            8 % of float32 rows.
             Costs a second of a core for 0.6 GB of encoded rows, in the background, on up to two
             cores, and one for 0.55 GB in a restore; up to four chunks of 16 MiB of an array are
             in memory twice while they are packed. May change from save to save; versions of
             cnr_jax before this option refuse such steps, and their `restore(None)` takes an
             older one that they can read.
-        tables: options of single tables, by name.
+        tables: options of single tables, by name; each field that is not given is as in the run
+            that goes on, else as for all.
         tracking: how rows that changed are found. `"recorded"`: those that `record` was told
             of; exact where the optimizer changes no others. `"fingerprint"`: those whose
             64-bit hash differs from the one at the save before; exact for every optimizer, and
@@ -152,11 +139,11 @@ class Options:
     """
 
     policy: Policy = dataclasses.field(default_factory=Intermittent)
-    codec: str | Codec | None = None
-    bits: int | Literal["auto"] | None = None
-    expected_restores: float | None = None
-    slot_codec: str | Codec = "raw"
-    compression: Literal["zstd"] | None = None
+    codec: str | Codec | NotGiven | None = NOT_GIVEN
+    bits: int | Literal["auto"] | NotGiven | None = NOT_GIVEN
+    expected_restores: float | NotGiven | None = NOT_GIVEN
+    slot_codec: str | Codec | NotGiven = NOT_GIVEN
+    compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
     tracking: Tracking | None = None
     audit_bytes: int = 1 << 20
@@ -176,6 +163,7 @@ class Options:
     adopt: bool = False
 
     def __post_init__(self) -> None:
+        unset_nones(self, ("codec", "bits", "expected_restores"))
         take_integers(self, *_NUMBERS.split())
         self._check_policy()
         self._check_kinds()
@@ -192,16 +180,19 @@ class Options:
             raise errors.OptionError(
                 f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"
             )
-        if self.compression not in (None, *COMPRESSIONS):
-            raise errors.OptionError(
-                f"compression {self.compression!r} is not known, expected"
-                f" {' or '.join(map(repr, COMPRESSIONS))} or None"
-            )
-        self._check_auto()
-        for name in ("", *self.tables):
-            for leaf in _LEAVES:
-                for bits in {self.auto_bits(0), FALLBACK_BITS}:
-                    check_readable(self._codec(name, leaf, bits))
+        self.encoding.check()
+
+    @property
+    def encoding(self) -> Encoding:
+        """How rows are stored, as far as these options say."""
+        return Encoding(
+            codec=self.codec,
+            bits=self.bits,
+            expected_restores=self.expected_restores,
+            slot_codec=self.slot_codec,
+            compression=self.compression,
+            tables=self.tables,
+        )
 
     def _check_policy(self) -> None:
         """Checks that the policy is an object that decides, rather than a name or a class."""
@@ -263,39 +254,6 @@ class Options:
                 " of bytes, which is an integer"
             )
 
-    def _check_auto(self) -> None:
-        """Checks that "auto", and what is expected for it, have something to choose."""
-        bits_after(0, self.assumed_restores)
-        own = {name: table.bits for name, table in self.tables.items()}
-        for name, bits in {"": self.bits, **own}.items():
-            if bits not in (None, "auto") and integer(bits) is None:
-                raise errors.OptionError(
-                    f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
-                )
-            heirs = [name, *(t for t in own if not name and own[t] is None)]
-            codec = self._given_codec(name, "table")
-            chooses = isinstance(codec, str) or any(map(self._follows, heirs))
-            if bits == "auto" and not chooses:
-                raise errors.OptionError(
-                    f"{_where(name)}: bits='auto' has nothing to choose: {codec!r} has"
-                    " bits of its own\n  hint: name a codec, such as codec='adaptive'"
-                )
-        if self.expected_restores is not None and "auto" not in (
-            self.bits,
-            *own.values(),
-        ):
-            raise errors.OptionError(
-                f"expected_restores={self.expected_restores!r} has no effect: got"
-                f" bits={_BITS if self.bits is None else self.bits!r}, expected bits='auto'"
-                " here or for a table"
-            )
-
-    @property
-    def assumed_restores(self) -> float:
-        """How many restores of the run `bits="auto"` is chosen for."""
-        expected = self.expected_restores
-        return ASSUMED_RESTORES if expected is None else expected
-
     def auto_bits(self, restores: int) -> int:
         """The width that `bits="auto"` means in a save after so many restores of its run.
 
@@ -304,20 +262,23 @@ class Options:
             >>> options.auto_bits(3), options.auto_bits(4)
             (3, 8)
         """
-        return bits_after(restores, self.assumed_restores)
+        return self.encoding.auto_bits(restores)
 
-    def follows_restores(self) -> bool:
-        """Whether the codec of anything depends on the number of restores."""
-        return any(map(self._follows, ("", *self.tables)))
+    def codec_for(
+        self,
+        table: str,
+        leaf: str,
+        width: int,
+        dtype: Any,
+        auto_bits: int | None = None,
+    ) -> Codec:
+        """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
-    def _follows(self, table: str) -> bool:
-        return any(
-            has_choice(functools.partial(self._codec, table, leaf)) for leaf in _LEAVES
-        )
-
-    def is_auto(self, table: str, leaf: str, width: int, dtype: Any) -> bool:
-        """Whether the codec that `codec_for` gives depends on the number of restores."""
-        return has_choice(functools.partial(self.codec_for, table, leaf, width, dtype))
+        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
+        which a table that is small among others does not have. What a run that goes on has, and
+        these options do not give, is not known here.
+        """
+        return self.encoding.codec_for(table, leaf, width, dtype, auto_bits)
 
     @property
     def kept_staging_bytes(self) -> int:
@@ -342,72 +303,6 @@ class Options:
                 f"  got tracking={self.tracking!r}, expected tracking='audited'\n"
                 "  hint: with tracking='fingerprint' such rows are left out anyway"
             )
-
-    def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
-        own = self.tables.get(table, TableOptions())
-        given = own.bits if own.bits is not None else self.bits
-        given = _BITS if given is None else given
-        bits = auto_bits if given == "auto" else given
-        codec = self._given_codec(table, leaf)
-        if not isinstance(codec, str):
-            return codec
-        if codec == "auto" and leaf != "table":
-            return slot_codec(leaf)
-        try:
-            return make_codec(codec, bits)
-        except ValueError as error:
-            why = f"{_where(table)}: {error}"
-            if leaf != "table" and not is_codec(codec):
-                why = f"{_where(table)}: slot_{error}, or 'auto'"
-            if given == "auto" and is_codec(codec):
-                why += (
-                    "\n  bits='auto' comes to 8 for small tables, and after more restores than"
-                    f" expected\n  hint: give codec {codec!r} a number of bits, such as"
-                    " bits=4, or take codec='adaptive'"
-                )
-            raise errors.OptionError(why) from error
-
-    def says_rounding(self, table: str) -> bool:
-        """Whether a codec or bits were given for a table or for all: its user knows of them."""
-        own = self.tables.get(table, TableOptions())
-        given = (own.codec, own.bits, self.codec, self.bits)
-        return any(each is not None for each in given)
-
-    def _given_codec(self, table: str, leaf: str) -> str | Codec:
-        own = self.tables.get(table, TableOptions())
-        if leaf == "table":
-            codec = own.codec if own.codec is not None else self.codec
-            return _CODEC if codec is None else codec
-        return own.slot_codec if own.slot_codec is not None else self.slot_codec
-
-    def codec_for(
-        self,
-        table: str,
-        leaf: str,
-        width: int,
-        dtype: Any,
-        auto_bits: int | None = None,
-    ) -> Codec:
-        """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
-
-        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
-        which a table that is small among others does not have.
-
-        Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
-        encode (integers, double precision), and rows so wide that one range for all their
-        elements would be a poor one.
-        """
-        if auto_bits is None:
-            auto_bits = self.auto_bits(0)
-        codec = self._codec(table, leaf, auto_bits)
-        dtype = np.dtype(dtype)
-        if dtype.name not in ("float32", "bfloat16", "float16"):
-            return Raw()
-        if width > WIDEST:
-            return Raw()
-        if bytes_of(codec.parts(width, dtype)) >= width * dtype.itemsize:
-            return Raw()
-        return at_dim(codec, width)
 
     def check_tables(self, names: Any) -> None:
         """Checks that options of single tables name tables that exist.
@@ -440,7 +335,3 @@ def checked(options: object) -> Options:
         f"options is {type(options).__name__}, expected cnr_jax.Options\n"
         "  hint: Orbax's CheckpointManagerOptions are given as orbax_options="
     )
-
-
-def _where(table: str) -> str:
-    return f"table {table!r}" if table else "options"

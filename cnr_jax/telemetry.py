@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cnr_jax.format.manifest import Manifest, to_json
 from cnr_jax.format.tiles import ProcessManifest, joined_error
@@ -20,7 +20,10 @@ _MOSTLY = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """A committed save: what it holds, what it cost, how far off its rows are.
+    """A save that has ended: what it holds, what it cost, how far off its rows are.
+
+    One that was dropped holds nothing: its rows and bytes are 0, and the next save holds what it
+    was to. A save that failed has no report but an error.
 
     Bytes are those of all processes together. Seconds are of this process, and those of phases
     need not add up: what is written in the background overlaps with training, and gathering
@@ -36,8 +39,8 @@ class SaveReport:
         slot_bytes: the same of optimizer slots.
         dense_bytes: files of everything that is not a table.
         manifest_bytes: all manifests.
-        full_fp32_bytes: tables, slots and dense leaves as they are in memory, tables in
-            float32: what a plain full save would write.
+        state_bytes: tables, slots and dense leaves as they are in memory: what a plain full
+            save would write.
         blocking_secs: how long training waited, on this process.
         fingerprint_secs: of these, for hashing rows: all with fingerprints or audited, a
             part in a recorded run.
@@ -54,15 +57,23 @@ class SaveReport:
         reason: why it was full or a delta; and after more restores than expected, so.
         restores: how often a run was restored along the branch of this save.
         run: that it belongs to.
+        doubts: what of the dense leaves may be slots, see `Tables.doubts`.
         tables: what it holds of each table, with bytes, codecs and errors. On process 0 of what
             all processes saved, on others of what these did.
         auto_bits: width of codes that `bits="auto"` came to, where it is used; small
             tables have 8.
+        inherited: options that were not given, and are as in the run that goes on: names, of a
+            table such as `tables.user.bits`.
         sample_rows: rounded rows of tables that were read back to see how far off they are, of
             those that this process saved: at most 16,384, evenly spread, rows of zeros left
             out. None where nothing was rounded.
         mean_row_error: of these, the mean of `||row - read|| / ||row||`; None without any.
         worst_row_error: the greatest.
+        outcome: `"committed"`; or `"dropped"`: it is not in the root, because retention did not
+            keep it or because files are gone of a checkpoint that it was to rest on.
+        problem: why it was dropped, in a line; empty if it was not.
+        damaged: the file that is missing or cut short, where that is why: a path below the root,
+            the directory of its step first.
     """
 
     step: int
@@ -75,7 +86,7 @@ class SaveReport:
     slot_bytes: int
     dense_bytes: int
     manifest_bytes: int
-    full_fp32_bytes: int
+    state_bytes: int
     blocking_secs: float
     fingerprint_secs: float
     total_secs: float
@@ -91,7 +102,12 @@ class SaveReport:
     encode_secs: float = 0.0
     write_secs: float = 0.0
     commit_secs: float = 0.0
+    doubts: tuple[str, ...] = ()
     tables: tuple[TableDescription, ...] = ()
+    outcome: Literal["committed", "dropped"] = "committed"
+    problem: str = ""
+    damaged: str | None = None
+    inherited: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -102,7 +118,7 @@ class SaveReport:
     @property
     def reduction(self) -> float:
         """How many times smaller than a plain full save this one is."""
-        return self.full_fp32_bytes / max(1, self.total_bytes)
+        return self.state_bytes / max(1, self.total_bytes)
 
     @property
     def exact_slot_bytes(self) -> int:
@@ -121,14 +137,15 @@ class SaveReport:
         Example:
             `79 % of its bytes are optimizer slots that are stored exactly; ...`
         """
+        hints = list(self.doubts)
         share = self.exact_slot_bytes / max(1, self.total_bytes)
-        if share < _MOSTLY:
-            return ""
-        return (
-            f"{percent(share)} of its bytes are optimizer slots that are stored exactly;"
-            " Options(slot_codec='auto') stores accumulators in 16 bits, off by at most 0.15 %,"
-            " and momenta in 8"
-        )
+        if share >= _MOSTLY:
+            hints.append(
+                f"{percent(share)} of its bytes are optimizer slots that are stored exactly;"
+                " Options(slot_codec='auto') stores accumulators in 16 bits, off by at most"
+                " 0.15 %, and momenta in 8"
+            )
+        return ". ".join(hints)
 
     def asdict(self) -> dict[str, Any]:
         """All of it, and what follows from it, as values of JSON.
@@ -142,6 +159,8 @@ class SaveReport:
             {**to_json(table), "saved_share": table.saved_share}
             for table in self.tables
         ]
+        found["doubts"] = list(self.doubts)
+        found["inherited"] = list(self.inherited)
         found["total_bytes"], found["reduction"] = self.total_bytes, self.reduction
         return {**found, "hint": self.hint}
 
@@ -161,6 +180,8 @@ class SaveReport:
             smaller), stall 3.1 ms`
         """
         kind = self.kind if self.parent is None else f"{self.kind} on {self.parent}"
+        if self.outcome == "dropped":
+            return f"step {self.step}: {kind}, dropped: {self.problem}"
         bits = "" if self.auto_bits is None else f" {self.auto_bits} bits,"
         rounded = ""
         if self.mean_row_error is not None and self.worst_row_error is not None:

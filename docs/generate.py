@@ -28,6 +28,7 @@ GROUPS = {
         errors.OptionError,
         errors.CallError,
     ),
+    "When a manager is made": (errors.RootError,),
     "In a save": (
         errors.AuditError,
         errors.SaveError,

@@ -80,7 +80,7 @@ class Recorder(train_dlrm.Watch):
 
     def saved(self, save: cnr.SaveReport) -> None:
         super().saved(save)
-        sizes = [save.kind, save.total_bytes, save.full_fp32_bytes]
+        sizes = [save.kind, save.total_bytes, save.state_bytes]
         self.report["saves"].append(sizes)
 
     def measure(self, steps: int) -> None:
@@ -222,7 +222,7 @@ def compare(
     written, full = (sum(save[i] for save in saves) for i in (1, 2))
     say(
         f"the whole run wrote {written / 1e6:.1f} MB in {len(saves)} saves;"
-        f" full fp32 saves are {full / 1e6:.1f} MB, {full / written:.1f} times as much"
+        f" plain full saves are {full / 1e6:.1f} MB, {full / written:.1f} times as much"
     )
 
     tolerance = RAW_TOLERANCE if raw else QUANTIZED_TOLERANCE

@@ -220,7 +220,7 @@ def train(options: argparse.Namespace, watch: Watch) -> None:
     manager_options = cnr.Options(
         policy=POLICIES[options.policy](),
         codec=options.codec,
-        bits=options.bits,
+        bits=cnr.NOT_GIVEN if options.codec == "raw" else options.bits,
         tracking=options.tracking,
         on_save=watch.saved,
     )

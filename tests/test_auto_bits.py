@@ -61,7 +61,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         r.getMessage()
         for r in caplog.records
-        if r.name == "cnr_jax.checkpointer.saving.plan"
+        if r.name == "cnr_jax.checkpointer.saving.widening"
     ]
 
 
@@ -136,7 +136,7 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
         assert widths(manager, step) == both(8)
     assert run.manifest(manager, 2).restores == 2
     caplog.clear()
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.plan"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.widening"):
         manager = restart(run, opened, bits="auto")
         run.run(manager, [3, 4])
     assert widths(manager, 3) == widths(manager, 4) == both(4)

@@ -13,7 +13,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -83,7 +85,7 @@ def test_a_step_is_described_as_its_save_was_reported(
         "table_bytes",
         "slot_bytes",
     )
-    alike += ("dense_bytes", "manifest_bytes", "full_fp32_bytes", "reason")
+    alike += ("dense_bytes", "manifest_bytes", "state_bytes", "reason")
     alike += ("total_bytes", "reduction")
     for each, report in zip(found.steps, reports, strict=True):
         for name in alike:
@@ -94,6 +96,31 @@ def test_a_step_is_described_as_its_save_was_reported(
         assert each.run == manifest.run
         assert each.saved_at is not None
         assert each.saved_at.timestamp() == manifest.written_at_unix_secs
+
+
+def test_bytes_are_compared_with_the_state_as_it_is_in_memory(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(3000, 32))
+    state = {
+        "params": {
+            "user": jnp.asarray(rows, jnp.bfloat16),
+            "item": jnp.asarray(rows, jnp.float16),
+            "tag": jnp.asarray(rows, jnp.int8),
+            "word": jnp.asarray(rows, jnp.float32),
+        },
+        "dense": jnp.ones((7, 5), jnp.bfloat16),
+    }
+    tables = cnr.find_tables(state, ["user", "item", "tag", "word"])
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        report = manager.last_report
+    assert report is not None
+    assert report.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    # Beside the values there is what describes them.
+    assert 0.95 < report.reduction < 1
+    (step,) = cnr.describe(tmp_path).steps
+    assert (step.state_bytes, step.reduction) == (report.state_bytes, report.reduction)
 
 
 def test_tables_are_described_with_what_the_step_holds_of_them(
@@ -274,7 +301,7 @@ def test_what_lies_beside_the_steps_is_counted(tiny_run: Any, opened: Any) -> No
     root = Path(manager.directory)
     manager.close()
     (root / f"9{names.TEMPORARY_SUFFIX}").mkdir()
-    (root / names.removed("8", "0")).mkdir()
+    (root / names.removed("8", "00ff" * 4)).mkdir()
     found = cnr.describe(root)
     assert [(s.step, s.generation, s.parent) for s in found.steps] == [
         (0, 1, None),
@@ -399,7 +426,7 @@ def test_what_no_restore_takes_is_not_said_to_be_restorable(
     run, root = tiny_run(), tmp_path / "root"
     with opened(run) as manager:
         run.run(manager, [0, 1, 2])
-    (root / "2/default/dense/more").symlink_to(tmp_path)
+    (root / "2/default/dense/checkpoint").symlink_to(tmp_path)
     (root / "1/_CHECKPOINT_METADATA").unlink()
     os.mkfifo(root / "1/_CHECKPOINT_METADATA")
     found = cnr.describe(root)

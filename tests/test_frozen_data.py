@@ -184,10 +184,43 @@ def widths(codec: dict[str, Any], dim: int) -> dict[str, int]:
     return {"codes": -(-dim * bits // 8), "scale": 1, "offset": 1}
 
 
+# Section 4: what Orbax could open because of its name.
+LOOKED_UP = re.compile(
+    r"_METADATA|checkpoint|_sharding|_strings\.json|array_metadatas/process_[0-9]+"
+    r"|(ocdbt\.process_[A-Za-z0-9_]+/)?"
+    r"(manifest\.(ocdbt|[0-9a-f]{16})|(d|ocdbt_data|ocdbt_meta)/[0-9a-f]{32})"
+)
+# Section 4: what is no step though it ends in a digit.
+NO_STEP = re.compile(
+    r".*\.orbax-checkpoint-tmp.*|.*[0-9]\.abandoned-g(0|[1-9][0-9]*)-[0-9a-f]{32}"
+    r"|.*\.removed-[0-9a-f]{16}",
+    re.DOTALL,
+)
+
+
+def steps_in(root: Path) -> list[str]:
+    """Section 4: step directories."""
+    found = [path.name for path in root.iterdir() if path.is_dir()]
+    ends = [name for name in found if re.fullmatch(".*[0-9]", name, re.DOTALL)]
+    return sorted((n for n in ends if not NO_STEP.fullmatch(n)), key=int)
+
+
+def check_dense(item: Path, manifest: dict[str, Any]) -> None:
+    """Section 4: a file that is not listed is ignored, unless Orbax could take it for its own."""
+    listed = {file["path"] for file in manifest["dense_files"]}
+    for path in (item / "dense").rglob("*"):
+        parts = path.relative_to(item / "dense").parts
+        above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+        if f"dense/{above[-1]}" not in listed and any(map(LOOKED_UP.fullmatch, above)):
+            raise AssertionError(f"{path} could be taken for a dense file")
+
+
 def read_step(root: Path, directory: str) -> dict[str, np.ndarray]:
     """Section 9.2, for the leaves of tables."""
+    assert directory in steps_in(root)
     item = root / directory / "default"
     manifest = read_document(item / "manifest.json")
+    check_dense(item, manifest)
     parent = manifest["parent"]
     leaves: dict[str, np.ndarray] = {}
     if parent is not None:
@@ -234,6 +267,20 @@ def put_tile(
         columns = tuple(slice(a, b) for a, b in bounds[1:])
         for position, row in zip(positions, rows, strict=True):
             out[(start + position, *columns)] = row
+
+
+def is_told(encoding: dict[str, Any], table: str, leaf: str, stored: Any) -> bool:
+    """Section 5.11: whether the encoding of a run tells the codec that a leaf is stored with."""
+    name = "codec" if leaf == "table" else "slot_codec"
+    own = encoding["tables"].get(table, dict.fromkeys(("codec", "bits", "slot_codec")))
+    said = own[name] or encoding[name]
+    if isinstance(said, str):
+        named = {"raw": "cnr.raw", "adaptive": "cnr.asymmetric"}
+        bits = {"bits": own["bits"] or encoding["bits"]}
+        said = {"name": named[said], "configuration": bits if said != "raw" else {}}
+    values = stored["configuration"]
+    assert said["configuration"].items() <= values.items(), (table, leaf)
+    return said["name"] == stored["name"]
 
 
 # What was saved comes back.
@@ -301,8 +348,9 @@ def test_frozen_values_are_within_the_codec_bound_of_what_was_saved(
 
 def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
-    whole = {version: STEPS for version in ("v1", "v1-errors", "v1-rollback")}
-    found = {**whole, "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
+    kinds = ("v1", "v1-encoding", "v1-errors", "v1-rollback", "v1-zstd")
+    found = dict.fromkeys(kinds, STEPS)
+    found |= {"v1-encoding": STEPS[:1], "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
     assert SAVED == [(version, step) for version in found for step in found[version]]
     processes = (DATA / "v1-errors" / "root").glob("*/*/manifest.p*.json")
     assert all("row_errors" in json.loads(p.read_text()) for p in processes)
@@ -332,6 +380,17 @@ def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not() -> Non
         assert sum(entry["compressed"]["bytes"]) < size, name
     manifest = json.loads((path.parent / "manifest.json").read_bytes())
     assert manifest["required_features"] == ["zstd"]
+
+
+def test_frozen_data_covers_an_encoding_that_tells_the_codecs_of_its_rows() -> None:
+    item = DATA / "v1-encoding" / "root" / "10" / "default"
+    encoding = read_document(item / "manifest.json")["encoding"]
+    process = read_document(item / "manifest.p00000.json")
+    assert encoding["tables"].keys() == {"item"}
+    assert encoding["bits"] == 4 and encoding["compression"] is None
+    for tile in process["tiles"]:
+        stored = process["codecs"][tile["segments"][0]["codec"]]
+        assert is_told(encoding, tile["table"], tile["leaf"], stored)
 
 
 def test_frozen_data_covers_a_branch_that_left_an_older_one() -> None:
@@ -523,6 +582,50 @@ def test_process_manifest_of_another_checkpoint_in_its_place_is_detected(
     with replaced(copy / "20/default/manifest.p00000.json", other):
         error = detected(copy, "20/default/manifest.p00000.json")
     assert isinstance(error, errors.IntegrityError)
+
+
+# A file too many, a reader of the specification, and whether Orbax could take it for its own.
+TOO_MANY = {
+    "dense/.DS_Store": False,
+    "dense/_METADATA~": False,
+    "dense/array_metadatas/process_0 (1)": False,
+    "dense/array_metadatas/process_1": True,
+    "dense/d/.nfs00000000000000000000000000000001": False,
+    "dense/d/00000000000000000000000000000001": True,
+    "dense/d/00000000000000000000000000000001\n": False,
+    "dense/ocdbt.process_1/manifest.ocdbt": True,
+    "dense/.snapshot/hourly.0/manifest.ocdbt": False,
+    "dense/_strings.json/folder": True,
+    "rows.p00001/raw.rows.float32/c/0": False,
+    "manifest.p00001.json": False,
+}
+
+
+@pytest.mark.parametrize("file", TOO_MANY)
+def test_both_readers_refuse_the_same_files_that_no_manifest_names(
+    copy: Path, file: str
+) -> None:
+    first = (copy / "10/default" / file).relative_to(copy).parts
+    made = next(
+        p
+        for i in range(len(first))
+        if not (p := copy.joinpath(*first[: i + 1])).exists()
+    )
+    path = copy / "10/default" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((copy / "10/default/dense/manifest.ocdbt").read_bytes())
+    try:
+        if TOO_MANY[file]:
+            with pytest.raises(errors.IntegrityError) as raised:
+                restore(copy, 10)
+            assert raised.value.kind == "file_unknown"
+            with pytest.raises(AssertionError, match="could be taken"):
+                read_step(copy, "10")
+        else:
+            assert same_bits(restore(copy, 10), expected_of("v1", "restored", 10))
+            read_step(copy, "10")
+    finally:
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
 # Documents whose digests are right and whose contents are not: a faulty writer, not damage.

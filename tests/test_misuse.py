@@ -646,14 +646,7 @@ def test_options_of_another_kind_are_refused(options: Any, message: str) -> None
     "options",
     [
         # As of a program with a flag for each.
-        {"codec": "raw", "bits": 4},
-        {"codec": "raw", "bits": 4, "slot_codec": "symmetric"},
-        {
-            "codec": "raw",
-            "bits": 4,
-            "tables": {"user": cnr.TableOptions(codec="greedy")},
-        },
-        {"bits": 4, "tables": {"user": cnr.TableOptions(codec="raw")}},
+        {"codec": "raw"},
         {name: np.bool_(name == "keep_staging") for name in FLAGS},
     ],
 )

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -130,7 +133,7 @@ def test_auto_bits_that_cannot_work_are_refused(options: Any, message: str) -> N
 )
 def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
     made = cnr.Options(**options)
-    assert made.follows_restores()
+    assert made.encoding.follows_restores()
     widths = {
         getattr(made.codec_for(table, leaf, 64, np.float32, auto_bits=bits), "bits", 0)
         for table in ("user", "item")
@@ -140,10 +143,82 @@ def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
     assert widths >= {3, 8}
 
 
-def test_auto_bits_are_taken_with_a_named_codec_that_has_none() -> None:
-    options = cnr.Options(**AUTO, codec="raw", expected_restores=3)
-    assert not options.follows_restores()
-    assert options.codec_for("user", "table", 64, np.float32, auto_bits=8) == Raw()
+@each_of(
+    ("options", "message"),
+    [
+        (
+            {"codec": "raw", "bits": 4},
+            "options: bits=4 has no effect: codec 'raw' has no",
+        ),
+        (
+            {"codec": Raw(), "bits": 8},
+            r"options: bits=8 has no effect: codec Raw",
+        ),
+        (
+            {**AUTO, "codec": "raw"},
+            "options: bits='auto' has nothing .*: codec 'raw' has",
+        ),
+        ({"codec": "log", "bits": 4, "slot_codec": "auto"}, "codec 'log' has no bits"),
+        (
+            {"tables": {"user": cnr.TableOptions(codec="raw", bits=4)}},
+            "table 'user': bits=4 has no effect: codec 'raw' has no bits",
+        ),
+        (
+            {"codec": "raw", "tables": {"user": cnr.TableOptions(bits=4)}},
+            "table 'user': bits=4 has no effect: codec 'raw' has no bits",
+        ),
+        (
+            {"codec": Asymmetric(bits=8), "bits": 4},
+            "options: bits=4 has no effect: Asymmetric.* has bits of its own",
+        ),
+    ],
+)
+def test_bits_that_reach_no_codec_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(cnr.errors.OptionError, match=message):
+        cnr.Options(**options)
+
+
+@each_of(
+    "options",
+    [
+        {"codec": "raw", "bits": 4, "slot_codec": "symmetric"},
+        {
+            "codec": "raw",
+            "bits": 4,
+            "tables": {"user": cnr.TableOptions(codec="greedy")},
+        },
+        {"bits": 4, "tables": {"user": cnr.TableOptions(codec="raw")}},
+        {
+            "tables": {
+                "user": cnr.TableOptions(codec="raw", slot_codec="kmeans", bits=3)
+            }
+        },
+        # They say the same.
+        {"codec": Asymmetric(bits=8), "bits": 8},
+    ],
+)
+def test_bits_that_reach_a_codec_are_taken(options: Any) -> None:
+    made = cnr.Options(**options)
+    assert all(getattr(made, name) == value for name, value in options.items())
+
+
+OPEN = ("codec", "bits", "expected_restores", "slot_codec", "compression")
+
+
+def test_what_is_not_given_is_one_value_in_all_options() -> None:
+    none: Any = dict.fromkeys(("codec", "bits", "expected_restores"))
+    table: Any = dict.fromkeys(("codec", "bits", "slot_codec"))
+    made = cnr.Options(**none, tables={"user": cnr.TableOptions(**table)})
+    assert made.tables == {"user": cnr.TableOptions()}
+    options = dataclasses.replace(made, tables={}, policy=cnr.Full())
+    assert options == cnr.Options(policy=cnr.Full())
+    for each in (options, pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
+        assert all(getattr(each, name) is cnr.NOT_GIVEN for name in OPEN)
+        assert each == options
+    assert all(f"{name}=NOT_GIVEN" in repr(options) for name in OPEN)
+    assert options != dataclasses.replace(options, compression=None)
+    again = dataclasses.replace(options, codec="raw", slot_codec=cnr.NOT_GIVEN)
+    assert again == cnr.Options(policy=cnr.Full(), codec="raw")
 
 
 def test_a_compression_that_is_not_known_is_refused() -> None:

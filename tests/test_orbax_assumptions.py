@@ -25,14 +25,18 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from jax._src.lib import _jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future as futures
 from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.metadata.checkpoint import metadata_store
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
@@ -46,6 +50,7 @@ from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
 from cnr_jax.format import names
 from cnr_jax.repository.plain_arrays import write_array
+from cnr_jax.testing import inprocess
 
 
 @dataclasses.dataclass
@@ -369,6 +374,28 @@ def test_where_orbax_logs_the_error_of_a_failed_save_and_in_which_thread(
     ]
 
 
+def test_where_orbax_logs_that_it_cannot_read_metadata(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
+    file = tmp_path / "_CHECKPOINT_METADATA"
+    store = metadata_store(enable_write=False)
+
+    def delete(call: inprocess.Call) -> None:
+        if call.call == "open_read":
+            file.unlink()
+
+    assert store.read(file) is None
+    file.touch()
+    with inprocess.watching(tmp_path, before=delete, looks=True):
+        assert store.read(file) is None
+    found = [(r.module, r.funcName, r.levelname) for r in caplog.records]
+    assert found == [("checkpoint", "read", level) for level in ("WARNING", "ERROR")]
+    missing, gone = (record.args for record in caplog.records)
+    assert missing == (file,) and gone[0] == file
+    assert isinstance(gone[1], FileNotFoundError)
+
+
 def test_a_cancelled_save_counts_as_finished(probe: Any) -> None:
     """So the manager looks for itself whether a save has been committed."""
     handler, manager = probe
@@ -396,13 +423,36 @@ def test_restore_waits_for_the_save_in_flight(probe: Any) -> None:
     assert "1" in handler.find("restore")[0].listing
 
 
+def test_files_of_a_pytree_have_the_names_by_which_they_are_known(
+    tmp_path: Path,
+) -> None:
+    """What else lies there is not listed in a manifest, and Orbax is not shown it."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    where = NamedSharding(mesh, P("x"))
+    state = {
+        "large": jax.device_put(np.zeros((1 << 12, 8), np.float32), where),
+        "key": jax.random.key(0),
+        "number": 3,
+        "host": np.arange(5),
+        "inner": {"bf16": jnp.ones(3, jnp.bfloat16), "none": None},
+    }
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "dense", state)
+    for path in (tmp_path / "dense").rglob("*"):
+        name = path.relative_to(tmp_path / "dense").as_posix()
+        if path.is_dir():
+            assert names.leads_to_looked_up(name), name
+        elif name not in (names.ORBAX_METADATA, names.COMMITTED):
+            assert names.is_looked_up(name), name
+
+
 def test_renamed_and_temporary_directories_are_no_steps(tmp_path: Path) -> None:
     state = {"x": np.arange(3)}
     with ocp.CheckpointManager(tmp_path) as manager:
         for step in (10, 20):
             manager.save(step, args=ocp.args.StandardSave(state))
     aside = names.abandoned("20", 1, "00ff" * 8)
-    (tmp_path / names.removed("40", "0011")).mkdir()
+    (tmp_path / names.removed("40", "0011" * 4)).mkdir()
     (tmp_path / names.WRITER).write_text("{}")
     assert aside.startswith("20.abandoned-g1-00ff00ff")
     (tmp_path / "20").rename(tmp_path / aside)
@@ -949,3 +999,24 @@ def test_arrays_that_are_not_packed_are_folders_and_as_long_as_these_say(
     assert found["a"]["b"].tolist() == [0, 1, 0] and found["a"]["c"] == 7
     assert told.tree["a"]["b"].shape == (3,)
     assert told.custom_metadata == {"told": 1}
+
+
+def test_what_arrays_are_opened_with_is_taken_from_two_dicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`as_storage_allows`: there is no public way to have TensorStore not sync, or not lock."""
+    device = tmp_path.stat().st_dev
+    for known in ("_syncs", "_locks"):
+        monkeypatch.setattr(f"cnr_jax.repository.files.{known}", {device: False})
+
+    def told(use_ocdbt: bool) -> tuple[Any, Any]:
+        made = tensorstore_utils.get_ts_context(use_ocdbt=use_ocdbt)
+        found = [made[f"file_io_{key}"].to_json() for key in ("sync", "locking")]
+        return found[0], found[1].get("mode", "os")
+
+    for use_ocdbt in (False, True):
+        with as_storage_allows(tmp_path / "not there yet"):
+            with as_storage_allows(tmp_path):
+                assert told(use_ocdbt) == (False, "lockfile")
+            assert told(use_ocdbt) == (False, "lockfile")
+        assert told(use_ocdbt) == (True, "os")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +163,105 @@ def test_nothing_is_deleted_where_somebody_may_be_saving(
         run.check(manager, 9)
 
 
+OWN, NONE = os.getpid(), 2**22 + 1  # no process has a number as high as that
+
+
+@pytest.mark.parametrize(
+    ("changes", "goes_on"),
+    [
+        ({"pid": NONE}, True),
+        ({"pid": OWN}, False),
+        # Its number was given to another process since.
+        ({"pid": OWN, "started_ticks": 1}, True),
+        ({"pid": OWN, "started_ticks": None}, False),
+        ({"pid": 1}, True),
+        ({"pid": 1, "started_ticks": None}, False),
+        ({"pid": NONE, "host": "elsewhere"}, False),
+        # This host after a boot, another container, a claim of an older version.
+        ({"pid": NONE, "boot_id": "elsewhen"}, False),
+        ({"pid": NONE, "namespaces": "pid:[1] time:[1]"}, False),
+        ({"pid": NONE, "boot_id": None, "namespaces": None}, False),
+        ({"pid": NONE, "started_ticks": None}, True),
+    ],
+)
+def test_a_writer_has_ended_only_if_that_is_seen_of_its_process(
+    root: Path, changes: dict[str, Any], goes_on: bool
+) -> None:
+    claim_of(root, **changes)
+    claim = (root / "cnr_jax.writer.json").read_text()
+    if goes_on:
+        assert cnr.prune(root, keep=2, delete=True).is_done
+        return
+    alive = changes == {"pid": OWN}
+    seen = "is running" if alive else "of which no more is seen from here"
+    for keep in (2, 1):
+        with pytest.raises(
+            cnr.errors.WriterError, match=rf"not known.*\n.*{seen}\n.*--writer-is"
+        ):
+            cnr.prune(root, keep=keep, delete=True)
+        # Whoever says that it is dead says so of this one time: it may be running.
+        assert cnr.prune(root, keep=keep, delete=True, writer_is_dead=True).is_done
+        assert (root / "cnr_jax.writer.json").read_text() == claim
+    assert steps_in(root) == [6, 7]
+
+
+def test_a_writer_that_nobody_has_waited_for_has_ended(root: Path) -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    assert stat[0] == "Z"
+    claim_of(root, pid=child.pid, started_ticks=int(stat[19]))
+    assert cnr.prune(root, keep=2, delete=True).is_done
+    child.wait()
+
+
+def test_a_live_writer_is_not_seen_from_another_container(root: Path) -> None:
+    program = "import sys, cnr_jax as c; c.prune(sys.argv[1], keep=1, delete=True)"
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces can be made here")
+    claim_of(root, pid=OWN)
+    there = subprocess.run(
+        [*apart, sys.executable, "-c", program, str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "not known to have ended" in there.stderr
+    assert steps_in(root) == [*range(8)]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_live_writer_has_the_root_after_a_prune_that_took_it_for_dead(
+    root: Path, tiny_run: Any, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    run, path = tiny_run(), root / "cnr_jax.writer.json"
+    with run.open(root) as manager:
+        run.restore(manager, None)
+        run.run(manager, [8])
+        claim = path.read_bytes()
+        during: list[bytes] = []
+        with inprocess.watching(
+            root, before=lambda call: during.append(path.read_bytes())
+        ):
+            cnr.prune(root, keep=2, delete=True, writer_is_dead=True)
+        # A killed one leaves a claim of the process of the live one, where it has to take it.
+        known = [json.loads(each) for each in {*during, claim}]
+        assert len({each["started_ticks"] for each in known}) == 1
+        assert (len({each["id"] for each in known}) == 1) == locks
+        assert path.read_bytes() == claim
+        with pytest.raises(cnr.errors.WriterError, match="not known to have ended"):
+            cnr.prune(root, keep=1, delete=True)
+        run.run(manager, [9])
+        assert manager.all_steps() == steps_in(root)
+        run.check(manager, 9)
+
+
 def test_what_cannot_be_understood_stays_and_takes_no_place(root: Path) -> None:
     flip(root / "4" / "default" / "manifest.json")
     next((root / "7" / "default" / "rows.p00000").rglob("c/0")).unlink()
@@ -211,7 +314,7 @@ def test_what_was_set_aside_goes_if_a_step_goes_or_on_demand(
     assert steps_in(root / earlier) == [10, 20]
     cnr.prune(root / earlier, keep=1, delete=True)
     assert steps_in(root / earlier) == [20]
-    cnr.prune(root, keep=2, delete=True, other_runs=True)
+    cnr.prune(root, keep=2, delete=True, other_runs=True, writer_is_dead=True)
     assert not (root / earlier).exists()
 
 

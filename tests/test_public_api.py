@@ -29,6 +29,7 @@ PUBLIC = {
     "LeafDescription",
     "Lookup",
     "ModSharded",
+    "NOT_GIVEN",
     "OneShot",
     "Options",
     "Problem",

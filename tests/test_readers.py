@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -417,3 +418,30 @@ def test_a_reader_finds_steps_that_replace_those_it_knew(
             writer.delete(2)
             with pytest.raises(errors.NoStepError, match="no step in"):
                 reader.restore(None, args=cnr.args.Restore(run.state))
+
+
+@pytest.mark.parametrize("ask", ["item_metadata", "metadata"])
+def test_a_step_deleted_while_its_metadata_are_read_is_no_error_in_the_log(
+    saved: Any, reader: Any, caplog: pytest.LogCaptureFixture, ask: str
+) -> None:
+    assert reader.latest_step() == 2
+
+    def delete(call: inprocess.Call) -> None:
+        # Orbax has seen that the file is there, and is about to read it.
+        if call.call == "open_read" and call.path.endswith("/2/_CHECKPOINT_METADATA"):
+            (saved.root / "2").rename(saved.root.parent / "deleted")
+
+    with caplog.at_level(logging.WARNING):
+        with inprocess.watching(saved.root, before=delete, looks=True):
+            with pytest.raises(errors.NoStepError):
+                getattr(reader, ask)(2)
+    assert not (saved.root / "2").exists()
+    assert [each for each in caplog.records if "etadata" in each.getMessage()] == []
+
+
+def test_metadata_that_cannot_be_read_are_an_error_in_the_log(
+    saved: Any, reader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (saved.root / "2" / "_CHECKPOINT_METADATA").write_text("{")
+    reader.metadata(2)
+    assert "Failed to json parse Metadata file" in caplog.text

@@ -140,7 +140,7 @@ def test_a_failure_is_known_without_a_call_and_the_next_one_raises_it(
     lines = [
         r.message
         for r in caplog.records
-        if r.name == "cnr_jax.checkpointer.saving.in_flight"
+        if r.name == "cnr_jax.checkpointer.saving.lifecycle"
     ]
     assert len(lines) == 1, "it is told once"
 

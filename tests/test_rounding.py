@@ -95,6 +95,30 @@ def test_reported_errors_are_those_of_the_restored_rows(
     assert f"3,500 rows rounded by {mean} (worst {worst})," in str(report)
 
 
+def test_errors_are_those_of_the_numbers_that_the_dtype_has(tmp_path: Path) -> None:
+    def rows(scale: float, dtype: Any) -> jax.Array:
+        drawn = np.random.default_rng(3).normal(size=(200, 16))
+        return jnp.asarray((drawn * scale).astype(dtype))
+
+    # Of float16 below 6e-5 the steps between numbers are as large as rounding to few bits.
+    half = {f"half_{scale}": rows(scale, np.float16) for scale in (1e-6, 1e-4, 1e4)}
+    wide = {f"wide_{scale}": rows(scale, np.float32) for scale in (1e-28, 1e34)}
+    state = {**half, **wide, "short": rows(1e30, jnp.bfloat16)}
+    tables = cnr.find_tables(state, list(state))
+    options = cnr.Options(codec="asymmetric", bits=8)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        report = manager.last_report
+        restored = manager.restore(0, args=cnr.args.Restore(state)).state
+    assert report is not None
+    for table in report.tables:
+        errors = row_errors(state, restored, (table.name,))
+        assert table.sample_rows == 200
+        assert table.mean_row_error == pytest.approx(errors.mean(), rel=1e-4)
+        assert table.worst_row_error == pytest.approx(errors.max(), rel=1e-4)
+
+
 # Which rows count is told by what a codec gives up, on a device of one that is soon compiled.
 @pytest.mark.parametrize(
     ("codec", "staging"),
@@ -291,10 +315,10 @@ def test_rounding_that_was_asked_for_is_information(options: str, level: str) ->
 
 def test_options_replaced_still_know_what_was_given() -> None:
     options = dataclasses.replace(cnr.Options(), verify_reads=False)
-    assert not options.says_rounding("user")
-    assert dataclasses.replace(options, bits=4).says_rounding("user")
+    assert not options.encoding.says_rounding("user")
+    assert dataclasses.replace(options, bits=4).encoding.says_rounding("user")
     one = cnr.Options(tables={"user": cnr.TableOptions(bits=8)})
-    assert one.says_rounding("user") and not one.says_rounding("item")
+    assert one.encoding.says_rounding("user") and not one.encoding.says_rounding("item")
     defaults = cnr.Options().codec_for("user", "table", 64, np.float32)
     explicit = cnr.Options(codec="adaptive", bits=4)
     assert defaults == explicit.codec_for("user", "table", 64, np.float32)

@@ -565,3 +565,87 @@ def test_the_claim_names_what_a_new_run_has_moved(
     for name, aside in noted.items():
         folder = f"earlier-run-{aside['uuid']}.root"
         assert [name, f"{folder}/{name}"] in aside["moved"]
+
+
+def test_readers_see_the_old_run_or_the_new_one_or_are_told_where_it_is(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root, policy=cnr.Consecutive(max_chain=2)) as manager:
+        run.run(manager, [0, 1, 4])
+    # The root as a kill leaves it, at each moment that changes what is in it.
+    copies: dict[Any, Path] = {}
+
+    def copy(call: Any) -> None:
+        held = sorted(path.name for path in root.iterdir() if ".tmp" not in path.name)
+        seen = (*held, (root / "cnr_jax.writer.json").read_bytes())
+        if seen not in copies:
+            copies[seen] = tmp_path / f"copy{len(copies)}"
+            shutil.copytree(root, copies[seen])
+
+    run = tiny_run()
+    with run.open(root, policy=cnr.Full(), new_run=True) as manager:
+        run.train(7)
+        with inprocess.watching(root, before=copy, alone=True):
+            run.save(manager, 7)
+            manager.wait_until_finished()
+    told = 0
+    for left in copies.values():
+        before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
+        try:
+            latest = cnr.describe(left).latest_step
+        except cnr.errors.NoStepError as error:
+            told += 1
+            check_is_told(left, error)
+        else:
+            assert latest in (4, 7)
+            with cnr.CheckpointManager(left) as reader:
+                assert reader.latest_step() == latest
+                assert reader.restore(None).state["step"] == latest
+        assert before == {path: path.stat().st_mtime_ns for path in left.rglob("*")}
+        # A manager that may save mends it.
+        tiny_run().open(left, new_run=True).close()
+        assert cnr.describe(left).latest_step in (4, 7)
+    assert told >= 4 and len(copies) > told + 2, (told, len(copies))
+
+
+def check_is_told(root: Path, error: cnr.errors.NoStepError) -> None:
+    """Whoever reads a root of which steps are away hears where they are."""
+    (folder,) = root.glob("earlier-run-*.root")
+    assert (error.kind, error.path) == ("moved_aside", str(folder))
+    for read in (
+        lambda: cnr.CheckpointManager(root),
+        lambda: cnr.verify(root),
+        lambda: cnr.prune(root, keep=1),
+        lambda: cnr.read_rows(root, "user", [0]),
+    ):
+        with pytest.raises(cnr.errors.NoStepError, match=r"are away.*\n.*they are in"):
+            read()
+    if "can be read as a root" in str(error):
+        assert cnr.describe(folder).latest_step == 4
+
+
+def test_a_reader_that_looks_again_is_told_of_a_new_run_that_begins(
+    tiny_run: Any, tmp_path: Path, storage: Any
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root) as manager:
+        run.run(manager, [1, 2])
+    run = tiny_run()
+    with (
+        cnr.CheckpointManager(root) as reader,
+        run.open(root, new_run=True) as manager,
+    ):
+        run.train(7)
+        with storage.held() as gate:
+            run.save(manager, 7)
+            assert gate.reached.wait(60)
+            with pytest.raises(cnr.errors.NoStepError, match="it may be under way"):
+                reader.reload()
+            with pytest.raises(cnr.errors.NoStepError, match="are away"):
+                reader.restore(None)
+            with pytest.raises(cnr.errors.NoStepError, match="are away"):
+                reader.restore(None, directory=root)
+        manager.wait_until_finished()
+        reader.reload()
+        assert reader.latest_step() == 7

@@ -80,7 +80,7 @@ def test_small_tables_have_eight_bits_and_the_others_those_for_the_restores(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saves, (state, tables) = Saves(tmp_path), made()
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.plan"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.widening"):
         first = saves.save(state, tables)
     assert saves.bits(first) == each(2, 8, 8)
     assert saves.report.auto_bits == 2

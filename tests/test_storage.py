@@ -346,12 +346,12 @@ def leave_leftovers(root: Path, run: Any) -> set[str]:
         run.run(manager, [5])
     found = {
         f"7{names.TEMPORARY_SUFFIX}",
-        names.removed("4", "00ff"),
+        names.removed("4", "00ff" * 4),
         names.abandoned("6", 1, "a" * 32),
     }
     for name in found:
         shutil.copytree(root / "5", root / name)
-    (root / f"{names.WRITER}.00ff.tmp").write_text("{")
+    (root / names.replacing(names.WRITER, "00ff" * 2)).write_text("{")
     shutil.rmtree(root / "2")
     return found
 

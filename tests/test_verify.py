@@ -156,10 +156,17 @@ CASES: dict[str, tuple[Damage, str, str, tuple[str, ...], bool]] = {
         True,
     ),
     "dense file too many": (
+        lambda item: stray(item, "dense", "d", "00ff" * 8),
+        "default/dense/d/00ff",
+        "file_unknown",
+        ("1",),
+        True,
+    ),
+    "dense file of others": (
         lambda item: stray(item, "dense", "stray"),
         "default/dense/stray",
         "file_unknown",
-        ("1",),
+        (),
         True,
     ),
     "other file too many": (
@@ -275,9 +282,9 @@ def test_leftovers_are_listed_as_harmless(root: Path) -> None:
     expected = {
         f"4{names.TEMPORARY_SUFFIX}": "unfinished",
         names.abandoned("3", 1, "0" * 32): "abandoned",
-        names.removed("3", "0"): "removed",
+        names.removed("3", "00ff" * 4): "removed",
     }
-    for name in (*expected, "notes"):
+    for name in (*expected, "notes", "3.removed-parts", "4.orbax-checkpoint-tmp.bak"):
         (root / name).mkdir()
     assert {each[0]: each[2] for each in found(root)} == expected
     assert not any(each[3] for each in found(root))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 
@@ -12,10 +11,11 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import accessing, damage, refuse_pipe
+from cnr_jax.repository.checked import UNKNOWN, accessing, damage, refuse_pipe
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -25,10 +25,12 @@ from cnr_jax.repository.files import (
 )
 from cnr_jax.repository.layout import (
     check_can_be_read,
+    check_is_free,
     check_is_no_file,
     check_is_root,
     find_item,
     hint_of_names,
+    is_own_item,
     naming_hint,
     step_directories,
 )
@@ -37,12 +39,13 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import deleted_step, read_step
-from cnr_jax.repository.upkeep.aside import recover
+from cnr_jax.repository.upkeep.aside import check_is_here, recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 _RELOAD = "  hint: reload() lists what another process has saved or deleted since"
 
@@ -75,6 +78,7 @@ class Listing:
     ) -> None:
         self._root, self._orbax, self._writer = orbax.root, orbax, writer
         self._ending, self._calls, self._channel = ending, calls, channel
+        self._writes = False
         self.item: str | None = None
 
     def open(self, item: str | None, *, writes: bool) -> list[AnyPath]:
@@ -97,9 +101,10 @@ class Listing:
             check_is_root(self._root)
         else:
             check_can_be_read(self._root)
-        made = missing_directories(self._root)
+        made, self._writes = missing_directories(self._root), writes
         if not writes:
             self._read(item)  # maybe on one process alone, to look at it
+            check_is_here(self._root)
             return made
         # Process 0 undoes an unfinished rollback before any process reads the root.
         on_primary(self._channel, lambda: recover(self._root))
@@ -117,8 +122,9 @@ class Listing:
     def say_what_is_there(self, made: list[AnyPath]) -> None:
         """Syncs directories that were made, and names in the log what is no step of ours."""
         if jax.process_index() == 0:
-            sync_made(made)
-            report(self._root, find_leftovers(self._root, self._ending.ledger))
+            with as_root_errors(self._root):
+                sync_made(made)
+                report(self._root, find_leftovers(self._root, self._ending.ledger))
             listed = self._restorable()
             hint = "" if listed else naming_hint(self._root, self._writer.is_step)
             if hint:
@@ -146,6 +152,8 @@ class Listing:
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""
+        if not self._writes:
+            check_is_here(self._root)
         try:
             # Orbax would strike off a step that is still being written, and no rule would
             # count or delete it any more.
@@ -167,6 +175,7 @@ class Listing:
         # The other way round it would be listed, and Orbax would not know it.
         self._orbax.reload()
         ledger.become(found)
+        self._writer.gaps.is_stale = True
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored.
@@ -214,7 +223,8 @@ class Listing:
         ledger = self._ending.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
-            if problem.consequence:
+            # What is only too much, and can be moved away, makes no step a damaged one.
+            if problem.consequence and problem.kind != UNKNOWN:
                 path = "/".join((problem.directory, problem.file)).rstrip("/")
                 ledger.note_damage(path, problem.message.partition("\n")[0])
         return found
@@ -242,12 +252,13 @@ class Listing:
         ledger.forget(directory)
 
     def check_not_in_the_way(self, step: int) -> None:
-        """Makes sure that Orbax deletes no folder that it does not know of.
+        """Makes sure that Orbax deletes no folder that it does not know of, and no file.
 
         Raises:
             DependentsExistError: if there is one.
         """
         path = self._root / self._orbax.new_directory(step)
+        check_is_free(self._root, path.name)
         if step not in self._orbax.all_steps() and exists(path):
             raise errors.DependentsExistError(
                 f"step {step} cannot be saved: {path} is there already\n"
@@ -317,6 +328,7 @@ class Listing:
             NoStepError: if it is not.
         """
         check_can_be_read(root)
+        check_is_here(root)
         if step is not None and not self._is_in(root, step):
             held = step_directories(root, self._writer.is_step)
             raise errors.NoStepError(
@@ -348,7 +360,7 @@ class Listing:
                 return item
             if not exists(directory):
                 raise damage(directory, "is not there", "file_missing")
-            if exists(held) and any(names.is_own(path.name) for path in held.iterdir()):
+            if is_own_item(held):
                 return item
             if self._writer.adopts and (
                 found := orbax_step(root, directory.name, item)

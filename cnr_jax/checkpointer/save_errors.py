@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import jax
 
-from cnr_jax.errors import CnrError, SaveError
-from cnr_jax.repository.causes import causes, errno_of, in_one_line
+from cnr_jax.errors import CnrError, RootError, SaveError
+from cnr_jax.repository.causes import call_of, causes, errno_of, in_one_line
+from cnr_jax.repository.files import AnyPath
 
 
 def save_error(
@@ -37,7 +38,7 @@ def save_error(
             " untouched\n  hint: use `with`, or call close() or wait_until_finished() before"
             " the program ends"
         )
-    text = f"{what} failed{where}\n  {in_one_line(error)}\n"
+    text = f"{what} failed{where}\n  {_told(error)}\n"
     if errno_of(error) in (errno.ENOSPC, errno.EDQUOT):
         rest += "\n  hint: make room, or keep fewer steps"
     if directory:
@@ -46,12 +47,18 @@ def save_error(
     return _caused_by(error, f"{text}  {rest}", kind, step)
 
 
+def _told(error: BaseException) -> str:
+    """What was raised, and in which call of the system, if that is known."""
+    call = call_of(error)
+    return f"{in_one_line(error)}, in {call}" if call else in_one_line(error)
+
+
 def after_commit(error: BaseException, step: int | None) -> SaveError:
     """A `SaveError` for what failed when the step was already committed."""
     if isinstance(error, SaveError):
         return error
     text = (
-        f"step {step} is saved, but what comes after it failed\n  {in_one_line(error)}\n"
+        f"step {step} is saved, but what comes after it failed\n  {_told(error)}\n"
         "  steps that retention does not keep may still be there"
     )
     return _caused_by(error, text, "after_commit", step)
@@ -96,6 +103,23 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
         if isinstance(error, CnrError) or errno_of(error, handled) is None:
             raise
         raise save_error(error, step, directory) from error
+
+
+@contextlib.contextmanager
+def as_root_errors(root: AnyPath) -> Iterator[None]:
+    """Raises a `RootError` for what the system refused while a root was opened."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CnrError):
+            raise
+        raise RootError(
+            f"the root {root} cannot be opened\n  {_told(error)}\n"
+            "  hint: is the path right, is it mounted, and may this program read and write there?",
+            path=str(root),
+            call=call_of(error),
+            errno=error.errno,
+        ) from error
 
 
 def free_frames(error: BaseException) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,12 +24,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.errors import OptionError, StateMismatchError
-from cnr_jax.options import Options, TableOptions, checked
+from cnr_jax.given import TableOptions
+from cnr_jax.options import Options, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
-from cnr_jax.rows.tiling import chunk_rows, outside_mesh, padded
+from cnr_jax.rows.tiling import chunk_rows, own_settings, padded
 from cnr_jax.state.table import Table, Tables, check_tables, split
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # Of the rows, as in Check-N-Run, but at least so many; and at most so many elements, of tables
 # whose rows are very wide.
@@ -46,7 +47,7 @@ _RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
 _MOST_ROWS = 4096
 
 
-@outside_mesh()
+@own_settings()
 def tune(
     state: Any, tables: Tables, options: Options | None = None, *, within: float = 0.01
 ) -> Options:
@@ -96,7 +97,7 @@ def tune(
     tuned = dict(options.tables)
     for name, table in tables.items():
         codec = options.codec_for(name, "table", table.dim, table.dtype)
-        if options.is_auto(name, "table", table.dim, table.dtype):
+        if options.encoding.is_auto(name, "table", table.dim, table.dtype):
             _log.info("table %r is not tuned: its bits follow the restores", name)
         elif variants(codec):
             rows = _sample(table, leaves[name][table.leaf.name])

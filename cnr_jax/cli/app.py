@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, Step
+from cnr_jax.cli.arguments import AsJson, Item, Root, Step, number_option
 from cnr_jax.cli.exporting import export
-from cnr_jax.cli.outcome import Exit, print_json, verb
+from cnr_jax.cli.outcome import Exit, Verbs, print_json, verb
 from cnr_jax.cli.pictures import plot, report
-from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.cli.printing import print_lines, print_text, progress
 from cnr_jax.cli.pruning import prune
 from cnr_jax.cli.rows import rows, rows_json, rows_lines
 from cnr_jax.cli.trying import simulate
@@ -25,12 +25,33 @@ if TYPE_CHECKING:
 
 # Plain help, without rich: it comes sooner, and reads alike wherever it is shown.
 app = typer.Typer(
+    cls=Verbs,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` changes it.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print_text(f"cnr-jax {version('cnr-jax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print it and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -74,7 +95,7 @@ def show(
         typer.Argument(metavar="TABLE", help="A table of which to decode rows."),
     ] = None,
     rows: Annotated[
-        int, typer.Option("--rows", min=1, help="How many of its rows to decode.")
+        int, number_option("--rows", "How many of its rows to decode.")
     ] = 5,
     item: Item = None,
     as_json: AsJson = False,
@@ -87,14 +108,14 @@ def show(
     from cnr_jax.cli.roots import chain_of, read_root, step_of
 
     found = read_root(root, item)
-    chosen = step_of(found, step)
+    chosen = step_of(found, step.number)
     chain = [each.step for each in chain_of(found, chosen)]
     document: dict[str, Any] = {**chosen.asdict(), "chain": chain}
     lines = _step_lines(chosen, chain)
     if table is not None:
         read = _opened(found, chosen)
         decoded = _decoded(read, table, rows)
-        document = {"step": step, "table": table, "leaves": rows_json(decoded)}
+        document = {"step": chosen.step, "table": table, "leaves": rows_json(decoded)}
         count = len(decoded["table"])
         lines = [(line, "") for line in rows_lines(decoded, range(count))]
     if as_json:
@@ -121,8 +142,8 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
             (f"reason:      {step.reason}", ""),
             (f"chain:       {' <- '.join(map(str, chain))}", ""),
             (
-                f"bytes:       {amount(step.total_bytes)}, {times} all in float32"
-                f" ({amount(step.full_fp32_bytes)})",
+                f"bytes:       {amount(step.total_bytes)}, {times} a plain full save"
+                f" ({amount(step.state_bytes)})",
                 "",
             ),
             (
@@ -237,7 +258,7 @@ def explain(root: Root, step: Step, item: Item = None, as_json: AsJson = False) 
     from cnr_jax.cli.roots import read_root, step_of
 
     root_found = read_root(root, item)
-    found = explained(root_found, step_of(root_found, step))
+    found = explained(root_found, step_of(root_found, step.number))
     if as_json:
         print_json("explain", found.asdict())
     else:
@@ -249,8 +270,8 @@ def explain(root: Root, step: Step, item: Item = None, as_json: AsJson = False) 
 @verb
 def diff(
     root: Root,
-    before: Annotated[int, typer.Argument(metavar="STEP", help="The one step.")],
-    after: Annotated[int, typer.Argument(metavar="STEP", help="The other step.")],
+    before: Step,
+    after: Step,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -263,7 +284,8 @@ def diff(
     from cnr_jax.repository.description import aligned
 
     found = read_root(root, item)
-    old, new = (_opened(found, step_of(found, each)) for each in (before, after))
+    chosen = [step_of(found, each.number) for each in (before, after)]
+    old, new = (_opened(found, each) for each in chosen)
     from cnr_jax.repository.compare import compare
 
     with progress("comparing rows") as tell:
@@ -272,7 +294,8 @@ def diff(
     code = Exit.FINDINGS if differs else Exit.FINE
     if as_json:
         found_leaves = [dataclasses.asdict(each) for each in leaves]
-        print_json("diff", {"before": before, "after": after, "leaves": found_leaves})
+        told = {"before": chosen[0].step, "after": chosen[1].step}
+        print_json("diff", {**told, "leaves": found_leaves})
         return code
     cells = [["table", "leaf", "rows", "changed", "share", "mean change", "worst", ""]]
     for each in leaves:
@@ -298,7 +321,8 @@ def _percent(change: float | None) -> str:
     return "-" if change is None else f"{100 * change:.3g} %"
 
 
-app.command()(verb(rows))
+# So that -1 is a row, and no option.
+app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
 app.command()(verb(export))
 app.command()(verb(report))
 app.command()(verb(plot))

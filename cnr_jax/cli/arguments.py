@@ -2,15 +2,80 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+# As an integer of 64 bits holds it.
+HIGHEST = 2**63 - 1
+# `int` takes digits of other scripts too, and `1_0`.
+_NUMBER = re.compile(r"0*([0-9]{1,19})")
+
+
+def number(least: int = 0, most: int = HIGHEST) -> Callable[[object], int]:
+    """What reads an argument that is a whole number, in decimal digits and nothing else.
+
+    Example:
+        >>> number()("12")
+        12
+    """
+
+    def parsed(given: object) -> int:
+        found = _NUMBER.fullmatch(str(given))  # a default is a number already
+        if found is None or not least <= int(found[1]) <= most:
+            raise typer.BadParameter(
+                f"{reprlib.repr(str(given))} is no whole number from {least} to {most}"
+            )
+        return int(found[1])
+
+    return parsed
+
+
+def number_option(
+    name: str, about: str, least: int = 1, most: int = HIGHEST
+) -> typer.models.OptionInfo:
+    """An option that is a whole number."""
+    return typer.Option(name, metavar="N", parser=number(least, most), help=about)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepNumber:
+    """A step as a command was given it.
+
+    Attributes:
+        number: of the step; None: the newest that restores.
+    """
+
+    number: int | None
+
+
+def _asked(given: object) -> StepNumber:
+    if given == "latest":
+        return StepNumber(None)
+    try:
+        return StepNumber(number()(given))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, nor 'latest'") from error
+
+
+_ONE = "Number of a step, or 'latest': the newest that restores."
+_NEWEST = "Number of a step; 'latest', as without: the newest that restores."
+_Or = StepNumber | None
+Step = Annotated[StepNumber, typer.Argument(metavar="STEP", help=_ONE, parser=_asked)]
+StepOrNewest = Annotated[
+    _Or, typer.Argument(metavar="[STEP]", help=_NEWEST, parser=_asked)
+]
+StepOption = Annotated[
+    _Or, typer.Option("--step", metavar="STEP", help=_NEWEST, parser=_asked)
+]
 Root = Annotated[
     str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")
 ]
-Step = Annotated[int, typer.Argument(metavar="STEP", help="Number of a step.")]
 Item = Annotated[
     str | None,
     typer.Option("--item", help="The item to look at, where steps hold several."),

@@ -18,7 +18,7 @@ from cnr_jax.repository.description import (
     count_of,
 )
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.lineage.planner import records
+from cnr_jax.repository.lineage.entries import records
 from cnr_jax.repository.step import read_step
 
 # Lines of a table of saves, its header included.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root
+from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
 
@@ -17,10 +17,7 @@ def export(
     to: Annotated[
         str, typer.Option("--to", metavar="DIR", help="The folder to be made.")
     ],
-    step: Annotated[
-        int | None,
-        typer.Argument(metavar="STEP", help="Instead of the newest that restores."),
-    ] = None,
+    step: StepOrNewest = None,
     form: Annotated[
         Literal["orbax", "safetensors", "zarr"],
         typer.Option("--format", help="A checkpoint of plain Orbax, or another form."),
@@ -44,7 +41,7 @@ def export(
     from cnr_jax.repository.description import amount, count_of
 
     found = read_root(root, item)
-    chosen = step_of(found, step)
+    chosen = step_of(found, step.number if step else None)
     use_cpu()
     from cnr_jax.exporting.export import export as write
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from cnr_jax import errors
-from cnr_jax.cli.printing import printable
+from cnr_jax.cli.printing import (
+    PrintingError,
+    drop_output,
+    flush,
+    print_text,
+    printable,
+)
+
+# The base of what is wrong with a call, for which releases of typer have different homes.
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Of the documents that `--json` prints; rises when a field goes or changes its meaning.
 SCHEMA = 1
@@ -32,6 +44,7 @@ class Exit(enum.IntEnum):
     NO_STEP = 13
     DAMAGED = 14
     INTERRUPTED = 130
+    UNREAD = 141
 
 
 def code_of(error: Exception) -> Exit:
@@ -55,33 +68,96 @@ def code_of(error: Exception) -> Exit:
 
 
 def verb(work: Callable[..., Exit]) -> Callable[..., None]:
-    """A command of a function that prints something and returns how it ended.
-
-    An error is told on stderr, the fact in the first line; with `as_json` also in a document.
-    """
+    """A command of a function that prints something and returns how it ended."""
 
     @functools.wraps(work)
     def command(**given: Any) -> None:
-        try:
-            code = work(**given)
-        except KeyboardInterrupt:
-            code = Exit.INTERRUPTED
-        except BrokenPipeError:
-            raise  # of who reads what is printed, and stopped
-        except (errors.CnrError, OSError) as error:
-            code = code_of(error)
-            if given.get("as_json"):
-                kind = error.kind if isinstance(error, errors.CnrError) else "os_error"
-                told = {"kind": kind, "message": str(error)}
-                print_json(work.__name__, {"error": told})
-            for line in f"cnr-jax: {error}".split("\n"):
-                print(printable(line, sys.stderr.encoding), file=sys.stderr)
-        raise typer.Exit(code)
+        raise typer.Exit(work(**given))
 
     return command
+
+
+class Verbs(TyperGroup):
+    """The commands, of which each ends here, whatever is raised: with an exit code."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        **_: Any,
+    ) -> NoReturn:
+        """Runs a command.
+
+        An error is told on stderr, the fact in the first line; with `--json` also in a document.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        try:
+            code = self._ended(prog_name or "cnr-jax", words)
+            flush()
+        except BrokenPipeError:  # of a help
+            code = Exit.UNREAD
+            drop_output()
+        except PrintingError as error:
+            code = Exit.FAILED
+            if isinstance(error.__cause__, BrokenPipeError):
+                code = Exit.UNREAD  # whoever reads what is printed has enough of it
+            else:
+                _say(f"cnr-jax: {error}")
+            drop_output()
+        except KeyboardInterrupt:
+            code = Exit.INTERRUPTED
+        sys.exit(code)
+
+    def _ended(self, name: str, words: list[str]) -> int:
+        try:
+            with self.make_context(name, list(words)) as context:
+                self.invoke(context)
+        except typer.Exit as end:
+            return end.exit_code
+        except (BrokenPipeError, PrintingError):
+            raise  # of who reads what is printed
+        except _UsageError as error:
+            if not words:
+                _say(error.format_message())  # the help
+                return Exit.USAGE
+            hint = f"{error.ctx.command_path} --help" if error.ctx else "--help"
+            kind, code = "usage", Exit.USAGE
+            message = f"{error.format_message()}\n  hint: {hint}"
+        except Exception as error:
+            kind, code, message = _told(error), code_of(error), str(error)
+            if kind == "unexpected":
+                message = f"{type(error).__name__}: {message}\n  {_place_of(error)}"
+        else:
+            return Exit.FINE
+        _say(f"cnr-jax: {message}")
+        options = words[: words.index("--")] if "--" in words else words
+        if "--json" in options:
+            named = next((word for word in words if word in self.commands), "")
+            print_json(named, {"error": {"kind": kind, "message": message}})
+        return code
+
+
+def _told(error: Exception) -> str:
+    """The kind of an error, as documents name it."""
+    if isinstance(error, errors.CnrError):
+        return error.kind
+    return "os_error" if isinstance(error, OSError) else "unexpected"
+
+
+def _place_of(error: Exception) -> str:
+    """Where an error was raised that nobody has thought of."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"raised in {last.filename}, line {last.lineno}"
+
+
+def _say(text: str) -> None:
+    # Where stderr takes nothing either, the exit code alone tells it.
+    with contextlib.suppress(OSError, ValueError):
+        for line in text.split("\n"):
+            print(printable(line, sys.stderr.encoding), file=sys.stderr)
 
 
 def print_json(name: str, document: dict[str, Any]) -> None:
     """Prints what a verb has found as one JSON object."""
     whole = {"schema": SCHEMA, "verb": name, **document}
-    print(json.dumps(whole, indent=1, allow_nan=False))
+    print_text(json.dumps(whole, indent=1, allow_nan=False))

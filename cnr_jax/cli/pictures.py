@@ -79,6 +79,9 @@ def _check_output(output: Path, root: str, force: bool) -> None:
         raise FileNotFoundError(f"there is no folder {output.parent} to write to")
     if not force and os.path.lexists(output):
         raise FileExistsError(f"{output} is there already; --force replaces it")
+    if output.exists() and not output.is_file():
+        # Such as a device: a file would be put in its place, for all who use it.
+        raise PermissionError(f"{output} is no file, and is not replaced")
 
 
 def _written(

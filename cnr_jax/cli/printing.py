@@ -3,36 +3,93 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+
+from cnr_jax.texts import visible
 
 # Before that no bar is shown.
 _PATIENCE_SECS = 1.0
 OnStep = Callable[[int, int], None]
 
 
+class PrintingError(Exception):
+    """Standard output takes nothing more; its cause is the error of the system."""
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    """Has what is printed in here reach standard output.
+
+    Raises:
+        PrintingError: if it does not.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        raise PrintingError(f"what was found cannot be printed: {error}") from error
+
+
+def drop_output() -> None:
+    """Has standard output lead nowhere: the end of a program tries again what it did not take."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def flush() -> None:
+    """Has what others have printed, such as a help, reach standard output.
+
+    Raises:
+        PrintingError: if it does not.
+    """
+    with _printing():
+        pass
+
+
+def print_text(text: str) -> None:
+    """Prints a text as it is.
+
+    Raises:
+        PrintingError: if standard output does not take it.
+    """
+    with _printing():
+        print(text)
+
+
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
     """Prints lines, each in a style of rich; plain where stdout is no terminal.
 
     Lines are never broken nor cut, so that other programs can read them.
+
+    Raises:
+        PrintingError: if standard output does not take them.
     """
+    if sys.stdout is None:
+        return
     if not sys.stdout.isatty():
-        for text, _ in lines:
-            print(printable(text, sys.stdout.encoding))
+        encoding = sys.stdout.encoding
+        with _printing():
+            for text, _ in lines:
+                print(printable(text, encoding))
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
-    for text, style in lines:
-        console.print(Text(printable(text, console.encoding), style), soft_wrap=True)
+    with _printing():
+        for text, style in lines:
+            shown = Text(printable(text, console.encoding), style)
+            console.print(shown, soft_wrap=True)
 
 
 def printable(text: str, encoding: str | None) -> str:
     r"""One line of a text: what a terminal would act on, or cannot show, as escapes.
-
-    Names of tables and files are of whoever wrote the root.
 
     Example:
         >>> printable("user", "utf-8") == "user"
@@ -40,9 +97,8 @@ def printable(text: str, encoding: str | None) -> str:
         >>> print(printable("\x1b[31m", "utf-8"), printable("\u00e9", "ascii"))
         \x1b[31m \xe9
     """
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     encoding = encoding or "utf-8"
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextlib.contextmanager

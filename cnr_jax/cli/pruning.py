@@ -6,18 +6,16 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root
+from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
 
 def prune(
     root: Root,
-    keep: Annotated[
-        int, typer.Option("--keep", min=1, help="How many steps stay, the newest ones.")
-    ],
+    keep: Annotated[int, number_option("--keep", "Steps that stay, the newest ones.")],
     min_fulls: Annotated[
-        int, typer.Option("--min-fulls", min=1, help="Full checkpoints that stay.")
+        int, number_option("--min-fulls", "Full checkpoints that stay.")
     ] = 1,
     other_runs: Annotated[
         bool,

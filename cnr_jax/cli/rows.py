@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cnr_jax import errors
-from cnr_jax.cli.arguments import AsJson, Item, Root
+from cnr_jax.cli.arguments import HIGHEST, AsJson, Item, Root, StepOption
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.repository.description import StepDescription, aligned
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # Elements of a decoded row that are shown.
 _SHOWN = 6
+# Of an id, or of the first and the one after the last; `int` takes other digits too.
+_IDS = re.compile(r"(-?[0-9]{1,19})(?::(-?[0-9]{1,19}))?")
 
 
 def rows(
@@ -25,11 +29,12 @@ def rows(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of a table.")],
     ids: Annotated[
         list[str],
-        typer.Argument(metavar="IDS...", help="Of rows, such as 7, or 0:5 for 0 to 4."),
+        typer.Argument(
+            metavar="IDS...",
+            help="Of rows, such as 7, or 0:5 for 0 to 4; -1 is the last one.",
+        ),
     ],
-    step: Annotated[
-        int | None, typer.Option("--step", help="Instead of the newest that restores.")
-    ] = None,
+    step: StepOption = None,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -41,9 +46,8 @@ def rows(
 
     asked = [_parsed(text) for text in ids]
     found = read_root(root, item)
-    chosen = step_of(found, step)
-    _check(asked, table, chosen)
-    wanted = [row for each in asked for row in each]
+    chosen = step_of(found, step.number if step else None)
+    wanted = _wanted(asked, table, chosen)
     use_cpu()
     from cnr_jax.repository.reading import read_rows
 
@@ -61,29 +65,40 @@ def rows(
 
 def _parsed(text: str) -> range:
     """Row ids as they were given."""
-    first, colon, end = text.partition(":")
-    numbers = [first, end] if colon else [first]
-    if all(each.isascii() and each.isdigit() for each in numbers):
-        found = range(int(first), int(end) if colon else int(first) + 1)
-        if found:
-            return found
+    found = _IDS.fullmatch(text)
+    if found is not None:
+        first = int(found[1])
+        asked = range(first, first + 1 if found[2] is None else int(found[2]))
+        if asked and -HIGHEST <= first and asked.stop <= HIGHEST:
+            return asked
+    if text.startswith("--"):
+        raise typer.BadParameter(f"no such option: {text}")
     raise typer.BadParameter(
-        f"{text!r} are no row ids, expected such as 7, or 0:5 for 0 to 4"
+        f"{reprlib.repr(text)} are no row ids, expected such as 7, or 0:5 for 0 to 4",
+        param_hint="IDS",
     )
 
 
-def _check(asked: Sequence[range], table: str, step: StepDescription) -> None:
-    """Checks that a step has these rows, if it tells of the table.
+def _wanted(asked: Sequence[range], table: str, step: StepDescription) -> list[int]:
+    """The ids that are asked for, before as many are made as nobody can hold.
 
     Raises:
-        OptionError: if it has not.
+        OptionError: if the step tells of the table, and has no such rows.
     """
-    highest = max(each[-1] for each in asked)
-    count = next((each.rows for each in step.tables if each.name == table), None)
-    if count is not None and highest >= count:
-        raise errors.OptionError(
-            f"table {table!r} has rows 0 to {count - 1}, got {highest}", kind="no_row"
-        )
+    found = next((each for each in step.tables if each.name == table), None)
+    if found is None:
+        return [each[0] for each in asked]  # it is not there, as who reads it says
+    # As they are stored, with padding: there JAX wraps what is negative.
+    stored = found.leaves[0].shape[0]
+    for each in asked:
+        for end in (each[0], each[-1]):
+            if not -stored <= end < found.rows:
+                raise errors.OptionError(
+                    f"table {table!r} has rows 0 to {found.rows - 1}, got {end}\n"
+                    f"  hint: -1 to -{stored} count from the end",
+                    kind="no_row",
+                )
+    return [row for each in asked for row in each]
 
 
 def rows_json(decoded: Mapping[str, np.ndarray]) -> dict[str, Any]:

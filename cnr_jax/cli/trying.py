@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson
+from cnr_jax.cli.arguments import AsJson, number, number_option
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -18,16 +18,16 @@ def simulate(
         typer.Option(help="An .npz file: by table the ids looked up, int[steps, ...]."),
     ],
     every: Annotated[
-        int, typer.Option(min=1, help="Train steps between two saves.")
+        int, number_option("--every", "Train steps between two saves.")
     ] = 100,
     rows: Annotated[
         list[str] | None,
         typer.Option(help="TABLE=N: the rows of a table, if more than its ids show."),
     ] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Elements of a row.")] = 64,
-    bits: Annotated[int, typer.Option(min=1, max=32, help="Of each element.")] = 4,
+    dim: Annotated[int, number_option("--dim", "Elements of a row.")] = 64,
+    bits: Annotated[int, number_option("--bits", "Of each element.", most=32)] = 4,
     slot_bytes: Annotated[
-        int, typer.Option(min=0, help="Of each row, for its optimizer's slots.")
+        int, number_option("--slot-bytes", "Of a row, for its optimizer's slots.", 0)
     ] = 4,
     as_json: AsJson = False,
 ) -> Exit:
@@ -35,29 +35,25 @@ def simulate(
 
     From the rows that its train steps looked up. Nothing is saved.
     """
-    import zipfile
-
     import numpy as np
 
     from cnr_jax.errors import OptionError
     from cnr_jax.simulation import ByteModel
     from cnr_jax.simulation import simulate as simulated
 
-    sizes = {}
-    for each in rows or ():
-        name, _, count = each.rpartition("=")
-        if not name or not (count.isascii() and count.isdigit()):
-            raise typer.BadParameter(
-                f"expected TABLE=N, got {each!r}", param_hint="--rows"
-            )
-        sizes[name] = int(count)
+    sizes = dict(_rows_of(each) for each in rows or ())
     try:
         # What is no .npz file gives an array, which has no files.
-        with np.load(accesses, allow_pickle=False) as file:
+        with (
+            accesses.open("rb") as stream,
+            np.load(stream, allow_pickle=False) as file,
+        ):
             trace = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise OptionError(f"there is no trace {accesses}") from error
-    except (AttributeError, TypeError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever numpy and zipfile make of what is none
         raise OptionError(
             f"{accesses} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error
@@ -76,3 +72,14 @@ def simulate(
     )
     print_lines([(head, "bold"), *((line, "") for line in rest), (told, "dim")])
     return Exit.FINE
+
+
+def _rows_of(given: str) -> tuple[str, int]:
+    """A table and its number of rows, of `TABLE=N`."""
+    name, _, count = given.rpartition("=")
+    try:
+        if name:
+            return name, number()(count)
+    except typer.BadParameter:
+        pass
+    raise typer.BadParameter(f"expected TABLE=N, got {given!r}", param_hint="--rows")

@@ -16,6 +16,7 @@ from cnr_jax.exporting.forms import (
     METADATA,
     check_form,
     check_integers,
+    in_form,
     write_orbax,
     write_safetensors,
     write_zarr,
@@ -27,7 +28,7 @@ from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.rows.tiling import outside_mesh
+from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.table import few, flatten_paths
 
 Format = Literal["orbax", "safetensors", "zarr"]
@@ -61,7 +62,7 @@ class Exported:
     bytes: int
 
 
-@outside_mesh()
+@own_settings()
 def export(
     root: str | os.PathLike[str],
     step: int | None,
@@ -88,7 +89,8 @@ def export(
         directory: a local folder to be made; folders above it are made too.
         format: `"orbax"`: a checkpoint for `ocp.StandardCheckpointer`; `"safetensors"`:
             `model.safetensors`, or several files with `model.safetensors.index.json`; `"zarr"`:
-            a zarr v3 hierarchy.
+            a zarr v3 hierarchy, where floats that numpy lacks, such as bfloat16, are float32, and
+            integers of 2 or 4 bits int8 or uint8.
         tables: names of tables, to export these with their slots, and nothing else.
         leaves: paths, or patterns such as `"params/*"`, to export what fits, beside `tables`.
         like: of `"orbax"`, a state of the structure that it is to have, such as the one that was
@@ -169,7 +171,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
     chain = open_chain(place.root, place.directory, place.item, kept=kept)
     manifest = chain[-1].manifest
-    leaves = leaves_of(chain, asked.tables, asked.leaves)
+    leaves = in_form(asked.format, leaves_of(chain, asked.tables, asked.leaves))
     if not leaves:
         raise errors.OptionError("nothing to export: tables and leaves are empty")
     check_form(asked.format, leaves)

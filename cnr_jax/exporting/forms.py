@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
-from cnr_jax.exporting.leaves import ExportedLeaf, block_rows
+from cnr_jax.exporting.leaves import ExportedLeaf
 from cnr_jax.repository.plain_arrays import write_array, zarr_holds
 from cnr_jax.state.table import Path as LeafPath
 from cnr_jax.state.table import few
@@ -39,6 +39,12 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+# The dtypes that the specification of zarr v3 has; readers such as zarr-python know no others.
+_ZARR = {
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+_ZARR |= {"float16", "float32", "float64", "complex64", "complex128"}
 # What tells of an export beside its leaves.
 METADATA = "cnr_jax_export.json"
 # What names no folder of its own in a zarr hierarchy.
@@ -57,6 +63,26 @@ _BESIDE_ARRAYS = {
 _NAME_BYTES = 255
 # Where the header of a safetensors file tells of what is no tensor.
 _HEADER_KEY = "__metadata__"
+
+
+def in_form(form: str, leaves: Sequence[ExportedLeaf]) -> list[ExportedLeaf]:
+    """Leaves as a form holds them: in zarr with dtypes of its specification, without rounding."""
+    if form != "zarr":
+        return list(leaves)
+    return [
+        leaf
+        if leaf.kind == "text" or leaf.dtype.name in _ZARR
+        else leaf.widened(_wider(leaf.dtype))
+        for leaf in leaves
+    ]
+
+
+def _wider(dtype: np.dtype) -> np.dtype:
+    """One of numpy's own dtypes that holds all values of one that it lacks, such as bfloat16."""
+    wider = ("uint8", "int8", "float32")
+    return next(
+        (np.dtype(name) for name in wider if np.can_cast(dtype, name, "safe")), dtype
+    )
 
 
 def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
@@ -226,16 +252,36 @@ def write_zarr(
     """Writes a zarr v3 hierarchy: a group for each node of the state, an array for each leaf."""
     directory.mkdir()
     _write_group(directory, {"cnr_jax": about})
-    for leaf in leaves:
-        if leaf.kind == "text":
-            continue
+    arrays = [leaf for leaf in leaves if leaf.kind != "text"]
+    axes = _names_of_axes(arrays)
+    for leaf in arrays:
         where = directory
         for key in leaf.name.split("/")[:-1]:
             where = where / key
             if not where.exists():
                 where.mkdir()
                 _write_group(where, {})
-        _write_array(directory / leaf.name, leaf, {"cnr_jax": leaf.told}, written)
+        told = {"cnr_jax": leaf.told}
+        _write_array(directory / leaf.name, leaf, told, written, axes[leaf.name])
+
+
+def _names_of_axes(leaves: Sequence[ExportedLeaf]) -> dict[str, list[str]]:
+    """Names for the axes of leaves, which xarray wants, such as `params_user_0`.
+
+    It takes axes of one name in a group, and in those above it, for one axis of one size, and a
+    leaf with the name of an axis for its coordinates: so no two are alike.
+    """
+    taken = {key for leaf in leaves for key in leaf.name.split("/")}
+    found: dict[str, list[str]] = {}
+    for leaf in sorted(leaves, key=lambda leaf: leaf.name):
+        found[leaf.name] = []
+        for axis in range(len(leaf.shape)):
+            name = f"{leaf.name.replace('/', '_')}_{axis}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            found[leaf.name].append(name)
+    return found
 
 
 def _write_group(directory: Path, attributes: Mapping[str, Any]) -> None:
@@ -248,14 +294,15 @@ def _write_array(
     leaf: ExportedLeaf,
     attributes: Mapping[str, Any],
     written: Callable[[int], None],
+    axes: Sequence[str] | None = None,
 ) -> None:
     def blocks() -> Iterator[np.ndarray]:
         for block in leaf.blocks():
             yield block
             written(block.nbytes)
 
-    rows = block_rows(leaf.shape, leaf.dtype)
-    write_array(path, leaf.shape, leaf.dtype, blocks(), rows, attributes)
+    rows = leaf.block_rows
+    write_array(path, leaf.shape, leaf.dtype, blocks(), rows, attributes, axes)
 
 
 # ---- Orbax ----------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ class ExportedLeaf:
         dtype: of the values.
         told: what the metadata say of it.
         value: the value itself, of what is no array: a number, keys or a string.
-        blocks: the values, cut along the first axis into blocks of at most `BLOCK_BYTES`, or of
-            one entry where that has more; of an array without axes itself.
+        cut: the values in blocks of so many entries of the first axis, the last of what is left;
+            of an array without axes itself.
     """
 
     path: tuple[str, ...]
@@ -55,7 +55,7 @@ class ExportedLeaf:
     dtype: np.dtype
     told: dict[str, Any]
     value: Callable[[], Any]
-    blocks: Callable[[], Iterator[np.ndarray]]
+    cut: Callable[[int], Iterator[np.ndarray]]
 
     @property
     def name(self) -> str:
@@ -69,10 +69,25 @@ class ExportedLeaf:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def block_rows(self) -> int:
+        """Entries of the first axis in a block of `BLOCK_BYTES`; one where that has more."""
+        return max(
+            1, BLOCK_BYTES // max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
+        )
 
-def block_rows(shape: Sequence[int], dtype: np.dtype) -> int:
-    """Entries of the first axis that a block has."""
-    return max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    def blocks(self) -> Iterator[np.ndarray]:
+        """The values, in blocks of `block_rows`."""
+        return self.cut(self.block_rows)
+
+    def widened(self, dtype: np.dtype) -> ExportedLeaf:
+        """The same values in a dtype that holds them all; its metadata name the one it had."""
+        return dataclasses.replace(
+            self,
+            dtype=dtype,
+            told={**self.told, "saved_dtype": self.dtype.name},
+            cut=lambda rows: (block.astype(dtype) for block in self.cut(rows)),
+        )
 
 
 def leaves_of(
@@ -132,10 +147,9 @@ def _of_table(
     dtype = chain[-1].dtypes[table.name, leaf.name]
     shape = (table.rows, *leaf.shape[1:])
 
-    def blocks() -> Iterator[np.ndarray]:
-        step = block_rows(shape, dtype)
-        for start in range(0, table.rows, step):
-            stop = min(start + step, table.rows)
+    def cut(rows: int) -> Iterator[np.ndarray]:
+        for start in range(0, table.rows, rows):
+            stop = min(start + rows, table.rows)
             yield logical_rows(chain, table.name, leaf.name, start, stop)
 
     codecs = {
@@ -158,7 +172,7 @@ def _of_table(
             "lossy": any(codecs.values()),
         },
         value=lambda: None,
-        blocks=blocks,
+        cut=cut,
     )
 
 
@@ -200,7 +214,7 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
             kind = kind_of(error, "dense_unreadable")
             raise damage(reader.directory / DENSE, fact, kind) from error
 
-    def blocks() -> Iterator[np.ndarray]:
+    def cut(rows: int) -> Iterator[np.ndarray]:
         found = value()
         if leaf.kind == "key":
             found = jax.random.key_data(found)
@@ -212,9 +226,8 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
             )
         if not shape:
             yield array
-        step = block_rows(shape, dtype)
-        for start in range(0, shape[0] if shape else 0, step):
-            yield array[start : start + step]
+        for start in range(0, shape[0] if shape else 0, rows):
+            yield array[start : start + rows]
 
     return ExportedLeaf(
         path=leaf.path,
@@ -223,5 +236,5 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
         dtype=dtype,
         told=told,
         value=value,
-        blocks=blocks,
+        cut=cut,
     )

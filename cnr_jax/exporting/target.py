@@ -76,8 +76,8 @@ def check_room(target: Path, needed_bytes: int) -> None:
     """
     with _export_errors(target):
         there = next(path for path in target.parents if path.exists())
-        free_bytes = shutil.disk_usage(there).free
-    if needed_bytes > free_bytes:
+        free_bytes = _free_bytes(there)
+    if free_bytes is not None and needed_bytes > free_bytes:
         raise errors.ExportError(
             f"no room for an export to {target}\n"
             f"  got {free_bytes:,} bytes free, expected {needed_bytes:,}\n"
@@ -88,6 +88,18 @@ def check_room(target: Path, needed_bytes: int) -> None:
             free_bytes=free_bytes,
             errno=errno.ENOSPC,
         )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Bytes that are free; None where the file system does not tell."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            return None
+        raise
+    # Some that are served by a program say 0 of all.
+    return usage.free if usage.total else None
 
 
 @contextlib.contextmanager

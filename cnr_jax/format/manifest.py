@@ -14,6 +14,12 @@ from typing import Any, Literal, cast, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import (
+    EncodingEntry,
+    NamedConfiguration,
+    read_encoding,
+    read_named,
+)
 from cnr_jax.format.fields import (
     Fields,
     dump_document,
@@ -57,14 +63,6 @@ class FileDigest:
     path: str
     bytes: int
     sha256: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NamedConfiguration:
-    """A codec or a row layout as stored: a name and its parameters."""
-
-    name: str
-    configuration: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +214,8 @@ class Manifest:
     run: str | None = None
     # Empty: of older branches no step is part of this one. None: the manifest does not say.
     forks: tuple[Fork, ...] | None = None
+    # None: the manifest does not say.
+    encoding: EncodingEntry | None = None
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -251,8 +251,9 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
-    if manifest.forks is None:
-        del document["forks"]
+    for name in ("forks", "encoding"):
+        if document[name] is None:
+            del document[name]
     return dump_document(document)
 
 
@@ -306,6 +307,9 @@ def _read_manifest(fields: Fields) -> Manifest:
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
         forks=fields.objects("forks", _read_fork) if fields.has("forks") else None,
+        encoding=read_encoding(fields.child("encoding"))
+        if fields.has("encoding")
+        else None,
     )
 
 
@@ -345,18 +349,6 @@ def _quick_digest(item: Any) -> FileDigest | None:
         if is_path(path) and names.is_hex(digest, 64):
             return FileDigest(path=path, bytes=size, sha256=digest)
     return None
-
-
-def read_named(fields: Fields) -> NamedConfiguration:
-    """A name and its configuration."""
-    configuration = fields.any("configuration")
-    if not isinstance(configuration, dict):
-        fields.problems.append(f"{fields.where}.configuration: expected an object")
-        configuration = {}
-    return NamedConfiguration(
-        name=fields.text("name"),
-        configuration=cast("dict[str, Any]", configuration),
-    )
 
 
 def _read_leaf(fields: Fields) -> LeafEntry:

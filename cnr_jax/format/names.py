@@ -46,6 +46,42 @@ SUSPECTS = "cnr_jax.suspects.json"
 # In the root, if asked for: a line for each save and restore.
 METRICS = "cnr_jax.metrics.jsonl"
 
+# The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
+# other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
+_STEP = "(?:.*[0-9])"
+# What is being saved to it, with a number behind where an older Orbax has made it.
+_UNFINISHED = f"{_STEP}{re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?"
+_TEMPORARY = re.compile(f"(.+?){re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?", re.DOTALL)
+_ABANDONED = (
+    rf"(?P<step>{_STEP}){re.escape(ABANDONED_MARK)}g(?:0|[1-9][0-9]*)-[0-9a-f]{{32}}"
+)
+_EARLIER = rf"{EARLIER_RUN}[0-9a-f]{{32}}\.root"
+_ANY = "|".join((_STEP, _UNFINISHED, _ABANDONED.replace("?P<step>", "?:"), _EARLIER))
+# Which folder of a root is what, in the order in which it is asked.
+_FOLDERS = {
+    kind: re.compile(form, re.DOTALL)
+    for kind, form in {
+        "removed": rf"(?:{_ANY}){re.escape(REMOVED_MARK)}[0-9a-f]{{16}}",
+        "unfinished": _UNFINISHED,
+        "abandoned": _ABANDONED,
+        "earlier_runs": _EARLIER,
+    }.items()
+}
+_OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
+_REPLACING = re.compile(
+    rf"(?:{re.escape(WRITER)}|{re.escape(SUSPECTS)})\.[0-9a-f]{{8}}\.tmp"
+)
+# Below `dense/`, what Orbax and TensorStore ask for by name: the leaves there are, how they are
+# sharded, older forms of both; the database, of which every process has written a part, and its
+# data files, whose names its nodes hold. Not arrays outside of a database: `manifest.ocdbt`, by
+# which Orbax knows that there is one, is always there.
+_PART, _DATA = "ocdbt\\.process_[A-Za-z0-9_]+", "(?:d|ocdbt_data|ocdbt_meta)"
+_LOOKED_UP = re.compile(
+    r"_METADATA|_sharding|checkpoint|_strings\.json|array_metadatas/process_[0-9]+"
+    rf"|(?:{_PART}/)?(?:manifest\.(?:ocdbt|[0-9a-f]{{16}})|{_DATA}/[0-9a-f]{{32}})"
+)
+_LEADS_THERE = re.compile(rf"array_metadatas|{_PART}|(?:{_PART}/)?{_DATA}")
+
 
 def process_manifest(process: int) -> str:
     """The manifest that one process writes after its arrays.
@@ -90,22 +126,15 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
     return f"{directory}{ABANDONED_MARK}g{generation}-{uuid}"
 
 
-def is_abandoned(name: str, directory: str) -> bool:
-    """Whether a name is one under which a step directory is kept that a rollback moved.
+def abandoned_step(name: str) -> str | None:
+    """The step directory that a rollback has moved to a name; None: it is no such name.
 
     Example:
-        >>> is_abandoned("1200.abandoned-g1-" + "00ff" * 8, "1200"), is_abandoned("x", "1200")
-        (True, False)
+        >>> abandoned_step(abandoned("ck_12", 1, "00ff" * 8)), abandoned_step("12.abandoned-g1")
+        ('ck_12', None)
     """
-    generation, _, uuid = name.removeprefix(f"{directory}{ABANDONED_MARK}g").partition(
-        "-"
-    )
-    digits = generation.isascii() and generation.isdecimal()
-    return (
-        digits
-        and is_hex(uuid, 32)
-        and name == abandoned(directory, int(generation[:20]), uuid)
-    )
+    found = _FOLDERS["abandoned"].fullmatch(name)
+    return found["step"] if found else None
 
 
 _SEPARATOR = re.compile(r"[/\\\0]")
@@ -152,53 +181,89 @@ def removed(directory: str, token: str) -> str:
 
     Args:
         directory: as it was called, also that of a save that was never committed.
-        token: tells two removals of the same name apart.
+        token: 16 hexadecimal digits that tell two removals of the same name apart.
 
     Example:
-        >>> removed("1200", "00ff")
-        '1200.removed-00ff'
+        >>> removed("1200", "00ff" * 4)
+        '1200.removed-00ff00ff00ff00ff'
     """
     return f"{directory}{REMOVED_MARK}{token}"
 
 
-def is_set_aside(name: str) -> bool:
-    """Whether a directory of this name is no step, though it was one or may become one.
+def replacing(file: str, token: str) -> str:
+    """The name under which a file of a root is written until it takes the place of the old one.
+
+    Args:
+        file: its name.
+        token: 8 hexadecimal digits that no other writer has.
 
     Example:
-        >>> is_set_aside("1200.removed-00ff"), is_set_aside("1200")
+        >>> replacing(WRITER, "00ff" * 2)
+        'cnr_jax.writer.json.00ff00ff.tmp'
+    """
+    return f"{file}.{token}.tmp"
+
+
+def is_replacing(name: str) -> bool:
+    """Whether a name is one that `replacing` makes for a file of a root.
+
+    Example:
+        >>> is_replacing(f"{WRITER}.00ff00ff.tmp"), is_replacing(f"{WRITER}.bak")
         (True, False)
     """
-    marks = (TEMPORARY_SUFFIX, ABANDONED_MARK, REMOVED_MARK)
-    return any(mark in name for mark in marks)
+    return _REPLACING.fullmatch(name) is not None
 
 
-def beside(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def may_be_step(name: str) -> bool:
+    """Whether a name may be that of a committed step: it ends in a digit, and says nothing else.
+
+    Example:
+        >>> may_be_step("ck_0120"), may_be_step("120.removed-00ff00ff00ff0011")
+        (True, False)
+    """
+    return (
+        name[-1:] in set("0123456789")
+        and TEMPORARY_SUFFIX
+        not in name  # which Orbax takes for unfinished wherever it stands
+        and kind_of_folder(name) is None
+    )
+
+
+def kind_of_folder(name: str) -> str | None:
+    """What a folder of a root is that is no step: one of the kinds of `beside`, by its name.
+
+    None: it is a step, or none of ours.
+
+    Example:
+        >>> kind_of_folder("7.orbax-checkpoint-tmp"), kind_of_folder("7.orbax-checkpoint-tmp.bak")
+        ('unfinished', None)
+    """
+    # All but steps have a mark, and one that ends in a digit is asked for most often.
+    if "-" not in name:
+        return None
+    return next((kind for kind, form in _FOLDERS.items() if form.fullmatch(name)), None)
+
+
+def beside(folders: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """What lies in a root beside its steps, sorted.
 
     Args:
-        found: names of all that lies in the root.
+        folders: names of the folders in the root.
 
     Returns:
         Names by what they say: `removed` and `unfinished` (being written, or left by a kill),
-        `abandoned`, `earlier_runs`. Each is in one of them only, the first that it says, as what
-        was unfinished or abandoned may be removed since.
+        `abandoned`, `earlier_runs`. Each is in one of them only; other names are in none.
 
     Example:
-        >>> beside(["7", "8.removed-0", "9.orbax-checkpoint-tmp.removed-0"])["removed"]
-        ('8.removed-0', '9.orbax-checkpoint-tmp.removed-0')
+        >>> token = "00ff" * 4
+        >>> beside(["7", f"8.removed-{token}", "plots.removed-axes"])["removed"]
+        ('8.removed-00ff00ff00ff00ff',)
     """
-    held: dict[str, list[str]] = {
-        kind: [] for kind in ("removed", "unfinished", "abandoned", "earlier_runs")
-    }
-    for name in sorted(found):
-        if REMOVED_MARK in name:
-            held["removed"].append(name)
-        elif TEMPORARY_SUFFIX in name:
-            held["unfinished"].append(name)
-        elif ABANDONED_MARK in name:
-            held["abandoned"].append(name)
-        elif name.startswith(EARLIER_RUN):
-            held["earlier_runs"].append(name)
+    held: dict[str, list[str]] = {kind: [] for kind in _FOLDERS}
+    for name in sorted(folders):
+        kind = kind_of_folder(name)
+        if kind is not None:
+            held[kind].append(name)
     return {kind: tuple(each) for kind, each in held.items()}
 
 
@@ -213,14 +278,55 @@ def step_number(directory: str) -> int:
     return int(digits) if digits else 0
 
 
+def odd_ones(directories: Iterable[str]) -> set[str]:
+    """Step directories that are called otherwise than most: by another prefix, or width of numbers.
+
+    Steps of one root are called alike, and who copies one calls the copy otherwise. None where
+    that does not tell which are the steps.
+
+    Example:
+        >>> sorted(odd_ones(["8", "9", "10", "010", "backup_9"])), odd_ones(["9", "backup_9"])
+        (['010', 'backup_9'], set())
+    """
+    found = {name: _form(name) for name in directories}
+    alike = [
+        {name for name, (p, widths) in found.items() if p == prefix and width in widths}
+        for prefix, width in {(prefix, widths[0]) for prefix, widths in found.values()}
+    ]
+    most = sorted(alike, key=len, reverse=True)
+    if len(most) < 2 or len(most[0]) == len(most[1]):
+        return set()
+    return found.keys() - most[0]
+
+
+def are_alike(one: str, other: str) -> bool:
+    """Whether two names can be those of steps of one root: the same but for the number.
+
+    Example:
+        >>> are_alike("ck_5", "ck_12"), are_alike("005", "120"), are_alike("005", "12")
+        (True, True, False)
+    """
+    (prefix, widths), (other_prefix, other_widths) = _form(one), _form(other)
+    return prefix == other_prefix and bool({*widths}.intersection(other_widths))
+
+
+def _form(directory: str) -> tuple[str, range]:
+    """What stands before the number of a step, and the widths that it may be filled up to."""
+    prefix = directory.rstrip("0123456789")
+    digits = len(directory) - len(prefix)
+    is_filled = digits > 1 and directory[len(prefix)] == "0"
+    return prefix, range(digits if is_filled else 1, digits + 1)
+
+
 def final_name(temporary: str) -> str:
     """The name a directory has once it is committed.
 
     Example:
-        >>> final_name("1200.orbax-checkpoint-tmp")
-        '1200'
+        >>> final_name("1200.orbax-checkpoint-tmp"), final_name("1200")
+        ('1200', '1200')
     """
-    return temporary.split(TEMPORARY_SUFFIX)[0]
+    found = _TEMPORARY.fullmatch(temporary)
+    return found[1] if found else temporary
 
 
 def is_own(name: str) -> bool:
@@ -230,7 +336,35 @@ def is_own(name: str) -> bool:
         >>> is_own("rows.p00012"), is_own("manifest.json"), is_own("manifest.ocdbt")
         (True, True, False)
     """
-    stem, dot, number = name.removesuffix(".json").partition(".p")
-    return name == MANIFEST or (
-        bool(dot) and stem in ("rows", "manifest") and number.isdecimal()
-    )
+    return _OWN.fullmatch(name) is not None
+
+
+def is_looked_up(path: str) -> bool:
+    """Whether Orbax's reader may open a file below `dense/` because of its name.
+
+    All else that lies there it never sees, whoever put it there; where it lists a folder, it is
+    shown these names alone.
+
+    Args:
+        path: of the file, or of a folder in its place, relative to `dense/`.
+
+    Example:
+        >>> is_looked_up("_METADATA"), is_looked_up("d/" + "00ff" * 8)
+        (True, True)
+        >>> is_looked_up(".DS_Store"), is_looked_up("_METADATA~"), is_looked_up("d/.nfs0001")
+        (False, False, False)
+    """
+    parts = path.split("/")
+    # Also what lies in a folder that is in the place of such a file.
+    above = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    return any(map(_LOOKED_UP.fullmatch, above))
+
+
+def leads_to_looked_up(path: str) -> bool:
+    """Whether a file that Orbax's reader may open can lie in a folder below `dense/`.
+
+    Example:
+        >>> leads_to_looked_up("ocdbt.process_0/d"), leads_to_looked_up(".snapshot")
+        (True, False)
+    """
+    return _LEADS_THERE.fullmatch(path) is not None

@@ -179,6 +179,8 @@ def slots_by_table(tables: Tree, state: Any) -> list[list[Any]]:
     return columns
 
 
+# Outside of `jit` what slots start from is a transfer.
+@jax.transfer_guard("allow")
 def _slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
     """Returns new slots for every table of a tree.
 

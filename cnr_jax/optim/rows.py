@@ -81,7 +81,8 @@ def write_rows(leaf: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array
 
 def slot_dtype(table: Any) -> Any:
     """Returns the dtype of a table's slots and arithmetic: at least 32 bits."""
-    return jnp.promote_types(table.dtype, jnp.float32)
+    narrow = jnp.finfo(table.dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(table.dtype)
 
 
 def _checked(

@@ -60,14 +60,15 @@ KEPT_BYTES = 192 << 20
 
 
 @functools.cache
-def context(cache_bytes: int = CACHE_BYTES) -> ts.Context:
-    """Limits of our own, so that a save does not take all cores from training."""
+def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context:
+    """Limits of our own, so that a save does not take all cores; `syncs`: what it writes."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 8},
             "data_copy_concurrency": {"limit": 2},
             # The directory is private until Orbax renames it: no other writer exists.
             "file_io_locking": {"mode": "none"},
+            "file_io_sync": syncs,
             "cache_pool": {"total_bytes_limit": cache_bytes},
         }
     )
@@ -127,11 +128,10 @@ class ArrayWriter:
     Args:
         path: directory of the array.
         dtype: dtype of its elements.
-        length: elements that will be appended, or the most there can be where `exact` is
-            False. An inexact array has chunks of a quarter of `CHUNK_BYTES`, because nothing
-            may come, and is cut at the end.
-        compression: how chunks are compressed; None: not. Nor is an array that is too short
-            for it to pay.
+        length: elements that will be appended, or where `exact` is False the most there can be:
+            chunks are of a quarter of `CHUNK_BYTES`, as nothing may come, and cut at the end.
+        compression: how chunks are compressed, if it pays; None: not.
+        syncs: whether what is written is synced; else whoever calls does it.
     """
 
     def __init__(
@@ -142,9 +142,11 @@ class ArrayWriter:
         *,
         exact: bool = True,
         compression: str | None = None,
+        syncs: bool = True,
     ) -> None:
         self._path, self._dtype, self._length = path, dtype, length
         self._exact, self._compression = exact, compression
+        self._context = context(syncs=syncs)
         self._item = numpy_dtype(dtype)
         limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
         if exact:
@@ -152,8 +154,7 @@ class ArrayWriter:
         else:
             self._chunk = max(1, min(length, limit // self._item.itemsize))
         self._buffer = np.empty(self._chunk, self._item)
-        self._filled = 0
-        self._written = 0
+        self._filled = self._written = 0
         self._store: ts.TensorStore | None = None
         self._pending: collections.deque[ts.WriteFutures] = collections.deque()
 
@@ -185,7 +186,7 @@ class ArrayWriter:
             spec = spec_of(
                 self._path, self._dtype, self._length, self._chunk, self._compression
             )
-            self._store = ts.open(spec, create=True, context=context()).result()
+            self._store = ts.open(spec, create=True, context=self._context).result()
         stop = self._written + self._filled
         write = self._store[self._written : stop].write(
             self._buffer[: self._filled], can_reference_source_data_indefinitely=True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import re
+import traceback
 from collections.abc import Iterator
 
 # How TensorStore's errors, which are no OSErrors, name that of the system.
@@ -11,6 +13,11 @@ _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 # What TensorStore adds to its errors: the whole specification of the array, 400 characters.
 _SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
 _LONGEST = 500
+# Calls of the system as Python code makes them; methods of some names are mostly other things.
+_CALLS = re.compile(
+    r"(?:\b(?:os|io|file|stream|path|entry)\.|(?<![.\w]))(?P<some>open|replace|read|write|flush)\("
+    r"|\b(?P<all>l?stat|scandir|listdir|iterdir|mkdir|rmdir|fsync|rename|unlink|readlink|flock)\("
+)
 
 
 def errno_of(error: BaseException, handled: BaseException | None = None) -> int | None:
@@ -32,6 +39,29 @@ def errno_of(error: BaseException, handled: BaseException | None = None) -> int 
         if named:
             return int(named.group(1))
     return None
+
+
+def call_of(error: BaseException) -> str | None:
+    """Which call of the system is behind an error, as far as lines of its traceback tell.
+
+    Example:
+        >>> from pathlib import Path
+        >>> try:
+        ...     Path("/no such folder/a").mkdir()
+        ... except OSError as error:
+        ...     print(call_of(error))
+        mkdir
+    """
+    number, found = errno_of(error), None
+    behind = (e for e in causes(error) if isinstance(e, OSError) and e.errno == number)
+    # The innermost that is one; of each line the part that was being run.
+    for frame in traceback.extract_tb(next(behind, error).__traceback__):
+        line = linecache.getline(frame.filename, frame.lineno or 0)
+        stop = frame.end_colno if frame.end_lineno == frame.lineno else None
+        if call := _CALLS.search(line[frame.colno or 0 : stop]):
+            found = call["some"] or call["all"]
+    same = {"listdir": "scandir", "iterdir": "scandir", "replace": "rename"}
+    return same.get(found, found) if found else None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -16,7 +16,7 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 # Has numpy know bfloat16 and float8 by name.
 import ml_dtypes  # noqa: F401
@@ -35,6 +35,7 @@ from cnr_jax.repository.files import (
     is_directory,
     is_local,
     mode_of,
+    names_in,
     size_of,
 )
 
@@ -51,6 +52,10 @@ _DAMAGED_ERRNOS = {
 }
 
 
+# The kind of an error of which a file is the cause that is too many: nothing else is wrong.
+UNKNOWN = "file_unknown"
+# What is said of such a file.
+MISTAKABLE = "is not of this checkpoint, but Orbax could take it for a part of it"
 # The kind of an error of which storage is the cause: the next time it may read the same file.
 UNREAD = "file_unreadable"
 # What TensorStore says where storage does not give a file out, whatever is in it.
@@ -183,15 +188,24 @@ def check_size(path: AnyPath, expected: int) -> None:
         raise damage(path, f"has another size\n  got {got} bytes, expected {expected}")
 
 
-def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> list[str]:
+def unnamed_files(
+    directory: AnyPath,
+    prefix: str,
+    named: Collection[str],
+    enters: Callable[[str], bool] | None = None,
+) -> list[str]:
     """Files in `prefix`, itself included, that are not among `named`.
 
-    Links to folders are not followed, except where named files are behind them.
+    Links to folders are not followed, except where named files are behind them. Files of others
+    come and go at any time, and need not let anybody look at them: what cannot be looked into is
+    one of those that are found, and what is gone is not.
 
     Args:
         directory: that all paths are relative to.
         prefix: a file or folder in it.
         named: paths of files.
+        enters: which folders without named files are looked into, links too; the others count
+            as one file. None: all but links.
     """
     files = set(named)
     parents = {path[:i] for path in files for i, x in enumerate(path) if x == "/"}
@@ -200,13 +214,40 @@ def unnamed_files(directory: AnyPath, prefix: str, named: Collection[str]) -> li
     while left:
         path = left.pop()
         entry = directory / path
-        with accessing(entry):
-            linked = is_local(entry) and os.path.islink(os.fspath(entry))
-            if is_directory(entry) and (path in parents or not linked):
-                left += [f"{path}/{inner.name}" for inner in entry.iterdir()]
-            elif path not in files and (linked or exists(entry)):
-                found.append(path)
+        if path in files:
+            continue
+        is_known = path in parents or (enters is not None and enters(path))
+        try:
+            with accessing(entry):
+                linked = is_local(entry) and os.path.islink(os.fspath(entry))
+                if is_directory(entry) and (is_known or not (enters or linked)):
+                    left += [f"{path}/{name}" for name in names_in(entry)]
+                elif linked or exists(entry):
+                    found.append(path)
+        except (OSError, errors.IntegrityError):
+            if is_known:
+                raise
+            found.append(path)
     return sorted(found)
+
+
+def mistakable_files(item: AnyPath, named: Collection[str] = ()) -> list[str]:
+    """What lies below `dense/` and Orbax may take for its own, but for files that are named.
+
+    Args:
+        item: directory of a checkpoint.
+        named: paths of its files.
+
+    Returns:
+        Paths relative to the item, also of folders in the place of such files.
+    """
+    above = f"{names.DENSE}/"
+
+    def enters(path: str) -> bool:
+        return path == names.DENSE or names.leads_to_looked_up(path.removeprefix(above))
+
+    found = unnamed_files(item, names.DENSE, named, enters)
+    return [path for path in found if names.is_looked_up(path.removeprefix(above))]
 
 
 def check_dense_index(
@@ -241,14 +282,12 @@ class Seal:
     """Files that were compared with their digests, to be read afterwards by others.
 
     Attributes:
-        directory: the files are below it.
-        prefix: folder in it that holds no other files.
+        directory: of the checkpoint; the files are in its `dense/`.
         named: their digests.
         states: of each file what changes when somebody writes or replaces it.
     """
 
     directory: AnyPath
-    prefix: str
     named: tuple[FileDigest, ...]
     states: Mapping[str, tuple[int, ...] | None]
 
@@ -256,40 +295,37 @@ class Seal:
         """Checks that the files are still those that were compared.
 
         Raises:
-            IntegrityError: if one has changed since, or one came.
+            IntegrityError: if one has changed since, or one came that could be taken for them.
         """
         for path, state in self.states.items():
             if _state(self.directory / path) != state:
                 where = self.directory / path
                 raise damage(where, "changed while it was read", "file_changed")
-        _refuse_unnamed(self.directory, self.prefix, self.named)
+        _refuse_mistakable(self.directory, self.named)
 
 
-def sealed(directory: AnyPath, prefix: str, named: Sequence[FileDigest]) -> Seal:
-    """Compares files with their digests, and notes what would show that they changed.
+def sealed(directory: AnyPath, named: Sequence[FileDigest]) -> Seal:
+    """Compares files of `dense/` with their digests, and notes what would show that they changed.
 
     Raises:
-        IntegrityError: at the first that is missing or damaged, or that no digest names: a
-            reader that looks for files by itself could take it for one of its own.
+        IntegrityError: at the first that is missing or damaged; then, if all are right, at one
+            that no digest names and that Orbax could take for one of its own.
     """
-    _refuse_unnamed(directory, prefix, named)
     states = {digest.path: _state(directory / digest.path) for digest in named}
     for digest in named:
         check_file(directory, digest)
-    return Seal(directory, prefix, tuple(named), states)
+    _refuse_mistakable(directory, named)
+    return Seal(directory, tuple(named), states)
 
 
-def _refuse_unnamed(
-    directory: AnyPath, prefix: str, named: Sequence[FileDigest]
-) -> None:
-    unnamed = unnamed_files(directory, prefix, [digest.path for digest in named])
-    if unnamed:
+def _refuse_mistakable(item: AnyPath, named: Sequence[FileDigest]) -> None:
+    found = mistakable_files(item, [digest.path for digest in named])
+    if found:
         raise damage(
-            directory / unnamed[0],
-            f"is not of this checkpoint: {names.MANIFEST} does not name it\n"
-            f"  {len(unnamed)} such files below {os.fspath(directory / prefix)}\n"
-            "  hint: move them away, if nothing else is wrong",
-            "file_unknown",
+            item / found[0],
+            f"{MISTAKABLE}\n  {len(found)} such files, which {names.MANIFEST} does not name; all"
+            " that it names are right\n  hint: move them away",
+            UNKNOWN,
         )
 
 

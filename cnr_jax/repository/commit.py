@@ -11,6 +11,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import (
     DenseLeaf,
     FileDigest,
@@ -23,13 +24,18 @@ from cnr_jax.format.manifest import (
     dump,
 )
 from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
-from cnr_jax.repository.checked import check_dense_index, file_bytes
+from cnr_jax.repository.checked import (
+    check_dense_index,
+    file_bytes,
+    mistakable_files,
+)
 from cnr_jax.repository.files import (
     AnyPath,
+    digest_file,
     digest_of,
-    digest_tree,
     exists,
     sync_directory,
+    sync_files,
     sync_step,
     sync_tree,
     write_durably,
@@ -50,6 +56,9 @@ class Facts:
         tracking: how changed rows were found.
         recorded_clock: of the touched rows, if there are any.
         fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        encoding: of the rows of its run, codecs of single saves aside.
+        inherited: what of it options did not give, as `SaveReport.inherited`.
+        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
         fingerprint_secs: that looking for changed rows took.
         find_secs: from when the save was asked for until it was decided.
         started_secs: reading of `time.perf_counter` when the save was asked for.
@@ -61,6 +70,9 @@ class Facts:
     tracking: Tracking
     recorded_clock: int | None
     fingerprint_clock: int | None
+    encoding: EncodingEntry
+    inherited: tuple[str, ...]
+    doubts: tuple[str, ...]
     fingerprint_secs: float
     find_secs: float
     started_secs: float
@@ -68,7 +80,7 @@ class Facts:
 
 def write_manifest(
     directory: AnyPath, facts: Facts, own: Written
-) -> tuple[int, list[ProcessManifest]]:
+) -> tuple[Manifest, int, list[ProcessManifest]]:
     """Checks that all processes have written their part, and commits it.
 
     Args:
@@ -80,7 +92,7 @@ def write_manifest(
     the manifest is durable before Orbax renames the directory.
 
     Returns:
-        Bytes of the manifest, and the manifests of all processes.
+        The manifest, its bytes, and the manifests of all processes.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save, or the
@@ -118,10 +130,11 @@ def write_manifest(
         required_features=tuple(features),
         run=plan.run or None,
         forks=plan.forks,
+        encoding=facts.encoding,
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
-    return digest.bytes, processes
+    return manifest, digest.bytes, processes
 
 
 def sync_uncommitted(place: Place) -> bool:
@@ -195,12 +208,14 @@ def _read_processes(
 
 
 def _sync_dense(directory: AnyPath) -> tuple[FileDigest, ...]:
-    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing."""
-    dense = directory / names.DENSE
-    if not exists(dense):
-        return ()
-    sync_tree(dense)
-    return digest_tree(dense, names.DENSE)
+    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing.
+
+    Other files may lie there too, such as those of a desktop: named, each would be missed once
+    it is gone.
+    """
+    files = mistakable_files(directory)
+    sync_files(directory, files)
+    return tuple(digest_file(directory / path, path) for path in files)
 
 
 def _totals(

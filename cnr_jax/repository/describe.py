@@ -15,15 +15,18 @@ from pathlib import Path
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.checked import (
+    MISTAKABLE,
+    UNKNOWN,
     check_dense_index,
     check_size,
+    damage,
     file_bytes,
+    mistakable_files,
     numpy_dtype,
     refuse_pipe,
-    unnamed_files,
 )
 from cnr_jax.repository.description import (
     RootDescription,
@@ -36,6 +39,7 @@ from cnr_jax.repository.files import (
     size_of,
 )
 from cnr_jax.repository.layout import (
+    beside,
     check_can_be_read,
     find_item,
     open_root,
@@ -49,6 +53,7 @@ from cnr_jax.repository.step import (
     read_step,
     without_collections,
 )
+from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (
     "of plain Orbax, which restores it, as does a manager with Options(adopt=True)"
@@ -78,7 +83,8 @@ def describe(
         A value that prints as a table of steps; `asdict()` makes JSON of it.
 
     Raises:
-        NoStepError: if there is no such folder; it is a FileNotFoundError too.
+        NoStepError: if there is no such folder, or a save that is not committed has moved its
+            steps away; it is a FileNotFoundError too.
         OptionError: if checkpoints cannot be kept in such a root, or it is a file, or a step
             of a root.
         OSError: if the root cannot be seen or listed.
@@ -101,6 +107,7 @@ def describe(
     if item is None:
         item = find_item(plain)
     found = _look_at_all(plain, item, on_step)
+    check_is_here(plain)  # after the look, before which nothing may have been moved yet
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     obstacles = _obstacles(found)
     steps = [
@@ -113,8 +120,9 @@ def describe(
         for name, each in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
-    held = names.beside(entry.name for entry in plain.iterdir())
-    return RootDescription(root=os.fspath(path), item=item, steps=tuple(steps), **held)
+    return RootDescription(
+        root=os.fspath(path), item=item, steps=tuple(steps), **beside(plain)
+    )
 
 
 def _look_at_all(
@@ -203,14 +211,6 @@ def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
 def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:
     """What a manifest tells of its step; `own_bytes` is the size of the manifest."""
     totals, parent = manifest.totals, manifest.parent
-    full = 0
-    for table in manifest.tables:
-        for leaf in table.leaves:
-            itemsize = 4 if leaf.name == "table" else numpy_dtype(leaf.dtype).itemsize
-            full += math.prod(leaf.shape) * itemsize
-    for leaf in manifest.dense_leaves:
-        if leaf.kind == "array":
-            full += math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
     return StepDescription(
         step=manifest.step,
         directory=directory,
@@ -225,10 +225,20 @@ def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescri
         slot_bytes=totals.slot_bytes,
         dense_bytes=totals.dense_bytes,
         manifest_bytes=totals.manifest_bytes + own_bytes,
-        full_fp32_bytes=full,
+        state_bytes=state_bytes(manifest.tables, manifest.dense_leaves),
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=_time(manifest.written_at_unix_secs),
         restores=manifest.restores,
+    )
+
+
+def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int:
+    """Bytes of the arrays of a state, as they are in memory."""
+    of_tables = [leaf for table in tables for leaf in table.leaves]
+    dense = [leaf for leaf in dense if leaf.kind == "array"]
+    return sum(
+        math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+        for leaf in (*of_tables, *dense)
     )
 
 
@@ -253,25 +263,17 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
 
 
 def _check_dense(item: AnyPath, manifest: Manifest) -> None:
-    """Checks that files in `dense/` are there, as long as they should be, and no others.
+    """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
         IntegrityError: at the first that is not.
     """
-    named = {digest.path for digest in manifest.dense_files}
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
-    top = os.fspath(item)
-    held = {
-        f"{folder[len(top) + 1 :]}/{name}"
-        for folder, folders, files in os.walk(f"{top}/{names.DENSE}")
-        for name in [*files, *(n for n in folders if os.path.islink(f"{folder}/{n}"))]
-    }
-    # Not all that is found this way is too much: named files may lie behind a link.
-    for path in unnamed_files(item, names.DENSE, named) if held != named else ():
-        raise errors.IntegrityError(
-            f"{os.fspath(item / path)} is not of this checkpoint", kind="file_unknown"
-        )
+    for path in mistakable_files(
+        item, [digest.path for digest in manifest.dense_files]
+    ):
+        raise damage(item / path, MISTAKABLE, UNKNOWN)
 
 
 def _check_file(item: AnyPath, path: str, nbytes: int) -> None:

@@ -7,6 +7,8 @@ import datetime
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+from cnr_jax.texts import visible
+
 # Folders of abandoned steps that a text names.
 _SHOWN_ASIDE = 10
 StepKind = Literal["full", "delta", "orbax", "unreadable"]
@@ -89,7 +91,7 @@ class StepDescription:
         reason: why it is full or a delta.
         rows: rows it holds, over all tables.
         table_bytes, slot_bytes, dense_bytes, manifest_bytes: as in a `SaveReport`.
-        full_fp32_bytes: what a plain full save would have written, as in a `SaveReport`.
+        state_bytes: what a plain full save would have written, as in a `SaveReport`.
         secs: from the start of the save until its manifest was written.
         saved_at: when the manifest was written, in UTC.
         restores: how often a run was restored along its branch.
@@ -112,7 +114,7 @@ class StepDescription:
     slot_bytes: int = 0
     dense_bytes: int = 0
     manifest_bytes: int = 0
-    full_fp32_bytes: int = 0
+    state_bytes: int = 0
     secs: float | None = None
     saved_at: datetime.datetime | None = None
     restores: int = 0
@@ -134,7 +136,7 @@ class StepDescription:
     @property
     def reduction(self) -> float:
         """How many times smaller than a plain full save it is."""
-        return self.full_fp32_bytes / max(1, self.total_bytes)
+        return self.state_bytes / max(1, self.total_bytes)
 
     def asdict(self) -> dict[str, Any]:
         """All of it, and what follows from it, as values of JSON."""
@@ -297,7 +299,7 @@ def footer(root: RootDescription) -> list[str]:
     if not told:
         return [line]
     # What a rollback has set aside can be had back by its name.
-    aside = [f"  {name}" for name in root.abandoned[:_SHOWN_ASIDE]]
+    aside = [f"  {visible(name)}" for name in root.abandoned[:_SHOWN_ASIDE]]
     if len(root.abandoned) > _SHOWN_ASIDE:
         aside.append(f"  ({len(root.abandoned) - _SHOWN_ASIDE} more)")
     return [line, f"beside them: {', '.join(told)}", *aside]
@@ -314,6 +316,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
         >>> aligned([["step", "rows"], ["7", "1,024"]], right={1})
         ['step   rows', '7     1,024']
     """
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -13,23 +13,46 @@ directories it renames, nor the root. What is missing is done here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import stat
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl: Any = None
+
+_log = logger(__name__)
 
 # To write a file that somebody else removes before it has its name.
 _TRIES = 10
+
+# What is said where folders cannot be synced, or not be opened for it. Linux says EINVAL where a
+# file system has no such operation (vboxsf, CIFS before 4.17), file systems that are programs say
+# what they like, other systems that only what is open for writing can be synced. PostgreSQL,
+# coreutils, restic and Dovecot pass over most of these too. Not EIO, ENOSPC and the like, which
+# tell of data that is lost, nor EACCES: who may not list a folder cannot restore from it either.
+_NO_SYNC = {
+    *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY),
+    *(errno.EBADF, errno.EISDIR),
+}
+# By device, whether folders can be synced there, and files be locked.
+_syncs: dict[int, bool] = {}
+_locks: dict[int, bool] = {}
 
 
 # What Orbax hands over behaves like a path of Python, on any storage.
@@ -96,13 +119,29 @@ def mode_of(path: AnyPath, *, follow: bool = True) -> int | None:
     Raises:
         OSError: if that cannot be seen.
     """
-    look = os.stat if follow else os.lstat
+    where = os.fspath(path)
     try:
-        return look(os.fspath(path)).st_mode
+        return (os.stat(where) if follow else os.lstat(where)).st_mode
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
         return None
+
+
+def names_in(folder: AnyPath) -> list[str]:
+    """Names of all that lies in a folder of a root, sorted; none where it is gone, or no folder.
+
+    A run may be saving in the root: whatever is seen there may be removed before it is listed.
+
+    Raises:
+        OSError: if it cannot be listed, though it is there.
+    """
+    try:
+        if is_local(folder):
+            return sorted(os.listdir(os.fspath(folder)))  # `epath` leaves out `x~`
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def size_of(path: AnyPath) -> int:
@@ -153,7 +192,7 @@ def write_durably(path: AnyPath, data: bytes) -> FileDigest:
     Returns:
         Its digest, with the file's name as path.
     """
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         if is_local(path):
             file.flush()
@@ -168,7 +207,7 @@ def replace_durably(path: AnyPath, data: bytes) -> None:
         write_durably(path, data)
         return
     for left in reversed(range(_TRIES)):
-        temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
+        temporary = path.parent / names.replacing(path.name, secrets.token_hex(4))
         try:
             write_durably(temporary, data)
             os.replace(os.fspath(temporary), os.fspath(path))
@@ -183,27 +222,119 @@ def replace_durably(path: AnyPath, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Has errors name the path, which the system leaves out of what is done to open files."""
+    try:
+        yield
+    except OSError as error:
+        # One without a number is of no call, and would lose its text, as ours would.
+        ours = isinstance(error, errors.CnrError)
+        if error.filename is None and error.errno is not None and not ours:
+            error.filename = os.fspath(path)
+        raise
+
+
 def sync_directory(path: AnyPath) -> None:
-    """Makes the entries of a local directory durable; storage services need nothing."""
+    """Makes the entries of a local directory durable; storage services need nothing.
+
+    Where a file system cannot do that, a warning says so once, and nothing is done.
+    """
     if not is_local(path):
         return
-    descriptor = os.open(os.fspath(path), os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with naming(path):
+            descriptor = os.open(os.fspath(path), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                _syncs.setdefault(os.fstat(descriptor).st_dev, True)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+        device = os.stat(path).st_dev
+        if _syncs.get(device, True):
+            _log.warning(
+                "the file system of %s cannot sync folders (%s): what is saved there is as good"
+                " as elsewhere, but a step that was reported as committed may be missing after"
+                " a power cut",
+                os.fspath(path),
+                error.strerror,
+            )
+        _syncs[device] = False
+
+
+def syncs_directories(path: AnyPath) -> bool:
+    """Whether folders can be synced where a folder is, or will be made.
+
+    Found out once for each file system.
+    """
+    if not is_local(path):
+        return True
+    there = _nearest(path)
+    device = os.stat(there).st_dev
+    if device not in _syncs:
+        sync_directory(there)
+    return _syncs[device]
+
+
+def locks_files(path: AnyPath) -> bool:
+    """Whether programs can lock files where a folder is, or will be made; found out once."""
+    if not is_local(path) or fcntl is None:
+        return True  # not for us to know
+    there = _nearest(path)
+    device = os.stat(there).st_dev
+    if device not in _locks:
+        with tempfile.TemporaryFile(dir=there) as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _locks[device] = True
+            except OSError as error:
+                _log.info("no locks in %s: %s", os.fspath(there), error)
+                _locks[device] = False
+    return _locks[device]
+
+
+def _nearest(path: AnyPath) -> AnyPath:
+    """A local folder, or the one above it that is there."""
+    while not exists(path) and path.parent != path:
+        path = path.parent
+    return path
+
+
+def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
+    """Makes files below a local directory durable, and the folders below it that name them."""
+    if not is_local(directory):
+        return
+    for path in paths:
+        with naming(directory / path), (directory / path).open("rb") as file:
+            os.fsync(file.fileno())
+    parts = [path.split("/") for path in paths]
+    folders = {"/".join(each[:i]) for each in parts for i in range(1, len(each))}
+    for folder in sorted(folders, reverse=True):
+        sync_directory(directory / folder)
 
 
 def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
-    """Makes all that is below a local directory durable; or the files right in it alone."""
+    """Makes all that is below a local directory durable; or the files right in it alone.
+
+    Others may have put something there: links and what else is no file are left out, what is gone
+    by now, and what this program may not open, since it has not written it.
+    """
     if not is_local(directory):
         return
-    for entry in directory.iterdir():
-        if not is_directory(entry):
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-        elif deep:
-            sync_tree(entry)
+    for name in names_in(directory):
+        entry = directory / name
+        mode = mode_of(entry, follow=False) or 0
+        if not os.access(entry, os.R_OK):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG(mode):
+                with naming(entry), entry.open("rb") as file:
+                    os.fsync(file.fileno())
+            elif stat.S_ISDIR(mode) and deep:
+                sync_tree(entry)
     sync_directory(directory)
 
 
@@ -251,18 +382,6 @@ def digest_of(path: str, data: bytes) -> FileDigest:
     return FileDigest(
         path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )
-
-
-def digest_tree(directory: AnyPath, prefix: str) -> tuple[FileDigest, ...]:
-    """Digests of all files below `directory`, by path, in order; `prefix` leads each path."""
-    found: list[FileDigest] = []
-    for entry in sorted(directory.iterdir(), key=lambda path: path.name):
-        path = f"{prefix}/{entry.name}"
-        if is_directory(entry):
-            found += digest_tree(entry, path)
-        else:
-            found.append(digest_file(entry, path))
-    return tuple(found)
 
 
 def digest_file(file: AnyPath, path: str) -> FileDigest:

@@ -15,7 +15,13 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_local,
+    names_in,
+)
 
 # As Orbax names steps, unless a format of the user's own does.
 _STEP_NAME = re.compile(r"(?:(.+)_)?([0-9]+)")
@@ -188,10 +194,11 @@ def check_is_no_file(root: AnyPath) -> None:
     """Checks that a root that is to be made can be: nothing but folders are in its path.
 
     Raises:
-        OptionError: if something else is.
+        OptionError: if something else is, or the package that reads its store is not installed.
         OSError: if that cannot be seen.
     """
     if not is_local(root):
+        _check_store(root)
         return
     path = root
     while not exists(path) and path != path.parent:
@@ -201,6 +208,34 @@ def check_is_no_file(root: AnyPath) -> None:
             f"{os.fspath(root)} is no root: {os.fspath(path)} is a file\n"
             "  got a file, expected a folder, or a path at which to make one"
         )
+
+
+def check_is_free(root: AnyPath, directory: str) -> None:
+    """Checks that no file is where Orbax makes the folder of a save: it would delete it.
+
+    Raises:
+        DependentsExistError: if there is one.
+        OSError: if that cannot be seen.
+    """
+    path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
+    if is_local(root) and exists(path) and not is_directory(path):
+        raise errors.DependentsExistError(
+            f"{directory} cannot be saved: {os.fspath(path)} is a file\n"
+            "  got a file, expected nothing where Orbax makes a folder\n"
+            "  hint: move it out of the root, or save another step",
+            kind="step_exists",
+        )
+
+
+def _check_store(root: AnyPath) -> None:
+    try:
+        fsspec.get_filesystem_class("gs")
+    except ImportError as error:
+        raise errors.OptionError(
+            f"{os.fspath(root)} is no root here, as gcsfs is not installed;"
+            " hint: pip install gcsfs",
+            kind="not_installed",
+        ) from error
 
 
 def check_is_there(root: AnyPath) -> None:
@@ -253,7 +288,7 @@ def step_directories(
         is_step: tells names of step directories; None: all that end in a digit.
         known: names that were found to be such before; they are not looked at again.
     """
-    wanted = is_step or may_be_step
+    wanted = is_step or names.may_be_step
     if not is_local(root):
         found = [path.name for path in root.iterdir() if _is_step(path)]
     else:
@@ -261,7 +296,8 @@ def step_directories(
             found = [
                 e.name
                 for e in entries
-                if e.name in known or (may_be_step(e.name) and _is_folder(root, e))
+                if e.name in known
+                or (names.may_be_step(e.name) and _is_folder(root, e))
             ]
     return sorted(name for name in found if name in known or wanted(name))
 
@@ -269,6 +305,27 @@ def step_directories(
 def _is_folder(root: AnyPath, entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a directory; only of a link another call is needed to tell."""
     return is_directory(root / entry.name) if entry.is_symlink() else entry.is_dir()
+
+
+def beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
+    """What lies in a root beside its steps, as `names.beside` sorts it; files are none of it.
+
+    Links that lead to no file count: steps may be links, and keep to be when they are renamed.
+
+    Raises:
+        OSError: if the root cannot be listed.
+    """
+    return names.beside(name for name in names_in(root) if _may_be_folder(root, name))
+
+
+def _may_be_folder(root: AnyPath, name: str) -> bool:
+    """Whether what a name says of a folder can be so; looks only where the name says anything."""
+    if names.kind_of_folder(name) is None:
+        return False
+    path = root / name
+    if is_directory(path):
+        return True
+    return is_local(root) and os.path.islink(path) and not exists(path)
 
 
 def other_checkpoints(
@@ -349,33 +406,32 @@ def find_item(root: AnyPath) -> str | None:
             if exists(item / names.MANIFEST):
                 return item.name
             items.append(item)
-    for item in items:
-        if any(names.is_own(path.name) for path in item.iterdir()):
-            return item.name
-    return None
+    return next((item.name for item in items if is_own_item(item)), None)
+
+
+def is_own_item(item: AnyPath) -> bool:
+    """Whether a folder of a step holds anything that this library alone writes.
+
+    Raises:
+        OSError: if it cannot be listed, though it is there.
+    """
+    return any(map(names.is_own, names_in(item)))
 
 
 def _items(step: AnyPath) -> list[AnyPath]:
     """The folders in a step directory, sorted."""
-    found = sorted(step.iterdir(), key=lambda path: path.name)
-    return [path for path in found if is_directory(path)]
+    return [step / name for name in names_in(step) if is_directory(step / name)]
 
 
 def _is_step(path: AnyPath) -> bool:
     """Whether a path may be a committed step: a folder that ends in a number."""
-    return may_be_step(path.name) and is_directory(path)
-
-
-def may_be_step(name: str) -> bool:
-    """Whether a name may be that of a committed step: it ends in a digit."""
-    return name[-1:] in set("0123456789") and not names.is_set_aside(name)
+    return names.may_be_step(path.name) and is_directory(path)
 
 
 def is_foreign(step: AnyPath) -> bool:
     """Whether a step directory holds something, but nothing that this library writes."""
     try:
-        held = [path for path in step.iterdir() if is_directory(path)]
-        found = [path.name for item in held for path in item.iterdir()]
+        found = [name for item in _items(step) for name in names_in(item)]
     except OSError:
         return True  # it is not known, and so left alone
     return bool(found) and not any(map(names.is_own, found))
@@ -387,12 +443,26 @@ def is_checkpoint(step: AnyPath) -> bool:
     Orbax leaves `_CHECKPOINT_METADATA` in each step.
     """
     try:
-        held = [path.name for path in step.iterdir()]
-        return names.ORBAX_METADATA in held or any(
-            names.is_own(path.name)
-            for item in held
-            if is_directory(step / item)
-            for path in (step / item).iterdir()
-        )
+        return _was_saved(step)
     except OSError:
         return True  # it is not known, and so nothing is begun beside it
+
+
+def _was_saved(step: AnyPath) -> bool:
+    if names.ORBAX_METADATA in names_in(step):
+        return True
+    return any(map(is_own_item, _items(step)))
+
+
+def is_earlier_run(folder: AnyPath) -> bool:
+    """Whether a folder of a root is the root of an earlier run: called so, and a step is in it.
+
+    Anybody may call a folder so: before it is deleted, it must be seen to be one.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    if names.kind_of_folder(folder.name) != "earlier_runs" or not is_directory(folder):
+        return False
+    steps = [*step_directories(folder), *beside(folder)["abandoned"]]
+    return any(_was_saved(folder / name) for name in steps)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.checked import reading
-from cnr_jax.repository.files import AnyPath, exists, is_local
+from cnr_jax.repository.files import AnyPath, is_local, naming
 from cnr_jax.repository.layout import check_can_be_read, open_root
 
 # Of a save, in their order: its report, and so its line, has `find_secs` and so on.
@@ -59,12 +59,13 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            # What a killed program has left stays a line of its own.
-            line = b"\n" + line
-        while line:
-            line = line[os.write(descriptor, line) :]
+        with naming(root / names.METRICS):
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # What a killed program has left stays a line of its own.
+                line = b"\n" + line
+            while line:
+                line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
 
@@ -72,9 +73,9 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
 def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """What a run with `Options(metrics=True)` has noted in its root, the oldest first.
 
-    Imports neither jax nor Orbax. A run may be saving there; the beginning of a line that a killed
-    program has left is passed over. A root that holds runs one after the other
-    (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
+    Imports neither jax nor Orbax. A run may be saving there; a line that tells of neither, such as
+    the beginning of one that a killed program has left, is passed over. A root that holds runs one
+    after the other (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
 
     Args:
         root: directory of the checkpoints, a local path.
@@ -102,16 +103,19 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     folder = open_root(root)
     check_can_be_read(folder)
     path = folder / names.METRICS
-    if not exists(path):
-        return []
-    with reading(path):
-        data = path.read_bytes()
+    try:
+        with reading(path):
+            data = path.read_bytes()
+    except errors.IntegrityError as error:
+        if error.kind != "file_missing":
+            raise
+        return []  # a run may be saving there, and somebody may tidy up
     found: list[dict[str, Any]] = []
     for line in data.split(b"\n"):
         try:
             document: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(document, dict) and "event" in document:
+        if isinstance(document, dict) and document.get("event") in ("save", "restore"):
             found.append(cast("dict[str, Any]", document))
     return found

@@ -18,9 +18,10 @@ from cnr_jax.repository.files import (
     AnyPath,
     exists,
     is_directory,
+    names_in,
     read_small,
 )
-from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.layout import is_own_item, step_directories
 from cnr_jax.repository.step import check_committed
 
 # Far more than Orbax notes of a step.
@@ -46,11 +47,10 @@ def saved_by(step: AnyPath, item: str) -> Literal["own", "orbax"] | None:
     try:
         if exists(step / item / names.MANIFEST):
             return "own"
-        held = {path.name: path for path in step.iterdir()}
-        below: set[str] = set()
-        for path in held.values():
-            if is_directory(path):
-                below.update(inner.name for inner in path.iterdir())
+        held, below = names_in(step), set[str]()
+        for name in held:
+            if is_directory(step / name):
+                below.update(names_in(step / name))
     except OSError:
         return "own"
     if any(map(names.is_own, below)):
@@ -64,9 +64,7 @@ def saved_by(step: AnyPath, item: str) -> Literal["own", "orbax"] | None:
 
 def is_state_of_orbax(item: AnyPath) -> bool:
     """Whether the folder of an item holds a pytree that plain Orbax saved."""
-    return exists(item / _TREE) and not any(
-        names.is_own(path.name) for path in item.iterdir()
-    )
+    return exists(item / _TREE) and not is_own_item(item)
 
 
 class OrbaxStep(NamedTuple):
@@ -209,8 +207,16 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
 
 def _states(step: AnyPath) -> list[str]:
     """Items of a step of plain Orbax that are pytrees."""
-    held = [path for path in step.iterdir() if is_directory(path)]
-    return sorted(path.name for path in held if is_state_of_orbax(path))
+    return [
+        name
+        for name in names_in(step)
+        if is_directory(step / name) and is_state_of_orbax(step / name)
+    ]
+
+
+def items_of_orbax(step: AnyPath) -> frozenset[str]:
+    """Names of the items of a step, as Orbax noted them; empty where they are not known."""
+    return frozenset(_handlers(step)) - {""}
 
 
 def _handlers(step: AnyPath) -> Mapping[str, str]:

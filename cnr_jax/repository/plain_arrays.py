@@ -40,8 +40,9 @@ def write_array(
     blocks: Iterable[np.ndarray],
     chunk_rows: int,
     attributes: Mapping[str, Any],
+    axes: Sequence[str] | None = None,
 ) -> None:
-    """Writes an array as a folder of its own.
+    """Writes an array as a folder of its own, which whoever calls is to sync.
 
     Args:
         path: of the folder.
@@ -51,6 +52,7 @@ def write_array(
             last; of an array without axes itself.
         chunk_rows: entries of the first axis in a chunk.
         attributes: to be stored with it.
+        axes: names of its axes; None: they have none.
 
     Once it returns or raises nothing is written any more, so that the folder can be removed.
 
@@ -59,7 +61,10 @@ def write_array(
     """
     where = {"driver": "file", "path": f"{path}/"}
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
-    store = ts.open(spec, create=True, context=context(cache_bytes=0)).result()
+    if axes is not None:
+        spec["metadata"]["dimension_names"] = list(axes)
+    own = context(cache_bytes=0, syncs=False)
+    store = ts.open(spec, create=True, context=own).result()
     pending: collections.deque[ts.WriteFutures] = collections.deque()
     start = 0
     try:

@@ -33,7 +33,8 @@ from cnr_jax.repository.step import (
     uuid_of_step,
 )
 from cnr_jax.repository.step_reader import StepReader, open_chain
-from cnr_jax.state.layouts import layout_from
+from cnr_jax.repository.upkeep.aside import check_is_here
+from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few
 
 _SHOWN = 10
@@ -92,7 +93,8 @@ def read_rows(
     Args:
         root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
         table: name of the table, as `find_tables` was given it.
-        ids: of rows, as `record` takes them: integers in any shape, in any order, also twice.
+        ids: of rows, as `record` takes them: integers in any shape, in any order, also twice;
+            negative ones count from the end, as in `table[ids]`.
         step: to read; None: the newest of the newest branch whose chain is there.
         slots: whether the rows of its optimizer slots are read too.
         item: the item of the step; None: the one that holds a checkpoint of this library.
@@ -238,6 +240,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     step = step_or_newest(step, _FORMS)
     path = open_root(root)
     check_can_be_read(path, item)
+    check_is_here(path)
     item = item or find_item(path)
     if item is None:
         # Plain Orbax may have saved those that are there, and knows no tables.
@@ -290,7 +293,7 @@ def table_entry(manifest: Manifest, table: str) -> TableEntry:
 
 
 def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
-    """Row ids as they were given, int64; all of them are rows of the table."""
+    """Row ids as they were given, int64, counted from the start; all are rows of the table."""
     try:
         given = np.asarray(ids)
     except ValueError as error:
@@ -301,12 +304,19 @@ def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
         raise errors.OptionError(
             f"row ids of table {entry.name!r} are {given.dtype}, expected integers"
         )
-    wrong = np.argwhere((given < 0) | (given >= entry.rows)) if given.size else []
-    if len(wrong):
-        first = tuple(int(at) for at in wrong[0])
+    # Where JAX wraps them to: of a table without a layout, the array that is looked up has padding.
+    end = entry.padded_rows if entry.layout.name == Identity.name else entry.rows
+    # Before a large one of 64 bits without a sign becomes negative.
+    wrong = given >= entry.rows
+    found = given.astype(np.int64)
+    found = np.where(found < 0, found + end, found)
+    wrong = wrong | (found < 0) | (found >= entry.rows)
+    if wrong.any():
+        first = tuple(int(at) for at in np.argwhere(wrong)[0])
         raise errors.OptionError(
-            f"{len(wrong):,} row ids of table {entry.name!r} are out of range\n"
-            f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}",
+            f"{np.count_nonzero(wrong):,} row ids of table {entry.name!r} are out of range\n"
+            f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}, or"
+            f" {-end} to {-1 - (end - entry.rows)} from the end",
             kind="no_row",
         )
-    return given.astype(np.int64)
+    return found

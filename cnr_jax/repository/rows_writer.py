@@ -32,7 +32,13 @@ from cnr_jax.format.tiles import (
 )
 from cnr_jax.repository.arrays import ArrayWriter
 from cnr_jax.repository.checked import numpy_dtype
-from cnr_jax.repository.files import AnyPath, sync_directory, write_durably
+from cnr_jax.repository.files import (
+    AnyPath,
+    sync_directory,
+    sync_tree,
+    syncs_directories,
+    write_durably,
+)
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
@@ -156,6 +162,8 @@ class RowsWriter:
     ) -> None:
         self._directory, self._compression = directory, compression
         self._rows = directory / names.rows_directory(process)
+        # TensorStore syncs files together with their folders, or not at all.
+        self._syncs = syncs_directories(directory)
         self._uuid, self._process, self._plans = uuid, process, plans
         self._with_rows = [plan for plan in plans if plan.count]
         self._run_of = {id(plan): i for i, plan in enumerate(self._with_rows)}
@@ -203,6 +211,7 @@ class RowsWriter:
             length,
             exact=exact,
             compression=self._compression,
+            syncs=self._syncs,
         )
 
     def write(
@@ -249,7 +258,9 @@ class RowsWriter:
             ),
             row_errors=_sampled_errors(by_table),
         )
-        if arrays:
+        if arrays and not self._syncs:
+            sync_tree(self._rows)
+        elif arrays:
             # TensorStore syncs files and the directory of each; the ones above are ours.
             for name in arrays:
                 sync_directory(self._rows / name)

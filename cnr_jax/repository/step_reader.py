@@ -109,17 +109,18 @@ class StepReader:
         return sum(reader.read_bytes for reader in self._arrays.values())
 
     def check_dense(self) -> Seal:
-        """Checks every dense file against its digest, and that there are no others or too few.
+        """Checks every dense file against its digest, and that none could be mistaken for one.
 
         Returns:
             What tells afterwards whether they are still the same.
 
         Raises:
-            IntegrityError: at the first one that is missing, damaged or not named.
+            IntegrityError: at the first one that is missing or damaged, or that Orbax could
+                take for one of them.
         """
         files = self.manifest.dense_files
         check_dense_index(self.manifest.dense_leaves, files, self.directory)
-        return sealed(self.directory, names.DENSE, files)
+        return sealed(self.directory, files)
 
     def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
         """Tiles of a leaf, each with the process that wrote it.

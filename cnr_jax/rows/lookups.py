@@ -8,7 +8,6 @@ reads ids by the same functions: a row that it changes must be one that `record`
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, Union
 
@@ -22,8 +21,9 @@ from jax.typing import ArrayLike, DTypeLike
 from cnr_jax.errors import CnrError, TouchedError
 from cnr_jax.state.layouts import RowLayout
 from cnr_jax.state.table import few, index_dtype
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Lookup(NamedTuple):

@@ -327,6 +327,27 @@ def in_chunks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, in
         yield block
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Leaves the mesh of `jax.set_mesh` and what debugs a user's programs; also a decorator.
+
+    Programs of a save or a restore run on one device each, which jax refuses within a mesh of
+    several. Moving rows is what they are for, rows are theirs as they are, NaN or not, and none
+    of them can be run without being compiled. So what forbids these, for a train step's sake,
+    is not asked here. Arrays keep their own shardings. What is set also decides under what jax
+    keeps a program: one that was compiled in here is found again only here, from any thread.
+    """
+    with (
+        jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+        jax.no_tracing(False),
+    ):
+        yield
+
+
 def compiled(
     work: Callable[..., Any],
     device: jax.Device,
@@ -342,6 +363,7 @@ def compiled(
     return ahead_of_time(jax.jit(work), *shapes)
 
 
+@own_settings()
 def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
     """A jitted function, compiled for arrays like these.
 
@@ -374,18 +396,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh` for a while; also a decorator.
-
-    Programs of a save or a restore run on one device each, which jax refuses within a mesh of
-    several. Arrays keep their own shardings. What is set also decides under what jax keeps a
-    program: one that was compiled outside is found again only there, from any thread.
-    """
-    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-        yield
 
 
 def placing(asked: str) -> Way:

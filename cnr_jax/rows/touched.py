@@ -234,20 +234,22 @@ def record(touched: Touched, ids: Mapping[str, Ids], *, check: bool = False) -> 
             f"table {unknown[0]!r} is not tracked\n"
             f"  got ids of {sorted(ids)}, tracked: {sorted(tables)}"
         )
-    clock = jnp.minimum(touched.clock, CLOCK_LIMIT - 1) + 1
-    stamps = dict(touched.stamps)
-    for name, given in ids.items():
-        table = tables[name]
-        _check_length(stamps[name], table)
-        features = list(lookups(given, f"ids of table {name!r}"))
-        rows = [stored_rows(lookup, table, label) for label, lookup in features]
-        if check:
-            for label, lookup in features:
-                report_strays(lookup, table, label)
-        if rows:
-            flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
-            own = stamps[name]
-            stamps[name] = _stamp(own, _beside(own, flat), _beside(own, clock))
+    # Outside of `jit` each number below is a transfer.
+    with jax.transfer_guard("allow"):
+        clock = jnp.minimum(touched.clock, CLOCK_LIMIT - 1) + 1
+        stamps = dict(touched.stamps)
+        for name, given in ids.items():
+            table = tables[name]
+            _check_length(stamps[name], table)
+            features = list(lookups(given, f"ids of table {name!r}"))
+            rows = [stored_rows(lookup, table, label) for label, lookup in features]
+            if check:
+                for label, lookup in features:
+                    report_strays(lookup, table, label)
+            if rows:
+                flat = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+                own = stamps[name]
+                stamps[name] = _stamp(own, _beside(own, flat), _beside(own, clock))
     return dataclasses.replace(touched, stamps=stamps, clock=clock)
 
 
@@ -380,6 +382,8 @@ def _stamped_tables(tables: Mapping[str, Table]) -> tuple[StampedTable, ...]:
     return stamped
 
 
+# Stamps are made on the host, and this is where they go to devices.
+@jax.transfer_guard("allow")
 def _assemble(
     tables: tuple[StampedTable, ...],
     shardings: Mapping[str, Sharding | None],

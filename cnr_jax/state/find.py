@@ -10,7 +10,7 @@ the dense rest, so that a checkpoint holds all of it, once.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,11 @@ import numpy as np
 
 from cnr_jax.errors import TableError
 from cnr_jax.integers import integer
+from cnr_jax.state.doubts import find_doubts
 from cnr_jax.state.layouts import ModSharded, RowLayout
-from cnr_jax.state.paths import Mirror, PathIndex, StateLeaf, normalise
+from cnr_jax.state.mirrors import Mirror, Mirrors
+from cnr_jax.state.paths import PathIndex, StateLeaf, normalise
+from cnr_jax.state.structure import form_of
 from cnr_jax.state.table import (
     Leaf,
     Table,
@@ -86,41 +89,29 @@ def find_tables(
     """
     specs = _specs(spec)
     index = PathIndex(state)
-    chosen = {name: _choose(index, name, s.path or name) for name, s in specs.items()}
+    mirrors = Mirrors(index)
+    chosen = {n: _choose(index, mirrors, n, s.path or n) for n, s in specs.items()}
     parameters = {entry.path for entry in chosen.values()}
     tables = {
-        name: _table(index, name, specs[name], entry, parameters)
+        name: _table(index, name, specs[name], entry, mirrors.of(entry, parameters))
         for name, entry in chosen.items()
     }
     owner = _owners(tables)
     dense = [(p, x) for p, x in flatten_paths(state) if p not in owner]
-
-    missed = _perhaps_tables(index, dense)
+    unlisted = [table for n, table in tables.items() if specs[n].slots is None]
+    doubts = find_doubts(index, mirrors, unlisted, dense)
+    missed = _perhaps_tables(index, mirrors, dense)
 
     def question(path: tuple[str, ...], leaf: Any) -> str:
-        asked = [
-            f"a slot of table {table.name!r}? TableSpec(slots=[...])"
-            for table in tables.values()
-            if perhaps_slot(path, leaf, table)
-        ]
-        return " Or ".join(asked[:1] + ([missed[path]] if path in missed else []))
+        return " Or ".join(x[path] for x in (doubts.questions, missed) if path in x)
 
     lines = dense_lines(dense, question)
-    return Tables(tables, [path for path, _ in dense], lines)
-
-
-def perhaps_slot(path: tuple[str, ...], leaf: Any, table: Table) -> bool:
-    """Whether a dense leaf looks like a slot of a table: by its name, and a row for each row.
-
-    Its path does not end with the table's, as those of slots do.
-    """
-    shape = getattr(leaf, "shape", ())
-    is_alike = tuple(shape[:1]) in {(table.rows,), (table.padded_rows,)}
-    return is_alike and normalise(path)[-1:] == normalise(table.path)[-1:]
+    forms = {path: form_of(leaf) for path, leaf in dense}
+    return Tables(tables, list(forms), lines, doubts.texts, forms)
 
 
 def _perhaps_tables(
-    index: PathIndex, dense: Sequence[tuple[tuple[str, ...], Any]]
+    index: PathIndex, mirrors: Mirrors, dense: Sequence[tuple[tuple[str, ...], Any]]
 ) -> dict[tuple[str, ...], str]:
     """Maps the paths of large dense leaves that look like tables to a question about them.
 
@@ -139,7 +130,7 @@ def _perhaps_tables(
             size = f"{nbytes / (1 << 20):.2f} MiB"
             alike[path] = f"a table? Each save holds all of its {size}"
     for entry in [index.by_path[path] for path in alike]:
-        for mirror in index.mirrors(entry):
+        for mirror in mirrors.of(entry):
             alike.pop(mirror.entry.path, None)
     return alike
 
@@ -192,10 +183,10 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
     return specs
 
 
-def _choose(index: PathIndex, name: str, path: str) -> StateLeaf:
+def _choose(index: PathIndex, mirrors: Mirrors, name: str, path: str) -> StateLeaf:
     """Finds the one parameter that a table's path means."""
     matches = index.match(path)
-    mirrored = {m.entry.path for entry in matches for m in index.mirrors(entry)}
+    mirrored = {m.entry.path for entry in matches for m in mirrors.of(entry)}
     left = [entry for entry in matches if entry.path not in mirrored] or matches
     # A module's table is its matrix: biases and counters beside it are not meant.
     least = min(2, max((entry.ndim for entry in left), default=0))
@@ -222,7 +213,7 @@ def _table(
     name: str,
     spec: TableSpec,
     entry: StateLeaf,
-    parameters: Collection[tuple[str, ...]],
+    mirrors: Sequence[Mirror],
 ) -> Table:
     leaf = _leaf("table", entry, name)
     if not leaf.shape or 0 in leaf.shape:
@@ -243,7 +234,6 @@ def _table(
         )
     given = leaf.shape[0] if spec.rows is None else spec.rows
     rows = _checked_rows(name, given, leaf, spec.layout)
-    mirrors = index.mirrors(entry, parameters)
     if spec.slots is None:
         named = _found_slots(name, leaf, mirrors)
     else:

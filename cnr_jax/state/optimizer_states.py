@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from cnr_jax.state.paths import Mirror, PathIndex
-from cnr_jax.state.table import Path, Table, key_strings
+from cnr_jax.state.mirrors import Mirror, Mirrors
+from cnr_jax.state.paths import PathIndex, named_tuples
+from cnr_jax.state.table import Path, Table
+from cnr_jax.state.trees import is_copy
 
 # The first group was measured on optax 0.2.8 (6 x 3 rows, a batch of two rows, then two
 # of one): rows outside the later batches changed, in the parameter or in a slot. With
@@ -61,10 +63,6 @@ _MOVING_TOGETHER = {
     "x0": {"s"},
     "cache": {"adv_state", "steps_since_sync"},  # sam
 }
-# Copies of the parameters, whoever keeps them.
-_COPY_WORDS = frozenset(
-    {"ema", "polyak", "swa", "averaged", "average", "teacher", "target", "momentum"}
-)
 _DECAY = "weight_decay"
 _NOISE_STATES = frozenset({"AddNoiseState", "DifferentiallyPrivateAggregateState"})
 _AT_MOST = 4  # parts to name: enough for one optimizer and what is around it
@@ -114,9 +112,9 @@ def moving_parts(state: Any, table: Table) -> tuple[str, ...]:
 
 def _moving_parts(state: Any, table: Table) -> Iterator[str]:
     index = PathIndex(state)
-    classes = dict(_state_classes(state))
+    classes = {path: kind.__name__ for path, kind in named_tuples(state)}
     entry = index.by_path.get(table.path)
-    mirrors = index.mirrors(entry, {table.path}) if entry else []
+    mirrors = Mirrors(index).of(entry, {table.path}) if entry else []
     for mirror in mirrors:
         reason = _moves(mirror, index, classes)
         if reason:
@@ -124,22 +122,6 @@ def _moving_parts(state: Any, table: Table) -> Iterator[str]:
     for node, text in _moving_everything(index, classes):
         if _concerns(node, mirrors):
             yield text
-
-
-def _state_classes(tree: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Lists the NamedTuples in a tree: path, class name."""
-    if _is_named_tuple(tree):
-        yield prefix, type(tree).__name__
-    flat = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree and _is_named_tuple(node)
-    )[0]
-    for keys, node in flat:
-        if _is_named_tuple(node):
-            yield from _state_classes(node, (*prefix, *key_strings(keys)))
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | None:
@@ -150,7 +132,7 @@ def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | 
     holder = classes.get(above)
     if holder in _MOVING_STATES:
         return f"of {holder}"
-    if _COPY_WORDS & set(field.lower().split("_")):
+    if is_copy((field,)):
         return "(a copy that follows the parameters)"
     if holder is not None:
         return None  # adagrad, or a state of the user's own

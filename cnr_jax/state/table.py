@@ -136,18 +136,25 @@ class Tables(Mapping[str, Table]):
 
     Attributes:
         dense: paths of the leaves that belong to no table, in the state's order.
+        doubts: of each table for which leaves may be slots that were not taken for such, which
+            these are and what to write; logged at the first save, and the hint of each.
+        forms: what the dense leaves were like, by path; None: not known, and not compared.
     """
 
-    __slots__ = ("_dense_lines", "_tables", "dense")
+    __slots__ = ("_dense_lines", "_tables", "dense", "doubts", "forms")
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         dense: Sequence[tuple[str, ...]] = (),
         dense_lines: Sequence[str] = (),
+        doubts: Sequence[str] = (),
+        forms: Mapping[Path, Any] | None = None,
     ) -> None:
         """Makes a mapping of tables; `dense_lines` describe dense leaves in print."""
         self._tables = dict(tables)
+        self.forms = forms
+        self.doubts = tuple(doubts)
         self.dense = tuple(dense)
         self._dense_lines = tuple(dense_lines)
 

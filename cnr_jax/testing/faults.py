@@ -79,6 +79,7 @@ class Fault:
         times: how many calls in turn; 0: all from the nth on.
         secs: length of a delay.
         match: part of the path, or of the new path of a rename or link; "": any.
+        folders: strikes at folders alone, as where these cannot be synced.
         process: `"NAME=VALUE"`: strikes only in processes with this environment variable;
             "": in every one that the program starts.
 
@@ -93,6 +94,7 @@ class Fault:
     secs: float = 0.0
     match: str = ""
     process: str = ""
+    folders: bool = False
 
     def __post_init__(self) -> None:
         if self.call not in ("any", *CALLS, *LOOKS):
@@ -219,6 +221,8 @@ def environment(
             "CNR_FAULT_SECS": str(fault.secs),
             "CNR_FAULT_MATCH": fault.match,
         }
+        if fault.folders:
+            found["CNR_FAULT_FOLDERS"] = "1"
         if fault.process:
             found["CNR_FAULT_PROCESS"] = fault.process
     return found

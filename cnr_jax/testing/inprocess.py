@@ -173,6 +173,8 @@ def failing(below: str | os.PathLike[str], fault: Fault) -> Iterator[list[Call]]
             return
         if fault.match not in call.path and fault.match not in call.to:
             return
+        if fault.folders and not os.path.isdir(call.path):
+            return
         with lock:
             fitting += 1
             if fitting < fault.nth or 0 < fault.times <= fitting - fault.nth:

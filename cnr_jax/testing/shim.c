@@ -39,6 +39,7 @@ static struct {
   char log[PATH_MAX];
   char after[PATH_MAX];  /* nothing counts before this file exists */
   int looks; /* whether calls that only look count */
+  int folders; /* whether the fault strikes at folders alone */
   char call[32];
   char match[PATH_MAX];
   long nth, times;
@@ -87,6 +88,7 @@ static void configure(void) {
   copy_variable(config.log, sizeof config.log, "CNR_FAULT_LOG");
   copy_variable(config.after, sizeof config.after, "CNR_FAULT_AFTER");
   config.looks = getenv("CNR_FAULT_LOOKS") != NULL;
+  config.folders = getenv("CNR_FAULT_FOLDERS") != NULL;
   copy_variable(config.call, sizeof config.call, "CNR_FAULT_CALL");
   copy_variable(config.match, sizeof config.match, "CNR_FAULT_MATCH");
   const char *text = getenv("CNR_FAULT_ACTION");
@@ -239,8 +241,15 @@ static int is_look(const char *call) {
   return strcmp(call, "stat") == 0 || strcmp(call, "scandir") == 0 || strcmp(call, "open_read") == 0;
 }
 
+static int is_folder(const char *path) {
+  int fd = syscall(SYS_openat, AT_FDCWD, path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (fd >= 0) syscall(SYS_close, fd);
+  return fd >= 0;
+}
+
 static int fits(const char *call, const char *path, const char *to) {
   if (strcmp(config.call, "any") == 0 ? is_look(call) : strcmp(config.call, call) != 0) return 0;
+  if (config.folders && !is_folder(path)) return 0;
   return !config.match[0] || strstr(path, config.match) || strstr(to, config.match);
 }
 

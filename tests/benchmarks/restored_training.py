@@ -62,7 +62,7 @@ def train_restored(
     reports: list[cnr.SaveReport] = []
     options = cnr.Options(
         codec="raw" if bits is None else "adaptive",
-        bits=bits or 4,
+        bits=bits,
         slot_codec=slots,
         expected_restores=len(stops) if bits == "auto" else None,
         preservation_policy=ocp.checkpoint_managers.LatestN(1),

@@ -28,13 +28,13 @@ class Cnr(_Managed):
 
     Args:
         policy: `OneShot` by default: the later saves are deltas against the first one.
-        bits: 2, 3, 4 or 8.
+        bits: 2, 3, 4 or 8; None: the codec has none.
         codec: its name.
         options: more of `cnr.Options`.
     """
 
     codec: ClassVar[str] = "adaptive"
-    bits: ClassVar[int] = 4
+    bits: ClassVar[int | None] = 4
     compression: ClassVar[str | None] = None
 
     def __init__(self, root: Path, state: State, **options: Any) -> None:
@@ -99,6 +99,7 @@ class CnrRaw(Cnr):
 
     name = "cnr-raw"
     codec = "raw"
+    bits = None
 
 
 class Orbax(_Managed):

@@ -116,7 +116,7 @@ def _digests(size: int, root: Path) -> Figures:
     file = root / "dense" / "file"
     file.write_bytes(os.urandom(size))
     named: FileDigest = digest_file(file, "dense/file")
-    return _timed(lambda: sealed(root, "dense", [named]).check(), size)
+    return _timed(lambda: sealed(root, [named]).check(), size)
 
 
 def _read_all(path: Path) -> int:

@@ -266,7 +266,7 @@ def test_explain_takes_no_saves_of_another_branch(
 
 def test_prune_tells_what_goes_and_deletes_it_only_if_told(root: Path) -> None:
     claim = root / "cnr_jax.writer.json"
-    before = tree(root)
+    before, written = tree(root), claim.read_bytes()
     code, out, _ = call("prune", root, "--keep", 1)
     lines = [line.split() for line in out.splitlines()]
     assert code == 0 and tree(root) == before
@@ -282,7 +282,9 @@ def test_prune_tells_what_goes_and_deletes_it_only_if_told(root: Path) -> None:
     assert (code, found["error"]["kind"]) == (11, "writer_busy")
     assert tree(root) == before
     code, found = as_json("prune", root, "--keep", 1, "--yes", "--writer-is-dead")
-    assert code == 0 and found["is_done"] and not claim.exists()
+    assert code == 0 and found["is_done"]
+    # What is not known stays so: nobody but the user said that it was dead.
+    assert claim.read_bytes() == written
     assert [fate["step"] for fate in found["fates"] if fate["stays"]] == [0, 3]
     assert call("ls", root)[1].count("yes") == 2
 
@@ -492,9 +494,13 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
         assert code == (3 if verb == "diff" else 0), verb
         assert "error" not in document
     np.save(tmp_path / "trace.npy", np.arange(40))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "cut.npz").write_bytes(trace.read_bytes()[:-9])
     for name, said in (
         ("truth.txt", "there is no trace"),
         ("trace.npy", "is no trace"),
+        ("empty.npz", "is no trace"),
+        ("cut.npz", "is no trace"),
     ):
         code, document = as_json("simulate", "--accesses", tmp_path / name)
         assert (code, document["error"]["kind"]) == (12, "option")

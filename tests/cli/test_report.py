@@ -9,6 +9,7 @@ import hashlib
 import html.parser
 import importlib.resources
 import json
+import os
 import re
 import shutil
 import sys
@@ -148,7 +149,7 @@ def test_panels_hold_what_manifests_tell(root: Path) -> None:
     assert by_name["Bytes of each save", "full"] == (sizes[0], *[None] * 5)
     assert by_name["Bytes of each save", "delta"] == (None, *sizes[1:])
     assert by_name["Capacity", "as they are"][-1] == sum(sizes) == found.total_bytes
-    plain = [step.full_fp32_bytes for step in found.steps]
+    plain = [step.state_bytes for step in found.steps]
     assert by_name["Capacity", "had all been plain full saves"][-1] == sum(plain)
     user = [step.tables[0].saved_rows / 64 for step in found.steps]
     assert by_name["Share of rows in deltas, by table", "user"] == (None, *user[1:])
@@ -224,12 +225,70 @@ def test_metrics_tell_of_phases_and_of_removed_saves(
     assert None not in shares[1:]
     held = sum(each.total_bytes for each in reports if each.step in (0, 4, 5))
     assert panels["Capacity"].series[1].values[-1] == held
+    # Earlier versions called what a plain full save would have written by another name.
+    plain = page.column("saves", "plain full save")
+    assert len(set(plain)) == 1
+    file = root / "cnr_jax.metrics.jsonl"
+    lines = file.read_text()
+    file.write_text(lines.replace('"state_bytes"', '"full_fp32_bytes"'))
+    assert report(root).column("saves", "plain full save") == plain
     # Of a removed save too it is told that the run was restored before it.
     with run.open(root, {"max_to_keep": 1}, **options) as manager:
         run.restore(manager, None)
         run.run(manager, range(6, 9))
     notes = report(root).column("saves", "note")
     assert notes[6] == "restored before it; removed since" and notes[8] == ""
+
+
+# What may stand in any field of a line, as JSON.
+ODD = [
+    *("[]", "{}", "[[]]", '{"a": [1]}', "null", "true", '"x"', '"<b>"', '"\\ud800"'),
+    *("NaN", "Infinity", "-Infinity", "1e400", "1e308", "1e-320", "1.5", "-1"),
+    *("9223372036854775808", "1" * 400, "[null]", '[{"name": []}]', "[1, 2]"),
+    '[{"name": "\\ud800\\u001b", "saved_share": 1e17}]',
+]
+
+
+def test_nothing_in_the_metrics_stops_a_report(
+    tiny_run: Any, tmp_path: Path, unsynced: None
+) -> None:
+    """Each field of a save in turn is anything; and lines are none."""
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root, metrics=True) as manager:
+        run.run(manager, range(2))
+    described = cnr.describe(root)
+    path = root / "cnr_jax.metrics.jsonl"
+    whole = path.read_bytes()
+    fields = json.loads(whole.splitlines()[-1])
+    table = fields["tables"][0]
+    # A step, branch, run or kind that is none makes a line of no save.
+    needed = {"step", "generation", "run", "kind", "event"}
+    for odd in ODD:
+        lines = [
+            json.dumps({**fields, "step": 10 + i, field: "@"})
+            for i, field in enumerate(fields)
+        ]
+        lines += [
+            json.dumps({**fields, "step": 90 + i, "tables": [{**table, field: "@"}]})
+            for i, field in enumerate(table)
+        ]
+        text = "\n".join(line.replace('"@"', odd) for line in lines)
+        # And the last one unfinished, as of a program that was killed.
+        path.write_bytes(whole + text.encode() + b'\n\xff\xfe\0\n{"event":"sa')
+        found = course_of(described)
+        page_of(found, datetime.datetime.now(datetime.UTC)).encode()
+        there = {save.step for save in found.saves}
+        for i, field in enumerate(fields):
+            assert field in needed or 10 + i in there, (field, odd)
+        assert there >= {0, 1, *range(90, 90 + len(table))}
+        if odd == "[[]]":
+            gone = {field for i, field in enumerate(fields) if 10 + i not in there}
+            assert gone == needed
+    # As the program.
+    lines += ["[" * 100_000, '{"event":' * 50_000, "9" * 6000, "x" * 10_000_000]
+    lines += ['{"event": "save", "step": 1, "step": []}', '{"event": "restore"}', ""]
+    path.write_text("\n".join(lines).replace('"@"', "1e308"))
+    assert len(report(root).column("saves", "step")) > len(fields)
 
 
 def test_damage_is_named_and_marked(root: Path) -> None:
@@ -307,6 +366,11 @@ def test_nothing_is_replaced_nor_written_into_a_root(root: Path) -> None:
     code, _, err = call("report", root, "-o", root.parent / "no" / "x.html")
     assert code == 1 and "there is no folder" in err
     assert tree(root) == before
+    os.mkfifo(root.with_name("pipe"))
+    for forced in ([], ["--force"]):
+        code, out, err = call("report", root, "-o", root.with_name("pipe"), *forced)
+        assert (code, out) == (1, "") and "replace" in err
+    root.with_name("pipe").unlink()
     assert call("report", root.parent / "missing", "-o", output, "--force")[0] == 10
     assert output.read_text() == "mine"
     code, out, _ = call("report", root, "-o", output, "--force", "--json")

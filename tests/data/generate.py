@@ -4,12 +4,14 @@
     python tests/data/generate.py v1-zstd
     python tests/data/generate.py v1-rollback
     python tests/data/generate.py v1-errors
+    python tests/data/generate.py v1-encoding
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
 (`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed;
 the third goes back to the first step before it saves the last; the fourth writes the first two,
-with manifests that say how far off rounded rows are.
+with manifests that say how far off rounded rows are; the fifth the first, with a codec of its own
+for one table, in a manifest that says so.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -27,6 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.rows.codecs import Asymmetric
 
 STEPS = (10, 20, 30)
 # Logical rows recorded before each step: row ids as gaps of one and two bytes, as bitmaps, as
@@ -136,7 +139,8 @@ def generate(folder: Path) -> None:
     folder.mkdir(parents=True)
     _, _, kind = folder.name.partition("-")
     compression = kind if kind == "zstd" else ""
-    steps = STEPS[: {"zstd": 1, "errors": 2}.get(kind, 3)]
+    steps = STEPS[: {"zstd": 1, "errors": 2, "encoding": 1}.get(kind, 3)]
+    own = cnr.TableOptions(codec=Asymmetric(refits=7), slot_codec="bfloat16")
     state = first_state(peaked=bool(compression))
     tables = tables_of(state)
     touched = cnr.init_touched(state, tables)
@@ -145,6 +149,7 @@ def generate(folder: Path) -> None:
         codec="adaptive",
         bits=4,
         compression=compression or None,
+        tables={"item": own} if kind == "encoding" else {},
     )
     expected: dict[str, np.ndarray] = {}
     with cnr.CheckpointManager(

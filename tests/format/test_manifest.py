@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry, TableEncodingEntry, encoding_of
 from cnr_jax.format.fields import dump_document
 from cnr_jax.format.manifest import (
     MAX_HISTORY,
@@ -381,7 +382,15 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 # Null, or of no meaning to a reader.
-FREE = {"parent", "recorded_clock", "fingerprint_clock", "run", "forks", "writer"}
+FREE = {
+    "parent",
+    "recorded_clock",
+    "fingerprint_clock",
+    "run",
+    "forks",
+    "writer",
+    "encoding",
+}
 
 
 @each_of("field", [f.name for f in dataclasses.fields(Manifest) if f.name not in FREE])
@@ -410,6 +419,40 @@ def test_forks_are_checked_where_they_are_and_left_out_where_nothing_is_known() 
     none_left = dataclasses.replace(MANIFEST, forks=())
     assert json.loads(dump(none_left))["forks"] == []
     assert load(dump(none_left), "here") == none_left
+
+
+ENCODING = EncodingEntry(
+    codec=NamedConfiguration(name="cnr.log", configuration={"bits": 8}),
+    bits="auto",
+    expected_restores=3.5,
+    slot_codec="auto",
+    compression=None,
+    tables={
+        "user": TableEncodingEntry(bits=8),
+        "item": TableEncodingEntry(
+            codec="raw",
+            slot_codec=NamedConfiguration(name="mine", configuration={"a": [1.5]}),
+        ),
+    },
+)
+
+
+def test_an_encoding_is_read_as_it_was_written_and_may_be_absent() -> None:
+    whole = dataclasses.replace(MANIFEST, encoding=ENCODING)
+    assert load(dump(whole), "here") == whole
+    assert encoding_of(json.loads(dump(whole))["encoding"]) == ENCODING
+    assert "encoding" not in json.loads(dump(MANIFEST))
+    wrong = {
+        "codec": {"name": "cnr.raw", "configuration": 3},
+        "bits": 0,
+        "slot_codec": "raw",
+        "tables": {"user": {"bits": []}},
+    }
+    assert problems_of({"encoding": wrong}) == [
+        "encoding.bits: expected an integer of at least 1, got 0",
+        "encoding.codec.configuration: expected an object",
+        "encoding.tables.user.bits: expected an integer of at least 1, got []",
+    ]
 
 
 def test_delta_needs_a_parent_and_a_full_has_none() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax import errors, handler
-from cnr_jax.format import manifest, names, rowids, tiles
+from cnr_jax.format import encodings, manifest, names, rowids, tiles
 from cnr_jax.format.fields import Fields
 from cnr_jax.repository import arrays, checked
 from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
@@ -44,6 +44,8 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("5.8", 0): (manifest.HistoryEntry, ()),
     ("5.9", 0): (manifest.Totals, ()),
     ("5.10", 0): (manifest.Fork, ()),
+    ("5.11", 0): (encodings.EncodingEntry, ()),
+    ("5.11", 1): (encodings.TableEncodingEntry, ()),
     ("6.1", 0): (tiles.ProcessManifest, ("format", "sha256")),
     ("6.1", 1): (tiles.SampledError, ()),
     ("6.2", 0): (tiles.ArrayEntry, ()),
@@ -154,7 +156,7 @@ def is_of(value: Any, row: dict[str, str]) -> bool:
     if kind.startswith("list of "):
         item = CHECKS[kind.removeprefix("list of ")]
         return isinstance(value, list) and all(map(item, value))
-    return CHECKS[kind](value)
+    return any(CHECKS[each](value) for each in kind.split(" or "))
 
 
 def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
@@ -170,6 +172,10 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
         found += [(("5.7", 0), e) for e in document["dense_leaves"]]
         found += [(("5.8", 0), e) for e in document["history"]]
         found += [(("5.10", 0), e) for e in document.get("forks", ())]
+        if "encoding" in document:
+            found += [(("5.11", 0), document["encoding"])]
+            of_tables = document["encoding"]["tables"].values()
+            found += [(("5.11", 1), e) for e in of_tables]
         return [*found, (("5.9", 0), document["totals"])]
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]

@@ -65,6 +65,15 @@ def main() -> None:
         third = Run()
         save(third, manager, 1)
         lines.append(f"again {manager.all_steps()}")
+        # Another program takes a file of process 1; process 0 looks, and both are told.
+        if args.process == 0:
+            Path(args.root, "1", "default", "manifest.p00001.json").unlink()
+        for step in (2, 3, 4):
+            save(third, manager, step)
+            told = manager.last_report
+            assert told is not None and told.step == step
+            lines.append(f"{told.step} {told.kind} {told.outcome} {told.damaged}")
+        lines.append(f"whole {manager.all_steps()} {manager.failure}")
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(lines))
 
 

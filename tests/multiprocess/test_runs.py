@@ -27,11 +27,15 @@ def test_two_processes_take_one_view_of_a_used_root(tmp_path: Path) -> None:
             "before [10, 11, 13]",
             "after [1, 2]",
             "again [1]",
+            "2 delta dropped 1/default/manifest.p00001.json",
+            "3 full committed None",
+            "4 delta committed None",
+            "whole [3, 4] None",
         ]
     (folder,) = root.glob("earlier-run-*.root")
     runs = {
         read_manifest(p.parent).run for p in folder.glob("1*/default/manifest.json")
     }
     assert len(runs) == 1
-    assert read_manifest(root / "1" / "default").run not in runs
+    assert read_manifest(root / "3" / "default").run not in runs
     assert verify(folder) == ()

@@ -304,11 +304,24 @@ def test_damage_to_what_either_process_wrote_is_passed_over_by_both(
     )
     lines = [f"restored {last}, starts at {last - 1}", f"latest {last}"]
     # Process 0 chooses the bits, whatever process 1 was told to expect.
-    few_lines = [[lines.pop(1) for _ in range(2)] for lines in found]
+    few_lines = [[lines.pop(1) for _ in range(4)] for lines in found]
     assert few_lines[0] == few_lines[1], "restored alike"
-    assert [line.split(" of ")[0] for line in few_lines[0]] == ["full 0 2", "delta 1 8"]
+    assert [line.split(" of ")[0] for line in few_lines[0][:2]] == [
+        "full 0 2",
+        "delta 1 8",
+    ]
+    # What no process gives is inherited alike, of a manifest or of what process 0 has found.
+    inherited = (
+        "bits slot_codec expected_restores compression",
+        "bits slot_codec compression",
+    )
+    assert few_lines[0][2:] == [
+        f"full {bits} of codec {names}"
+        for bits, names in zip((8, None), inherited, strict=True)
+    ]
     # Process 0 writes the small table, which has 8 bits from the start.
-    assert [_bits(few, step) for step in range(2)] == [[{2, 8}, {2}], [{8}, {8}]]
+    wide = [{8}, {8}]
+    assert [_bits(few, step) for step in range(4)] == [[{2, 8}, {2}], wide, wide, wide]
     assert found == [lines, lines]
     assert_same(values(tmp_path / "a", 0), values(out / "twin", 0))
     assert_same(values(tmp_path / "a", 1), values(out / "twin", 0))

@@ -285,7 +285,9 @@ def test_what_would_change_the_steps_of_rows_afterwards_raises() -> None:
         _ = jnp.ones((V, DIM + 1)) + steps
     delayed = optax.chain(TX, optax.apply_every(2))
     # Rows of the step before would change in a step that does not look them up.
-    with pytest.raises(OptionError, match="another array than the table(.|\n)*last of"):
+    with pytest.raises(
+        OptionError, match=r"another array than the table(.|\n)*last of"
+    ):
         delayed.update(TABLES, delayed.init(TABLES), TABLES, ids=IDS)
     # A table of numpy is no reason to add element by element.
     assert bits(np.asarray(TABLES["item"]) + steps) == bits(TABLES["item"] + steps)

@@ -170,6 +170,33 @@ def test_a_save_that_is_being_written_is_waited_for_until_its_process_ends(
     assert not temporary.exists()
 
 
+_FORK = """
+import os, sys
+from pathlib import Path
+from cnr_jax import errors
+from cnr_jax.repository.upkeep.claim import Claim
+claim = Claim(Path(sys.argv[1]))
+claim.take()
+child = os.fork()
+if not child:
+    assert not claim.is_taken
+    assert not claim.take().is_dead
+    claim.check()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+try:
+    claim.check()
+except errors.WriterError as error:
+    print(f"process {child}" in str(error))
+"""
+
+
+def test_a_forked_child_does_not_save_in_the_name_of_its_parent(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", _FORK, str(tmp_path)]
+    ran = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
 def test_a_lock_is_free_again_when_released(tmp_path: Path) -> None:
     one, two = WritingLock(tmp_path), WritingLock(tmp_path)
     assert one.acquire(0) and one.acquire(0)

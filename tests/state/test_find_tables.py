@@ -706,7 +706,9 @@ def test_printed_table_shows_every_match():
 def test_print_asks_of_a_dense_leaf_that_looks_like_a_slot_whether_it_is_one():
     table, acc = jnp.zeros((6, 4)), jnp.zeros(6)
     state = {"emb": {"user": table}, "acc": {"user": acc, "else": acc}}
-    asked = "acc/user  a slot of table 'user'? TableSpec(slots=[...])"
+    asked = (
+        "acc/user  a slot of table 'user'? TableSpec('emb/user', slots=['acc/user'])"
+    )
     lines = str(find_tables(state, ["user"])).splitlines()
     assert [line for line in lines if "a slot of" in line] == [f"dense    {asked}"]
     spec = {"user": TableSpec(slots=["acc/user"])}

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.places import ExactPath
+from cnr_jax.checkpointer.orbax_compat.places import DensePath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.checked import Seal, kind_of, means_damage, numpy_dtype
-from cnr_jax.repository.files import AnyPath, exists
+from cnr_jax.repository.files import AnyPath, exists, locks_files, syncs_directories
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
 
@@ -88,6 +93,47 @@ def _standard_handler() -> ocp.StandardCheckpointHandler:
     return handler
 
 
+# What Orbax opens all arrays with that it writes.
+_CONTEXTS = (
+    tensorstore_utils._BASE_TS_CONTEXT,
+    tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
+)
+_changing = threading.Lock()
+# How many saves that are being begun or ended ask for each of them.
+_asked: collections.Counter[str] = collections.Counter()
+
+
+@contextlib.contextmanager
+def as_storage_allows(directory: AnyPath) -> Iterator[None]:
+    """Has Orbax's arrays be opened so that they can be written where some calls do not work.
+
+    TensorStore takes syncing of folders and locks of the system for granted. Without the former
+    it is to sync nothing: what is written there is synced by us. The latter it can replace.
+
+    Args:
+        directory: below which they are written.
+    """
+    wanted: dict[str, Any] = {}
+    with contextlib.suppress(OSError):  # of which who writes there says more
+        if not syncs_directories(directory):
+            wanted["file_io_sync"] = False
+        if not locks_files(directory):
+            wanted["file_io_locking"] = {"mode": "lockfile"}
+    with _changing:
+        _asked.update(wanted.keys())
+        for each in _CONTEXTS:
+            each.update(wanted)
+    try:
+        yield
+    finally:
+        with _changing:
+            _asked.subtract(wanted.keys())
+            for key in wanted:
+                if not _asked[key]:
+                    for each in _CONTEXTS:
+                        each.pop(key, None)
+
+
 class DenseStore:
     """Everything that is not a table, through Orbax's own handler, below the item."""
 
@@ -100,38 +146,33 @@ class DenseStore:
             return []
         args: Any = ocp.args.StandardSave(jax.tree.map(replicated, dict(dense)))
         path: Any = directory / names.DENSE
-        return list(await self._handler.async_save(path, args=args) or [])
+        with as_storage_allows(directory):
+            return list(await self._handler.async_save(path, args=args) or [])
 
     def finalize(self, directory: AnyPath) -> None:
         """Completes a save of all processes."""
-        path: Any = ExactPath(directory / names.DENSE)
+        path: Any = DensePath(directory / names.DENSE)
         if exists(path):
-            self._handler.finalize(path)
+            with as_storage_allows(directory):
+                self._handler.finalize(path)
 
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
-        """Restores the leaves of `abstract`, or all of them, on one device, for None."""
-        path: Any = ExactPath(directory / names.DENSE)
+        """Restores the leaves of `abstract`, or for None all of them, as `as_stored` says."""
+        path: Any = DensePath(directory / names.DENSE)
+        handler: Any = self._handler
+        handler = handler._impl
         if abstract is None:
             if not exists(path):
                 return {}
-            everything: Any = ocp.args.StandardRestore(
-                None, fallback_sharding=fallback_sharding()
-            )
-            return jax.tree.map(
-                _on_one_device, self._handler.restore(path, args=everything)
-            )
+            asked = jax.tree.map(as_stored, handler.metadata(path).tree)
+            return restored(handler, path, None, asked)
         if not abstract:
             return {}
         # Leaves that are stored but not asked for are left out, which a standard handler
         # refuses. Shapes may not differ: they are compared before.
         item = dict(abstract)
-        handler: Any = self._handler
-        args = ocp.args.PyTreeRestore(
-            item=item,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-            partial_restore=True,
-        )
-        return handler._impl.restore(path, args=args)
+        asked = ocp.checkpoint_utils.construct_restore_args(item)
+        return restored(handler, path, item, asked, partial_restore=True)
 
     def restore_sealed(
         self, directory: AnyPath, leaves: Mapping[Path, Any] | None, seal: Seal | None
@@ -147,20 +188,42 @@ class DenseStore:
             IntegrityError: if the files have changed, or Orbax cannot read them though they
                 are as they were saved.
         """
-        if seal is None:
-            return {}
+        if seal is None or not seal.named:
+            return {}  # whatever somebody has put there
         abstract = None
         if leaves is not None:
             abstract = nest(
                 (path, abstract_dense(leaf)) for path, leaf in leaves.items()
             )
+        with self._reading(directory, seal, is_asked=leaves is not None):
+            return self.restore(directory, abstract)
+
+    def numbers(
+        self, directory: AnyPath, leaves: Sequence[DenseLeaf], seal: Seal | None
+    ) -> dict[Path, bool | int | float]:
+        """Numbers of Python as they were saved; as `restore_sealed`."""
+        if seal is None or not leaves:
+            return {}
+        store = DenseOnHost(directory, leaves, sys.maxsize)
+        with self._reading(directory, seal, is_asked=False):
+            return {leaf.path: store.read(leaf.path) for leaf in leaves}
+
+    @contextlib.contextmanager
+    def _reading(
+        self, directory: AnyPath, seal: Seal, *, is_asked: bool
+    ) -> Iterator[None]:
+        """Checks the files after they were read; tells what Orbax raises as what it means.
+
+        Args:
+            directory: of the item.
+            seal: of the files.
+            is_asked: an error may be due to what was asked for.
+        """
         try:
-            found = self.restore(directory, abstract)
+            yield
         except Exception as error:
             seal.check()  # if it raises, it says why
-            if not means_damage(error) or (
-                leaves is not None and self._can_be_read(directory)
-            ):
+            if not means_damage(error) or (is_asked and self._can_be_read(directory)):
                 raise
             where = os.fspath(directory / names.DENSE)
             raise errors.IntegrityError(
@@ -170,7 +233,6 @@ class DenseStore:
                 path=where,
             ) from error
         seal.check()
-        return found
 
     def _can_be_read(self, directory: AnyPath) -> bool:
         """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
@@ -197,7 +259,7 @@ class DenseOnHost:
     def __init__(
         self, directory: AnyPath, leaves: Sequence[DenseLeaf], group_bytes: int
     ) -> None:
-        self._path: Any = ExactPath(directory / names.DENSE)
+        self._path: Any = DensePath(directory / names.DENSE)
         self._leaves, self._group_bytes = leaves, group_bytes
         self._held: dict[Path, Any] = {}
 
@@ -279,16 +341,56 @@ def leaf_metadata(
     )
 
 
+def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
+    """How Orbax restores a leaf of which nothing is said: with all of its values.
+
+    On one device, or replicated on all of several processes; of 64 bits, where jax has only 32,
+    on the host.
+    """
+    if isinstance(stored, ocp.metadata.value.StringMetadata):
+        return ocp.RestoreArgs(restore_type=str)
+    if isinstance(stored, ocp.metadata.value.ScalarMetadata):
+        return ocp.RestoreArgs()
+    dtype = getattr(stored, "dtype", None)
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    where = fallback_sharding()
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=where, dtype=dtype)
+
+
+def restored(handler: Any, path: Any, item: Any, asked: Any, **kwargs: Any) -> Any:
+    """What Orbax restores, in the dtypes that were asked for.
+
+    Args:
+        handler: of Orbax.
+        path: that it reads.
+        item: gives the structure; None: as it is stored.
+        asked: `RestoreArgs` for each leaf.
+        **kwargs: of `PyTreeRestore`.
+
+    Raises:
+        StateMismatchError: if jax has cut 64 bits to 32.
+    """
+    args = ocp.args.PyTreeRestore(item=item, restore_args=asked, **kwargs)
+    found = handler.restore(path, args=args)
+    dtypes = {p: getattr(each, "dtype", None) for p, each in flatten_paths(asked)}
+    for leaf, value in flatten_paths(found):
+        dtype = dtypes.get(leaf) if isinstance(value, jax.Array) else None
+        if dtype is None or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            continue
+        if jax.dtypes.canonicalize_dtype(dtype) != value.dtype:
+            # Where an event loop runs, as in a notebook, Orbax restores in another thread.
+            raise errors.StateMismatchError(
+                f"{'/'.join(leaf)}: got {value.dtype}, expected {np.dtype(dtype)}: jax_enable_x64"
+                " is set for this thread, and Orbax has restored in another\n"
+                '  hint: jax.config.update("jax_enable_x64", True), for all threads'
+            )
+    return found
+
+
 def fallback_sharding() -> jax.sharding.Sharding:
     """Where leaves go of which nothing says where: one device, or all of several processes."""
     if jax.process_count() == 1:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
-def _on_one_device(leaf: Any) -> Any:
-    """An array where tables without a state are restored; in one process only."""
-    if isinstance(leaf, jax.Array) and jax.process_count() == 1:
-        return jax.device_put(leaf, fallback_sharding())
-    return leaf

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import fnmatch
 import inspect
-import logging
 import os
 import threading
 import time
@@ -25,8 +24,9 @@ from cnr_jax.integers import checked_step
 from cnr_jax.repository.checked import refuse_pipe
 from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
 
@@ -67,6 +67,30 @@ class ExactPath(PosixGPath):
                 if fnmatch.fnmatchcase(inner.name, part)
             ]
         return iter(found)
+
+
+class DensePath(ExactPath):
+    """The path of a `dense/`, of which Orbax is shown what can be its own alone.
+
+    Orbax reads whatever begins like one of its files, such as a copy that an editor or a store
+    that is synced has left beside it.
+
+    Example:
+        >>> import tempfile
+        >>> dense = DensePath(tempfile.mkdtemp()) / "dense"
+        >>> (dense / "array_metadatas").mkdir(parents=True)
+        >>> for name in ("process_0", "process_0~", "process_0 (1)"):
+        ...     _ = (dense / "array_metadatas" / name).write_text("")
+        >>> [path.name for path in dense.glob("array_metadatas/process_*")]
+        ['process_0']
+    """
+
+    def glob(self, pattern: str) -> Iterator[Any]:
+        """What lies below, fits, and has a name of Orbax's; else as of `ExactPath`."""
+        for found in super().glob(pattern):
+            path = found.relative_to(self).as_posix()
+            if names.is_looked_up(path) or names.leads_to_looked_up(path):
+                yield found
 
 
 def place_of(directory: AnyPath, *, opened: bool = False) -> Place:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, fallback_sharding
+from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, as_stored, restored
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.state.table import Path, flatten_paths, key_strings
 
-_values = ocp.metadata.value
 _Leaf = ocp.metadata.value.Metadata
+
+
+def is_number(stored: Any) -> bool:
+    """Whether Orbax saved a leaf as a number, not as an array."""
+    return isinstance(stored, ocp.metadata.value.ScalarMetadata)
 
 
 class PlainState:
@@ -69,17 +72,12 @@ class PlainState:
         return {path: x for path, x in flatten_paths(found) if path in wanted}
 
     def restore_all(self) -> Any:
-        """All leaves in the dicts and lists in which they are stored, arrays on one device.
-
-        Of several processes, replicated on all devices. Those of 64 bits, where jax has only 32,
-        are numpy arrays.
-        """
+        """All leaves in the dicts and lists in which they are stored, as `as_stored` says."""
         tree = self.metadata.tree
-        return self._restored(None, jax.tree.map(_everything, tree))
+        return self._restored(None, jax.tree.map(as_stored, tree))
 
     def _restored(self, tree: Any, asked: Any) -> Any:
-        args = ocp.args.PyTreeRestore(item=tree, restore_args=asked)
-        return self._handler.restore(self._directory, args=args)
+        return restored(self._handler, self._directory, tree, asked)
 
     def close(self) -> None:
         """Frees what the handler holds."""
@@ -93,15 +91,3 @@ def _sharding_of(stored: _Leaf) -> jax.sharding.Sharding | None:
         return saved.to_jax_sharding() if saved is not None else None
     except ValueError:
         return None
-
-
-def _everything(stored: _Leaf) -> Any:
-    """How Orbax is to restore a leaf of which nothing else is known."""
-    if isinstance(stored, _values.StringMetadata):
-        return ocp.RestoreArgs(restore_type=str)
-    if isinstance(stored, _values.ScalarMetadata):
-        return ocp.RestoreArgs()
-    dtype = getattr(stored, "dtype", None)
-    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=fallback_sharding())

@@ -6,6 +6,7 @@ Each stands behind a name; tests/test_orbax_assumptions.py asserts what is said 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import threading
@@ -16,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
 from cnr_jax.checkpointer.orbax_compat.places import (
     beginning,
@@ -24,8 +26,9 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 )
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _T = TypeVar("_T")
 _Manager = ocp.CheckpointManager
 _here = threading.local()
@@ -35,6 +38,10 @@ _RAISED = {
     ("checkpoint_manager", "wait_until_finished"),
 }
 _LONGEST = 400
+# Where Orbax reads a file of metadata that it has seen to be there.
+_READS = ("checkpoint", "read")
+# What is said of a file that was taken away meanwhile; the last one by NFS.
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 # Those whose threads belong to no manager that could be told; of the error all hear in the end.
 _SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 # Where Orbax waits for all processes before and after the commit of a save.
@@ -74,10 +81,14 @@ class OrbaxSeams:
         committing = self._committing
         if committing is not None:
             theirs = functools.partial(type(committing)._thread_func, committing)
-            committing._thread_func = functools.partial(_told_elsewhere, commit, theirs)
+            committing._thread_func = functools.partial(
+                _told_elsewhere, self.root, commit, theirs
+            )
         self._manager._finalize = functools.partial(end.run, finalize)
         saving = self._manager._checkpointer
-        saving.save = functools.partial(_saved_alone, type(saving).save, saving)
+        saving.save = functools.partial(
+            _saved_alone, self.root, type(saving).save, saving
+        )
 
     def end_launch(self, step: int, finalize: Callable[[int, list[int]], None]) -> bool:
         """Ends a save that was perhaps not handed over to its threads, or not to both.
@@ -306,13 +317,18 @@ class OrbaxSeams:
         return made
 
 
-def _told_elsewhere(commit: Job, theirs: Callable[..., None], *args: Any) -> None:
-    with told_elsewhere():
+def _told_elsewhere(
+    root: epath.Path, commit: Job, theirs: Callable[..., None], *args: Any
+) -> None:
+    # Other items than the state are merged here too.
+    with told_elsewhere(), as_storage_allows(root):
         commit.run(theirs, *args)
 
 
-def _saved_alone(theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with beginning():
+def _saved_alone(
+    root: epath.Path, theirs: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    with beginning(), as_storage_allows(root):
         theirs(*args, **kwargs)
 
 
@@ -348,7 +364,12 @@ class _Tracebacks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = (record.module, record.funcName)
-        if not record.exc_info or "orbax" not in record.pathname:
+        if "orbax" not in record.pathname:
+            return True
+        if place == _READS and _is_gone(record.args):
+            _log.debug("%s", record.getMessage())
+            return False
+        if not record.exc_info:
             return True
         if place in _RAISED and getattr(_here, "is_told", False):
             _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
@@ -358,6 +379,20 @@ class _Tracebacks(logging.Filter):
             record.msg, record.args = text[:_LONGEST], None
             record.exc_info = None
         return True
+
+
+def _is_gone(args: Any) -> bool:
+    """Whether a record is of metadata in a folder that is no more, as of a step just deleted.
+
+    Orbax goes on without them, and then does not find the step: whoever asked for it is told, and
+    a restore of the newest step takes another.
+    """
+    if not isinstance(args, tuple) or not args:
+        return False
+    if any(isinstance(each, OSError) and each.errno in _GONE for each in args):
+        return True
+    # It was not there at all, without which other steps may be whole.
+    return isinstance(args[0], epath.Path) and not args[0].parent.exists()
 
 
 _TRACEBACKS = _Tracebacks()

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.places import beginning
 from cnr_jax.state.table import Path as LeafPath
 from cnr_jax.state.table import key_strings, nest
@@ -46,16 +48,26 @@ def save_skeleton(
             dict are 0, 1, 2 and so on. It has the leaves that are given, and no others.
     """
     tree = listed(nest(leaves.items())) if like is None else _shaped(like, leaves)
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
     args = ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata))
     log = logging.getLogger("absl")
-    with beginning():
+    with beginning(), as_storage_allows(directory):
         log.addFilter(_tells_something)
         try:
+            handler = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=False, use_zarr3=True, type_handler_registry=_registry()
+            )
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(directory, args=args)
         finally:
             log.removeFilter(_tells_something)
+
+
+def _registry() -> Any:
+    """Orbax's own handlers; that of texts keeps what arrays are opened with when it is made."""
+    types = ocp.type_handlers
+    kinds = (int, float, np.number, np.ndarray, jax.Array)
+    known = [(kind, types.get_type_handler(kind)) for kind in kinds]
+    return types.create_type_handler_registry(*known, (str, types.StringHandler()))
 
 
 def _tells_something(record: logging.LogRecord) -> bool:

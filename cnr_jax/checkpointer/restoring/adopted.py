@@ -7,7 +7,6 @@ delta can rest on it, so saving goes on with a full checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -20,10 +19,18 @@ from jax.sharding import SingleDeviceSharding
 
 from cnr_jax import errors
 from cnr_jax.args import Restore
-from cnr_jax.checkpointer.orbax_compat.plain import PlainState
+from cnr_jax.checkpointer.orbax_compat.plain import PlainState, is_number
+from cnr_jax.checkpointer.restoring.fitting import (
+    as_wanted,
+    asked,
+    misfit,
+    misfit_of_number,
+    mismatch,
+    say_converted,
+)
 from cnr_jax.checkpointer.restoring.match import kept_leaves
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.checked import kind_of, means_damage, numpy_dtype
@@ -32,13 +39,11 @@ from cnr_jax.repository.lineage.entries import Entry, orbax_entry
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.lineage.runs import note_restored
 from cnr_jax.repository.orbax_steps import orbax_step
-from cnr_jax.repository.replay.leaves import abstract_of, holds_all
+from cnr_jax.repository.replay.leaves import abstract_of
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Path, Tables, check_tables, flatten_paths
 from cnr_jax.telemetry import RestoredTable, RestoreReport
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +137,23 @@ def read_adopted(
         if args.state is None:
             state = _reading(place, plain.restore_all)
             return _adopted(state, tables, entry, place, started)
-        wanted, kept = _match(stored, args, tables, place.directory)
-        found = _reading(place, plain.restore, wanted, plain=plain) if wanted else {}
+        given = dict(flatten_paths(args.state))
+        numbers = _reading(place, _read_numbers, plain, stored, given)
+        wanted, kept = _match(stored, numbers, args, tables, place.directory)
+        into = {
+            path: asked(numpy_dtype(str(stored[path].dtype)), value)
+            if _is_array(stored[path], value)
+            else value
+            for path, value in wanted.items()
+        }
+        found = _reading(place, plain.restore, into, plain=plain) if into else {}
     finally:
         plain.close()
-    found = {**kept, **found}
+    found = {
+        **kept,
+        **{path: as_wanted(x, given[path]) for path, x in numbers.items()},
+        **{path: as_wanted(x, wanted[path]) for path, x in found.items()},
+    }
     leaves = [found[path] for path, _ in flatten_paths(args.state)]
     state = jax.tree.unflatten(jax.tree.structure(args.state), leaves)
     return _adopted(state, tables, entry, place, started)
@@ -197,13 +214,31 @@ def _tables_in(state: Any, tables: Tables) -> Tables:
     return Tables(held)
 
 
+def _read_numbers(
+    plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
+) -> dict[Path, bool | int | float]:
+    """Numbers of Python that fit into the leaves of a state, or not, by their values."""
+    unsure = {
+        path: np.empty(0, leaf.dtype)
+        for path, leaf in stored.items()
+        if path in given and is_number(leaf) and misfit(leaf.dtype, given[path])
+    }
+    found = plain.restore(unsure) if unsure else {}
+    return {path: array.item() for path, array in found.items()}
+
+
 def _match(
-    stored: Mapping[Path, Any], args: Restore, tables: Tables, step: str
+    stored: Mapping[Path, Any],
+    numbers: Mapping[Path, bool | int | float],
+    args: Restore,
+    tables: Tables,
+    step: str,
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
     """Compares a state with what Orbax says of a step.
 
     Returns:
-        What each stored leaf is restored into, and leaves that keep the state's values, by path.
+        Leaves of the state that are restored, and those that keep their values, by path; numbers
+        are in neither.
 
     Raises:
         StateMismatchError: with every difference.
@@ -219,50 +254,47 @@ def _match(
                 problems.append(f"{where}: not in the state")
             continue
         value = leaves.pop(path)
-        wanted[path] = value
         problem = _difference(leaf, value)
         if problem:
             problems.append(f"{where}: {problem}")
             is_grown |= _has_other_rows(leaf, value)
-        elif path in rows:
-            if np.shape(value) != rows[path].shape:
-                problems.append(
-                    f"{where}: {list(np.shape(value))} in the state, but"
-                    f" {list(rows[path].shape)} in the tables that this restore goes by"
-                )
-            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-            if not holds_all(numpy_dtype(str(leaf.dtype)), dtype):
-                casts.append(
-                    f"{where}: {leaf.dtype} in the checkpoint, {dtype.name} in the state"
-                )
-            if isinstance(value, np.ndarray):
-                wanted[path] = abstract_of(value)  # a table is an array of jax
+            continue
+        told = ""
+        if path in numbers:
+            told = misfit_of_number(numbers[path], value)
+        else:
+            if path in rows:
+                if np.shape(value) != rows[path].shape:
+                    problems.append(
+                        f"{where}: {list(np.shape(value))} in the state, but"
+                        f" {list(rows[path].shape)} in the tables that this restore goes by"
+                    )
+                if isinstance(value, np.ndarray):
+                    value = abstract_of(value)  # a table is an array of jax
+            wanted[path] = value
+            if _is_array(leaf, value):
+                told = misfit(numpy_dtype(str(leaf.dtype)), value)
+        if told:
+            casts.append(f"{where}: {told}")
     kept = kept_leaves(leaves, problems, args.partial)
-    if casts and not args.cast:
-        problems += casts
-    if problems:
+    step = f"{step}, which plain Orbax saved"
+    if problems or (casts and not args.cast):
         hint = "pass the state that was saved, or Restore(..., partial=True) for what both have"
         if is_grown:
             hint = (
                 "steps of plain Orbax restore with the rows that they have: cnr_jax.import_orbax"
                 " converts one, and from there Restore(..., partial=True) grows tables"
             )
-        if casts and not args.cast:
-            hint += "; Restore(..., cast=True) converts values as astype does"
-        raise errors.StateMismatchError(
-            f"the state does not match checkpoint {step}, which plain Orbax saved"
-            f" ({len(problems)} differences)"
-            + "".join(f"\n  {problem}" for problem in problems)
-            + f"\n  hint: {hint}"
-        )
-    if casts:
-        _log.warning(
-            "tables of checkpoint %s are converted to dtypes that cannot hold all of their"
-            " values: %s",
-            step,
-            "; ".join(casts),
-        )
+        raise mismatch(step, problems, () if args.cast else casts, [hint])
+    say_converted(step, casts)
     return wanted, kept
+
+
+def _is_array(stored: Any, value: Any) -> bool:
+    """Whether a leaf is an array or a number, and no PRNG key or string."""
+    dtype = getattr(value, "dtype", np.dtype(object))
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return getattr(stored, "dtype", None) is not None and not is_key
 
 
 def _difference(stored: Any, value: Any) -> str:
@@ -287,12 +319,6 @@ def _difference(stored: Any, value: Any) -> str:
     if tuple(np.shape(value)) != tuple(shape):
         got = list(np.shape(value))
         return f"shape {list(shape)} in the checkpoint, {got} in the state"
-    into = own if own is not None else type(value)
-    fraction = dtype is not None and jnp.issubdtype(
-        numpy_dtype(str(dtype)), jnp.inexact
-    )
-    if fraction and not jnp.issubdtype(into, jnp.inexact):
-        return f"{dtype} in the checkpoint, {_said(value)} in the state"
     return ""
 
 
@@ -341,7 +367,7 @@ def resume_adopted(
     if entry is None or (writer.root and str(writer.root) != str(root)):
         return  # restored from elsewhere
     planner.adopted(lineage, entry, writer.ledger)
-    note_restored(root, lineage, planner.runs.current or "")
+    note_restored(root, lineage, planner.runs.current or "", None)
 
 
 def _has_other_rows(leaf: Any, value: Any) -> bool:

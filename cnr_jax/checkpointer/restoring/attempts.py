@@ -2,13 +2,13 @@
 
 A restore of a given step never substitutes. One of the newest step passes over those that turn
 out damaged, and over what rests on them: each is named in the log with the reason. A step that is
-taken away while it is read, as retention of another program does, is not damaged.
+whole, but for a file that could be taken for a part of it, is not passed over: its error is raised.
+One that is taken away while it is read, as retention of another program does, is not damaged.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
-from cnr_jax.repository.checked import UNREAD
+from cnr_jax.repository.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.layout import find_item, naming_hint, open_root
 from cnr_jax.repository.lineage import suspects
@@ -42,8 +42,10 @@ from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
+from cnr_jax.repository.upkeep.aside import check_is_here
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _SHOWN = 10
 
 
@@ -123,6 +125,10 @@ def restore(
                     all_succeed(channel, orbax.reload)
                 continue
             if not isinstance(error, errors.DAMAGE):
+                raise
+            if error.kind == UNKNOWN:
+                # Nothing of the step is damaged. Passed over, it would make way for others.
+                chooser.explain(taken, error)
                 raise
             chooser.note(taken, error)
             if step is not None:
@@ -221,6 +227,7 @@ class StepChooser:
             restorable = ledger.restorable() if ledger.take_back_unread() else []
         if restorable:
             return restorable[-1].step
+        check_is_here(self._root)
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
         lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
         hint = naming_hint(self._root, ledger.is_step)
@@ -246,7 +253,7 @@ class StepChooser:
             ledger.note_damage(path, reason, unread=unread)
         if entry and entry.directory in {e.directory for e in ledger.restorable()}:
             ledger.note_damage(entry.directory, reason)
-        self._explain(step, entry, error)
+        self.explain(step, error)
 
     def warn(self, step: int, *, asked_for: bool) -> None:
         """Says in the log what is to be known of a step that was restored.
@@ -275,8 +282,9 @@ class StepChooser:
         if step in [each.step for each in noted] or (noted and not asked_for):
             suspects.warn(noted, self._root, self.ledger, step)
 
-    def _explain(self, step: int, entry: Entry | None, error: errors.CnrError) -> None:
+    def explain(self, step: int, error: errors.CnrError) -> None:
         """Adds to an error what only the root tells: the chain, and other steps."""
+        entry: Entry | None = self.ledger.by_step(step)
         text = str(error)
         if "cannot be restored" not in text.partition("\n")[0]:
             text = f"checkpoint {step} cannot be restored: {text}"
@@ -285,7 +293,8 @@ class StepChooser:
             kinds = [f"{e.directory} ({e.kind})" for e in chain]
             text += f"\n  chain: {' <- '.join(kinds)}"
         text = text.replace(", or restore another step", "")
-        others = [str(each.step) for each in reversed(self.ledger.restorable())]
+        restorable = reversed(self.ledger.restorable())
+        others = [str(each.step) for each in restorable if each is not entry]
         if others:
             more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
             text += (

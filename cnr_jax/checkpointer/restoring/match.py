@@ -9,7 +9,6 @@ Tables go by name and rows by number, unless `Restore` says otherwise: see moved
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnr_jax import errors
 from cnr_jax.args import Restore
+from cnr_jax.checkpointer.restoring.fitting import asked, dtype_in, misfit, mismatch
 from cnr_jax.checkpointer.restoring.moved import (
     match_ids,
     match_missing,
@@ -28,15 +27,10 @@ from cnr_jax.checkpointer.restoring.moved import (
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.replay.encoded import Target
-from cnr_jax.repository.replay.leaves import Abstract, abstract_of, holds_all
+from cnr_jax.repository.replay.leaves import Abstract, abstract_of
 from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths
 
-_log = logging.getLogger(__name__)
-_CAST_HINT = (
-    ". Values would change in the dtypes of the state: pass those that were saved (64 bits"
-    " need jax_enable_x64), or Restore(..., cast=True) to convert values as astype does"
-)
 # What to do about a state that does not match, by whether what both have was asked for.
 _WAY_OUT = {
     False: "pass the state that was saved, or Restore(..., partial=True) to restore what both"
@@ -54,15 +48,21 @@ class Wanted:
 
     Attributes:
         tables: those of the state, matched.
-        dense: paths to restore, with the abstract leaf.
+        dense: leaves of the state to restore, by path.
+        asked: what Orbax restores those into that are not of Python's numbers.
+        numbers: of Python in the checkpoint, of which values tell whether they fit.
         texts: strings, by path.
         kept: leaves of the given state that the checkpoint does not hold.
+        casts: leaves whose dtypes cannot hold all values that are stored.
     """
 
     tables: MatchedTables
     dense: Mapping[Path, Any]
+    asked: Mapping[Path, Any]
+    numbers: Sequence[DenseLeaf]
     texts: Mapping[Path, str]
     kept: Mapping[Path, Any]
+    casts: Sequence[str]
 
 
 def match(
@@ -78,32 +78,52 @@ def match(
         step: the checkpoint's name, for errors.
 
     Raises:
-        StateMismatchError: with every difference.
+        StateMismatchError: with every difference; of dtypes alone not where numbers are to be
+            read, so that all are told together.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
     saved = manifest.dense_leaves
     found = _match_tables(manifest.tables, saved, tables, leaves, args)
     problems, casts = found.problems, found.casts
-    if not args.cast:
-        problems += casts
     dense, texts = _match_dense(saved, leaves, problems, args.partial)
     kept = kept_leaves(leaves, problems, args.partial)
-    if problems:
+    arrays, numbers = _fit_dense(saved, {} if args.state is None else dense, casts)
+    # With numbers to read more may have to be told.
+    if problems or (casts and not args.cast and not numbers):
         hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
-        raise errors.StateMismatchError(
-            f"the state does not match checkpoint {step} ({len(problems)} differences)"
-            + "".join(f"\n  {problem}" for problem in problems)
-            + "".join(f"\n  hint: {hint}" for hint in hints[:_MOST_HINTS])
-            + (_CAST_HINT if casts and not args.cast else "")
-        )
-    if casts:
-        _log.warning(
-            "tables of checkpoint %s are converted to dtypes that cannot hold all of their"
-            " values: %s",
-            step,
-            "; ".join(casts),
-        )
-    return Wanted(tables=found, dense=dense, texts=texts, kept=kept)
+        told = () if args.cast else casts
+        raise mismatch(step, problems, told, hints[:_MOST_HINTS])
+    return Wanted(
+        tables=found,
+        dense=dense,
+        asked=arrays,
+        numbers=numbers,
+        texts=texts,
+        kept=kept,
+        casts=casts,
+    )
+
+
+def _fit_dense(
+    saved: Sequence[DenseLeaf], dense: Mapping[Path, Any], casts: list[str]
+) -> tuple[dict[Path, Any], list[DenseLeaf]]:
+    """What Orbax is to restore, and the numbers of Python; tells of dtypes in `casts`."""
+    arrays: dict[Path, Any] = {}
+    numbers: list[DenseLeaf] = []
+    for leaf in saved:
+        if leaf.path not in dense:
+            continue
+        value = dense[leaf.path]
+        if leaf.kind == "array":
+            stored = numpy_dtype(leaf.dtype)
+            if told := misfit(stored, value):
+                casts.append(f"{'/'.join(leaf.path)}: {told}")
+            arrays[leaf.path] = asked(stored, value)
+        elif leaf.kind == "scalar" and type(value).__name__ != leaf.dtype:
+            numbers.append(leaf)
+        else:
+            arrays[leaf.path] = value
+    return arrays, numbers
 
 
 def _match_dense(
@@ -128,7 +148,7 @@ def _match_dense(
                 f"{'/'.join(leaf.path)}: shape {list(leaf.shape)} in the checkpoint,"
                 f" {list(np.shape(value))} in the state"
             )
-        elif not _holds(value, leaf):
+        elif not _is_alike(value, leaf):
             kind = "" if leaf.kind == "array" else f"{leaf.kind} "
             problems.append(
                 f"{'/'.join(leaf.path)}: {kind}{leaf.dtype} in the checkpoint,"
@@ -139,8 +159,8 @@ def _match_dense(
     return dense, texts
 
 
-def _holds(value: Any, leaf: DenseLeaf) -> bool:
-    """Whether a leaf like `value` can hold what was saved: Orbax converts without a word."""
+def _is_alike(value: Any, leaf: DenseLeaf) -> bool:
+    """Whether a leaf is a string, a PRNG key of a kind, or a number, as what was saved."""
     dtype = getattr(value, "dtype", None)
     if leaf.kind == "text" or isinstance(value, str):
         return False
@@ -149,9 +169,7 @@ def _holds(value: Any, leaf: DenseLeaf) -> bool:
         known = isinstance(value, jax.Array) and is_key
         same = not known or str(jax.random.key_impl(value)) == leaf.dtype
         return leaf.kind == "key" and is_key and same
-    wanted = dtype if dtype is not None else type(value)
-    fraction = jnp.issubdtype(numpy_dtype(leaf.dtype), jnp.inexact)
-    return not fraction or jnp.issubdtype(wanted, jnp.inexact)
+    return True
 
 
 def kept_leaves(
@@ -325,14 +343,11 @@ def _match_leaves(
                 f"to begin table {table.name!r} anew, Restore(..., partial=True,"
                 f" rename={{{entry.name!r}: None}}) leaves the stored one out"
             )
-        # What JAX makes of it: without x64, 64 bits are cut to 32.
-        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        if not holds_all(numpy_dtype(stored.dtype), dtype):
-            found.casts.append(
-                f"{where}: {stored.dtype} in the checkpoint, {dtype.name} in the state"
-            )
+        if told := misfit(numpy_dtype(stored.dtype), value, on_device=True):
+            found.casts.append(f"{where}: {told}")
+        same = dtype_in(value, on_device=True).name == stored.dtype
         # A chain is of one set of tables: elsewhere in the state is another one.
-        found.unchanged &= dtype.name == stored.dtype and leaf.path == stored.path
+        found.unchanged &= same and leaf.path == stored.path
         wanted = abstract_of(value)
         if new_rows:
             wanted = _with_values(value, leaf, new_rows, found)

@@ -7,17 +7,17 @@ is restored as it was saved.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cnr_jax.format.manifest import DenseLeaf, TableEntry
-from cnr_jax.state.find import perhaps_slot
+from cnr_jax.state.doubts import perhaps_slot
 from cnr_jax.state.table import Table, Tables, few
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 Path = tuple[str, ...]
 
 

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from cnr_jax import errors
 from cnr_jax.args import (
     Restore,
 )
+from cnr_jax.checkpointer.multihost import Channel, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.restoring.fitting import (
+    as_wanted,
+    misfit_of_number,
+    mismatch,
+    say_converted,
+)
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
     tables_in,
     tables_of,
 )
+from cnr_jax.checkpointer.restoring.inherited import Step, encoding_in, renamed
 from cnr_jax.checkpointer.restoring.match import Wanted, match
-from cnr_jax.checkpointer.saving.in_flight import Lifecycle
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Tracker
+from cnr_jax.format.encodings import EncodingEntry
+from cnr_jax.format.encodings import encoding_of as encoding_told
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import entry_of
+from cnr_jax.repository.lineage.entries import entry_of, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner
 from cnr_jax.repository.lineage.runs import note_restored
@@ -35,13 +47,15 @@ from cnr_jax.repository.replay.leaves import (
     restore_stamps,
     restored_stamps,
 )
+from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Tables, check_tables, flatten_paths, merge, nest
 from cnr_jax.telemetry import Laps, RestoreReport, restore_report
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -161,11 +175,16 @@ def read_back(
     # not wait until all of dense/ has been compared with its digests.
     is_read = bool(wanted.dense) or not args.partial
     seal = chain[-1].check_dense() if is_read else None
+    numbers = dense.numbers(chain[-1].directory, wanted.numbers, seal)
+    numbers = _fit_numbers(numbers, wanted, args.cast, place.directory)
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
-    leaves = None if everything else wanted.dense
+    leaves = None if everything else wanted.asked
     rest = dense.restore_sealed(chain[-1].directory, leaves, seal)
+    if not everything:
+        found = {p: as_wanted(x, wanted.dense[p]) for p, x in flatten_paths(rest)}
+        rest = nest((found | numbers).items())
     laps.end("dense")
     stamps = _read_stamps(chain, wanted, tables)
     laps.end("rows")
@@ -189,6 +208,28 @@ def read_back(
             laps=laps,
         ),
     )
+
+
+def _fit_numbers(
+    numbers: Mapping[tuple[str, ...], bool | int | float],
+    wanted: Wanted,
+    cast: bool,
+    step: str,
+) -> dict[tuple[str, ...], Any]:
+    """Numbers of Python as leaves of the state; tells once of all leaves whose values change.
+
+    Raises:
+        StateMismatchError: if some do, and that was not asked for.
+    """
+    casts, found = list(wanted.casts), dict[tuple[str, ...], Any]()
+    for path, number in numbers.items():
+        if told := misfit_of_number(number, wanted.dense[path]):
+            casts.append(f"{'/'.join(path)}: {told}")
+        found[path] = as_wanted(number, wanted.dense[path])
+    if casts and not cast:
+        raise mismatch(step, (), casts, ())
+    say_converted(step, casts)
+    return found
 
 
 def _rebuild(
@@ -280,6 +321,8 @@ def resume(
     planner: Planner,
     tracker: Tracker,
     tables: tuple[TableEntry, ...],
+    channel: Channel,
+    widening: Widening | None,
 ) -> None:
     """Goes on saving from what was restored: its fresh lineage rests on the steps of its chain.
 
@@ -290,11 +333,21 @@ def resume(
         planner: is told what later saves may rest on.
         tracker: is told which rows are as they were restored.
         tables: that are saved, in whatever order; empty: nothing is.
+        channel: to the other processes.
+        widening: is told how rows of the run are stored; None: nothing is saved.
+
+    Raises:
+        OptionError: if what options give does not go together with that; nothing is noted then.
     """
     place, found, touched = resumption.place, resumption.found, resumption.touched
     chain, lineage = found.chain, lineage_hex(touched)
     manifest = chain[-1].manifest
-    note_restored(place.root, lineage, manifest.run or "")
+    encoding = _encoding_of(resumption, channel, writer)
+    goes_on = resumption.ledger is not None or writer.is_at(place.root, place.item)
+    if goes_on and widening is not None:
+        widening.inherit(encoding)
+        widening.say_inherited(f"at step {manifest.step}")
+    note_restored(place.root, lineage, manifest.run or "", encoding)
     if resumption.ledger is not None and writer.place is None:
         writer.serve(place.root, place.item, resumption.ledger)
     lifecycle.settle()  # Orbax has waited for the save in flight
@@ -320,4 +373,44 @@ def resume(
             ),
         )
     entries = [entry_of(r.directory.parent.name, r.manifest) for r in chain]
-    planner.restored(lineage, entries, unchanged=unchanged)
+    planner.restored(lineage, entries, unchanged=unchanged, encoding=encoding)
+
+
+def _encoding_of(
+    resumption: Resumption, channel: Channel, writer: RootWriter
+) -> EncodingEntry | None:
+    """How rows are stored in the run of a restored step; None if nothing tells.
+
+    Where its manifest does not say, process 0 looks at the codecs of its full step, or, if all
+    bits were asked for there, of other steps.
+
+    Raises:
+        OptionError: if a codec is not known here.
+    """
+    place, found = resumption.place, resumption.found
+    entry = found.chain[-1].manifest.encoding
+    if entry is None:
+
+        def tell() -> EncodingEntry | None:
+            return encoding_in(_telling(place, found.chain, writer))
+
+        told = on_primary(channel, tell)
+        entry = encoding_told(told) if isinstance(told, dict) else told
+    return entry and renamed(entry, found.wanted.tables.stored)
+
+
+def _telling(
+    place: Place, chain: Sequence[StepReader], writer: RootWriter
+) -> Iterator[Step]:
+    """The full step of a chain, its deltas, and full ones before it, the newest first."""
+    for reader in chain:
+        yield Step(reader.manifest, reader.processes)
+    first = chain[0].manifest
+    for entry in reversed(writer.load(place.root, place.item).restorable()):
+        manifest = entry.manifest
+        if manifest is None or manifest.kind != "full" or manifest.run != first.run:
+            continue
+        if order(entry) < order(entry_of(entry.directory, first)):
+            where = place.root / entry.directory / place.item
+            with contextlib.suppress(errors.CnrError, OSError):
+                yield Step(manifest, read_processes(where, manifest))

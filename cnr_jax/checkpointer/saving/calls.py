@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,8 +19,9 @@ from cnr_jax import errors
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.metrics import PHASES, append_event
 from cnr_jax.telemetry import RestoreReport, SaveReport
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -135,6 +135,9 @@ def monitor(report: SaveReport | RestoreReport) -> None:
         took("/cnr_jax/restore/duration_secs", report.total_secs, kind=kind)
         counted("/cnr_jax/restore/bytes_read", report.bytes_read, kind=kind)
         counted("/cnr_jax/restore/chain_length", len(report.chain), kind=kind)
+        return
+    if report.outcome == "dropped":
+        counted("/cnr_jax/save/dropped", 1, kind=kind)
         return
     took("/cnr_jax/save/blocking_duration_secs", report.blocking_secs, kind=kind)
     took("/cnr_jax/save/duration_secs", report.total_secs, kind=kind)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from cnr_jax.checkpointer.saving.plan import Widening
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Choose
-from cnr_jax.options import WIDEST, Options
+from cnr_jax.encoding import WIDEST, Encoding
+from cnr_jax.options import Options
 from cnr_jax.repository.rows_writer import RunPlan
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.fingerprints import rotation
@@ -45,13 +45,15 @@ from cnr_jax.rows.tiling import (
     ShardsOf,
     Way,
     group_tiles,
+    own_settings,
     own_tiles,
     placing,
 )
 from cnr_jax.rows.touched import stamp_sharding
 from cnr_jax.state.table import Tables
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ def capture(
     tiles: Iterable[OwnTile],
     shards: ShardsOf,
     choose: Choose,
-    options: Options,
+    encoding: Encoding,
     widths: Mapping[str, int],
+    staging: str,
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -89,10 +92,11 @@ def capture(
         tiles: what this process saves of the state.
         shards: of the leaves of tables.
         choose: which rows; the same object for all tiles of the same rows of a table.
-        options: codecs and staging.
-        widths: of codes, by table, where options leave them to the number of restores.
+        encoding: of rows in this save.
+        widths: of codes, by table, where these are left to the number of restores.
+        staging: where rows are encoded, as in options.
     """
-    codecs, way = _Codecs(options, widths), placing(options.staging)
+    codecs, way = _Codecs(encoding, widths), placing(staging)
     plans = [
         _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
         for tile in tiles
@@ -149,8 +153,8 @@ def _with_samples(plans: list[tuple[RunPlan, Run]]) -> list[tuple[RunPlan, Run]]
 class _Codecs:
     """The codec of each tile; tiles are thousands, codecs a few."""
 
-    def __init__(self, options: Options, widths: Mapping[str, int]) -> None:
-        self._codec_for, self._widths = functools.cache(options.codec_for), widths
+    def __init__(self, encoding: Encoding, widths: Mapping[str, int]) -> None:
+        self._codec_for, self._widths = functools.cache(encoding.codec_for), widths
 
     def of(self, tile: OwnTile) -> Codec:
         width = math.prod(stop - start for start, stop in tile.piece.box[1:])
@@ -159,7 +163,14 @@ class _Codecs:
         return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
 
 
-def say_too_wide(arrays: Arrays, options: Options) -> None:
+def say_at_first(arrays: Arrays, tables: Tables | None, encoding: Encoding) -> None:
+    """Says, before the first save, what makes all of them larger than they might be."""
+    _say_too_wide(arrays, encoding)
+    for text in tables.doubts if tables and jax.process_index() == 0 else ():
+        _log.warning("%s", text)
+
+
+def _say_too_wide(arrays: Arrays, encoding: Encoding) -> None:
     """Says which leaves have rows so wide that they are stored exactly, whatever their codec.
 
     Counted are the elements of a row, or of the part of it that a device holds.
@@ -168,7 +179,7 @@ def say_too_wide(arrays: Arrays, options: Options) -> None:
     for table, leaves in arrays.items():
         for leaf, array in leaves.items():
             width = math.prod(array.sharding.shard_shape(array.shape)[1:])
-            codec = options.codec_for(table, leaf, min(width, WIDEST), array.dtype)
+            codec = encoding.codec_for(table, leaf, min(width, WIDEST), array.dtype)
             if width > WIDEST and not isinstance(codec, Raw):
                 found[f"{table}/{leaf}"] = width
     if found and jax.process_index() == 0:
@@ -231,16 +242,20 @@ def _rank(codec: Codec, dtype: np.dtype) -> tuple[str, str]:
 
 
 def programs(
-    tiles: Iterable[OwnTile], options: Options, widths: Mapping[str, int]
+    tiles: Iterable[OwnTile],
+    encoding: Encoding,
+    widths: Mapping[str, int],
+    staging: str,
 ) -> Iterator[Program]:
     """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
     Args:
         tiles: of leaves whose sharding is known.
-        options: codecs and staging.
-        widths: of codes, by table, where options leave them to the number of restores.
+        encoding: of rows.
+        widths: of codes, by table, where these are left to the number of restores.
+        staging: where rows are encoded, as in options.
     """
-    codecs, way = _Codecs(options, widths), placing(options.staging)
+    codecs, way = _Codecs(encoding, widths), placing(staging)
     for tile in tiles:
         leaf, device = tile.leaf, tile.piece.device
         codec = codecs.of(tile)
@@ -266,7 +281,7 @@ class Warmth:
     Args:
         tables: that are saved.
         options: of the run.
-        widening: knows the width of each table's codes.
+        widening: knows the codecs, and the width of each table's codes.
 
     Attributes:
         widths: of codes for which all is compiled.
@@ -276,6 +291,8 @@ class Warmth:
         self._options, self._widening = options, widening
         self._done: set[Program] = set()
         self.widths: set[int | None] = set()
+        # For which that is so: a restore may bring others.
+        self._encoding = widening.encoding
         stamps = {
             name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
             for name, table in tables.items()
@@ -307,18 +324,31 @@ class Warmth:
                 for small tables. Others are compiled only when they come: each takes as long
                 as the first.
         """
+        encoding = self._widening.encoding
+        if encoding is not self._encoding:
+            self._encoding = encoding
+            self.widths.clear()
         if auto_bits in self.widths:
             return
-        if self.widths:
-            _log.info("compiling for codes of %s bits", auto_bits)
         of_tables = self._widening.widths(auto_bits)
-        needed = programs(self._tiles, self._options, of_tables)
-        if not self.widths:
+        needed = programs(self._tiles, encoding, of_tables, self._options.staging)
+        if not self._done:
             needed = itertools.chain(needed, self.hashes())
         missing = [p for p in dict.fromkeys(needed) if p not in self._done]
+        if self._done and missing:
+            codes = (
+                "other codecs" if auto_bits is None else f"codes of {auto_bits} bits"
+            )
+            _log.info("compiling for %s", codes)
         # XLA compiles each on one core.
         with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
-            for done in [pool.submit(program, *args) for program, args in missing]:
+            for done in [pool.submit(_compile, *each) for each in missing]:
                 done.result()
         self._done.update(missing)
         self.widths.add(auto_bits)
+
+
+# Settings are those of a thread, unless they are of all.
+@own_settings()
+def _compile(program: Callable[..., object], args: tuple[Any, ...]) -> None:
+    program(*args)

@@ -25,7 +25,8 @@ from cnr_jax.format.manifest import (
 from cnr_jax.integers import NOT_IN_JIT
 from cnr_jax.repository.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
-from cnr_jax.state.table import Tables, flatten_paths, nest, split
+from cnr_jax.state.structure import Form, differences
+from cnr_jax.state.table import Path, Tables, flatten_paths, nest, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ def check(
     _check_alive(state, "state")
     arrays, dense = split(state, tables)
     leaves = dense_leaves(dense)
+    if tables.forms is not None:
+        _check_structure(dense, tables.forms)
     if tracking != "fingerprint":
         if touched is None:
             raise errors.TouchedError(
@@ -83,6 +86,23 @@ def check(
         _check_alive(touched, "touched")
         _check_touched(touched, tables)
     return CheckedState(arrays=arrays, dense=dense, dense_leaves=leaves)
+
+
+def _check_structure(dense: Mapping[str, Any], forms: Mapping[Path, Form]) -> None:
+    """Checks that the dense leaves are those of the state in which the tables were found.
+
+    Raises:
+        StateMismatchError: naming each that is missing, new, or of another shape or dtype.
+    """
+    problems = differences(forms, flatten_paths(dense))
+    if problems:
+        raise errors.StateMismatchError(
+            "the state has not the structure in which the tables were found"
+            f" ({len(problems)} differences)\n  "
+            + "\n  ".join(problems)
+            + "\n  hint: save what the train step returns, whole; where the model or the"
+            " optimizer changed, make a manager with find_tables of the new state"
+        )
 
 
 def is_alive(tree: Any) -> bool:
@@ -249,16 +269,3 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         f"leaf {'/'.join(path)} of the state cannot be saved\n"
         f"  got {got}, expected an array, a number, a PRNG key or a string"
     )
-
-
-def full_fp32_bytes(tables: Tables, dense: Sequence[DenseLeaf]) -> int:
-    """Bytes of a plain full save: tables in float32, slots and dense leaves as they are."""
-    size = 0
-    for table in tables.values():
-        size += int(np.prod(table.leaf.shape, dtype=np.int64)) * 4
-        size += sum(slot.nbytes for slot in table.slots)
-    for leaf in dense:
-        if leaf.kind == "array":
-            itemsize = jax.numpy.dtype(leaf.dtype).itemsize
-            size += int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
-    return size

@@ -7,7 +7,6 @@ processes jax does: its preemption service makes them agree on a step.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import signal
 import threading
@@ -21,8 +20,9 @@ from cnr_jax.checkpointer.multihost import Channel, on_primary
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, is_distributed
 from cnr_jax.options import Options
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

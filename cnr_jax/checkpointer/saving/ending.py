@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,17 +17,21 @@ from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, told_elsewhere
 from cnr_jax.checkpointer.save_errors import after_commit, save_error, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
+from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, Lifecycle, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
+from cnr_jax.repository.lineage.gaps import Gap
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -56,6 +59,8 @@ class Ending:
     _course: Course
     _calls: Calls
     deleter: ChainDeleter = dataclasses.field(init=False)
+    # Steps that go once the save that is being written is committed.
+    _leaving: frozenset[int] = dataclasses.field(default=frozenset(), init=False)
     # Whether Orbax's list of steps must be read again.
     _is_stale: bool = dataclasses.field(default=False, init=False)
     # The call of `save` that is between the plan and the thread that finalizes what it has
@@ -66,6 +71,12 @@ class Ending:
     def ledger(self) -> Ledger:
         """What the root holds; nothing, until the first save names the item."""
         return self._writer.ledger or Ledger()
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the save that began last was not committed, for want of what it rests on."""
+        last = self._lifecycle.last
+        return last is not None and last.gap is not None
 
     def replace_deleter(self) -> None:
         """From now on steps are deleted as chains allow, children first."""
@@ -135,6 +146,8 @@ class Ending:
             self.settle()
             self.reread()
             self._orbax.forget_save()
+            if is_dropped(failure):
+                failure = None  # its report is all there is to tell
         except BaseException:
             # Orbax has struck off the step, which is written nevertheless.
             self._is_stale = True
@@ -282,6 +295,7 @@ class Ending:
         flight = self._lifecycle.last
         assert flight is not None
         flight.synced_early = sync_uncommitted(flight.place)
+        self._lifecycle.look_before()
 
     def finalize_checkpoint(self, step: int) -> None:
         """Makes the step durable; only then does Orbax delete others."""
@@ -296,6 +310,7 @@ class Ending:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
+        self._lifecycle.look_after(self._leaving)
         self._lifecycle.report_commit()
 
     def finalize(self, step: int, steps_to_remove: list[int]) -> None:
@@ -305,6 +320,7 @@ class Ending:
         do so once process 0 has done all that; should it have failed to sync the step, or to
         delete others, it alone knows until the next call.
         """
+        self._leaving = frozenset(steps_to_remove)
         if self._lifecycle.last is not None:
             self._lifecycle.last.is_unwanted = step in steps_to_remove
         try:
@@ -319,6 +335,7 @@ class Ending:
             raise
         self._lifecycle.end_writing()
         self._lifecycle.report_commit()
+        self._lifecycle.report_unwanted()
 
 
 class ChainDeleter:
@@ -365,8 +382,15 @@ class ChainDeleter:
         self._delete([step])
 
     def delete_steps(self, steps: Sequence[int]) -> None:
-        """Removes what retention lets go of: steps, and first what rollbacks have set aside."""
+        """Removes what retention lets go of: steps, and first what rollbacks have set aside.
+
+        Not as long as steps that are to stay were found to lack files, and the rule, which
+        decided without knowing that, was not asked again.
+        """
         writer, ledger = self._writer, self._writer.ledger
+        if writer.gaps.found and steps and self._orbax.is_primary:
+            self._spare(steps, writer.gaps.found[0])
+            return
         if self._orbax.is_primary and ledger is not None and ledger.crowded:
             if writer.remover is not None and writer.place is not None:
                 clear_aside(
@@ -377,6 +401,20 @@ class ChainDeleter:
                     adopts=writer.adopts,
                 )
         self._delete(steps)
+
+    def _spare(self, steps: Sequence[int], gap: Gap) -> None:
+        """Keeps steps that others were to take the place of, until retention decides again."""
+        error = errors.IntegrityError(gap.text, path=gap.path)
+        # So that Orbax lists them again, on all processes.
+        self._failed.append(error)
+        self._writer.changed = True
+        ledger = self._writer.ledger or Ledger()
+        for step in steps:
+            ledger.doomed.discard(self._orbax.existing_directory(step))
+        _log.warning(
+            "no step is deleted after this save, as one that was to stay is not whole: %s",
+            gap.text,
+        )
 
     def _delete(self, steps: Sequence[int]) -> None:
         """Removes steps, those first that others do not depend on.

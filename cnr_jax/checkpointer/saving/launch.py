@@ -25,18 +25,20 @@ from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.check import CheckedState
 from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
-from cnr_jax.checkpointer.saving.plan import Widening, options_of
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
+from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
 from cnr_jax.rows.gather.encode import RowErrors
 from cnr_jax.rows.gather.host import Buffers
-from cnr_jax.rows.tiling import host_device
+from cnr_jax.rows.tiling import host_device, own_settings
 from cnr_jax.telemetry import percent
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # How often a process looks whether process 0 has failed, while it waits for something else.
 POLL_SECS = 1.0
@@ -102,14 +104,16 @@ class Launcher:
         flight, changed, options = planned.flight, planned.changed, self._options
         plan, started = flight.plan, time.perf_counter()
         try:
+            encoding = self._widening.encoding_of(plan)
             captured = capture.capture(
                 changed.tiles,
                 changed.shards,
                 self._tracker.chooser(
                     changed, plan.parent.clock if plan.parent else None
                 ),
-                options_of(options, plan),
+                encoding,
                 self._widening.widths(plan.auto_bits, plan.codec),
+                options.staging,
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
             # Gathering on the host takes all cores already; on devices it waits for these.
@@ -122,7 +126,7 @@ class Launcher:
             write_in_background(
                 flight,
                 directories,
-                lambda: _write_rows(flight, directory, plans, stage, options),
+                lambda: _write_rows(flight, directory, plans, stage, encoding),
                 stage.abort,
                 self._channel,
             )
@@ -150,16 +154,19 @@ class Launcher:
                 raise
 
     def close(self) -> None:
-        """Frees memory that is kept for the next save."""
+        """Frees memory that is kept for the next save, and what is remembered of rows."""
         self._buffers.close()
+        self._tracker.close()
 
 
+# Settings are those of a thread, unless they are of all.
+@own_settings()
 def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,
     plans: tuple[RunPlan, ...],
     stage: Stage,
-    options: Options,
+    encoding: Encoding,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
     compared = capture.comparison_of(plans)
@@ -168,7 +175,7 @@ def _write_rows(
         flight.plan.uuid,
         jax.process_index(),
         plans,
-        compression=options.compression,
+        compression=encoding.packing,
     )
     try:
         flight.written = writer.write(stage, host_device(), compared)
@@ -177,14 +184,14 @@ def _write_rows(
         writer.stop()
         raise
     if flight.written.row_errors is not None:
-        _say_rounding(flight, flight.written.row_errors, plans, options)
+        _say_rounding(flight, flight.written.row_errors, plans, encoding)
 
 
 def _say_rounding(
     flight: SaveInFlight,
     found: RowErrors,
     plans: Sequence[RunPlan],
-    options: Options,
+    encoding: Encoding,
 ) -> None:
     """Says at a process' first save of rounded rows how far off they are."""
     if found.mean is None or found.worst is None or jax.process_index() != 0:
@@ -192,8 +199,7 @@ def _say_rounding(
     if not _first_to_round.acquire(blocking=False):
         return
     rounded = [plan for plan in plans if plan.count and capture.is_rounded(plan)]
-    chosen = options_of(options, flight.plan)
-    unasked = {p.table for p in rounded if not chosen.says_rounding(p.table)}
+    unasked = {p.table for p in rounded if not encoding.says_rounding(p.table)}
     bits = sorted({getattr(plan.codec, "bits", 16) for plan in rounded})
     _log.log(
         logging.WARNING if unasked else logging.INFO,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,8 +40,9 @@ from cnr_jax.rows.touched import (
     stamp_sharding,
 )
 from cnr_jax.state.table import Tables
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 # Sorted positions within a tile that are to be saved, None for all; asked for each tile.
@@ -341,6 +341,10 @@ class Tracker:
 
         return choose
 
+    def close(self) -> None:
+        """Frees what is remembered of rows, which would lie on their devices until a collection."""
+        self._watch, self._rotation, self._last = None, None, None
+
     def forget(self, touched: Touched, mode: Tracking | None) -> None:
         """Forgets all rows, because the state was replaced by one that was restored.
 
@@ -348,7 +352,7 @@ class Tracker:
             touched: of that state; fingerprints go on in its lineage.
             mode: of its run, in which this one goes on unless it has its own; None: it has none.
         """
-        self._watch, self._rotation, self._last = None, None, None
+        self.close()
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
         self._prints = _moment(touched)

@@ -173,7 +173,7 @@ def _save_kept(
         restores=step.restores if known else None,
         rows=step.rows,
         parts=parts if known else {},
-        plain_bytes=step.full_fp32_bytes if known else None,
+        plain_bytes=step.state_bytes if known else None,
         secs=step.secs,
         saved_at=step.saved_at,
         shares={table.name: table.saved_rows / table.rows for table in step.tables},
@@ -206,43 +206,48 @@ def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
     A root may have had other runs: of these nothing is told. Lines are of whoever wrote the file,
     and what is no number is left out.
     """
-    runs = {step.run for step in root.steps if step.kind in ("full", "delta")}
+    runs = list({s.run for s in root.steps if s.kind in ("full", "delta")})
     try:
         lines = read_metrics(root.root)
     except (errors.CnrError, OSError):
         return {}
-    found: dict[tuple[int, int], Save] = {}
-    for line in lines:
-        step, branch = _number(line, "step"), _number(line, "generation")
-        kind = line.get("kind")
-        if line["event"] != "save" or kind not in ("full", "delta"):
-            continue
-        if step is None or branch is None or line.get("run") not in runs:
-            continue
-        save = _save_noted(line, int(step), int(branch), kind)
-        found[save.branch, save.step] = save
-    return found
+    saves = [_save_noted(line) for line in lines if line.get("run") in runs]
+    return {(save.branch, save.step): save for save in saves if save is not None}
 
 
-def _save_noted(line: Mapping[str, Any], step: int, branch: int, kind: str) -> Save:
-    """A save as a line of the metrics tells of it."""
-    parts = {part: _number(line, f"{name}_bytes") for part, name in _PARTS.items()}
-    plain, restores = _number(line, "full_fp32_bytes"), _number(line, "restores")
+def _save_noted(line: Mapping[str, Any]) -> Save | None:
+    """A save as a line of the metrics tells of it; None: it tells of none.
+
+    Each field is looked at for itself, here and nowhere else: what is no value that a report has
+    there is not known.
+    """
+    step, branch = _whole(line, "step"), _whole(line, "generation")
+    kind = line.get("kind")
+    if line["event"] != "save" or kind not in ("full", "delta"):
+        return None
+    if line.get("outcome") == "dropped":
+        return None  # nothing of it stays
+    if step is None or branch is None:
+        return None
+    parts = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}
     phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
     given = line.get("tables")
-    tables = (
-        [t for t in given if isinstance(t, dict)] if isinstance(given, list) else []
-    )
-    shares = {str(t.get("name")): _number(t, "saved_share") for t in tables}
+    tables = given if isinstance(given, list) else []
+    shares = {
+        table["name"]: _number(table, "saved_share")
+        for table in tables
+        if isinstance(table, dict) and isinstance(table.get("name"), str)
+    }
     return Save(
         step=step,
         kind=kind,
         kept=False,
         branch=branch,
-        restores=None if restores is None else int(restores),
-        rows=int(_number(line, "rows") or 0),
-        parts={part: int(size) for part, size in parts.items() if size is not None},
-        plain_bytes=None if plain is None else int(plain),
+        restores=_whole(line, "restores"),
+        rows=_whole(line, "rows") or 0,
+        parts={part: size for part, size in parts.items() if size is not None},
+        # Lines of earlier versions took tables for float32.
+        plain_bytes=_whole(line, "state_bytes") or _whole(line, "full_fp32_bytes"),
         secs=_number(line, "total_secs"),
         stall_secs=_number(line, "blocking_secs"),
         phases={phase: secs for phase, secs in phases.items() if secs is not None},
@@ -258,6 +263,11 @@ def _number(line: Mapping[str, Any], name: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < 1e18 else None
+
+
+def _whole(line: Mapping[str, Any], name: str) -> int | None:
+    value = line.get(name)
+    return value if isinstance(value, int) and _number(line, name) is not None else None
 
 
 def _removed(root: RootDescription) -> Iterator[Save]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from cnr_jax.format.manifest import Fork, HistoryEntry, Manifest, ParentRef
 from cnr_jax.format.names import step_number
+from cnr_jax.policy import SaveRecord
 from cnr_jax.repository.orbax_steps import OrbaxStep
 
 _SPARE_PARENTS = 16
@@ -401,3 +402,18 @@ def _last_steps(tip: Entry, own: Sequence[Entry]) -> dict[int, int]:
         if each.step <= last.get(each.generation, -1):
             first = min(first, each.step)
     return last
+
+
+def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
+    """A history as policies see it, save by save; of several in one entry the mean of each."""
+    found: list[SaveRecord] = []
+    for entry in history:
+        record = SaveRecord(
+            step=entry.step,
+            kind=entry.kind,
+            bytes=round(entry.bytes / entry.saves),
+            rows=round(entry.rows / entry.saves),
+            secs=entry.secs / entry.saves,
+        )
+        found += [record] * entry.saves
+    return found

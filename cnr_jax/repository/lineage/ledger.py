@@ -6,7 +6,6 @@ asks it what must be kept; the planner asks it which parents still exist.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import types
@@ -22,7 +21,6 @@ from cnr_jax.repository.layout import (
     Place,
     is_checkpoint,
     is_foreign,
-    may_be_step,
     step_directories,
 )
 from cnr_jax.repository.lineage.entries import (
@@ -38,8 +36,9 @@ from cnr_jax.repository.lineage.entries import (
 )
 from cnr_jax.repository.orbax_steps import orbax_step, saved_by
 from cnr_jax.repository.step import read_committed, read_step, without_collections
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Ledger:
@@ -67,7 +66,7 @@ class Ledger:
     def __init__(
         self, is_step: Callable[[str], bool] | None = None, *, adopts: bool = False
     ) -> None:
-        self.is_step, self.adopts = is_step or may_be_step, adopts
+        self.is_step, self.adopts = is_step or names.may_be_step, adopts
         self._entries: dict[str, Entry] = {}
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()

@@ -9,14 +9,14 @@ reason in the log and the manifest: doubt costs bytes, never rows.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import Fork, HistoryEntry, Kind, ParentRef, TableEntry
-from cnr_jax.policy import Decision, Policy, SaveRecord
+from cnr_jax.policy import Decision, Policy
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.lineage.entries import (
     Branch,
@@ -24,11 +24,15 @@ from cnr_jax.repository.lineage.entries import (
     forks_of_next,
     full_ones,
     named,
+    records,
 )
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.runs import Origin, Runs
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
+ALL_BITS = "all bits were asked for"
+"""In the reason of each exact save: manifests do not say otherwise that it was one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,9 @@ class Plan:
             begins; empty if none does.
         exact: rows are stored raw, whatever their codecs.
         forks: where the branch of this save leaves older ones.
+        gaps: files that earlier checkpoints lack, as paths below the root, each with a line that
+            says what is wrong with it.
+        encoding: of the run that goes on, for what options do not give; None: none does.
     """
 
     uuid: str
@@ -75,6 +82,8 @@ class Plan:
     earlier: str = ""
     exact: bool = False
     forks: tuple[Fork, ...] | None = None
+    gaps: tuple[tuple[str, str], ...] = ()
+    encoding: EncodingEntry | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +178,9 @@ class Planner:
         decision = self._decide(ledger, branch, request, begins)
         parent = self._parent(ledger, branch, decision)
         if request.exact:
-            reason = f"{decision.reason}; all bits were asked for"
+            reason = f"{decision.reason}; {ALL_BITS}"
             if parent and not is_exact(ledger.chain(ledger.entries[parent.directory])):
-                reason = "all bits were asked for, and the chain has rounded rows"
+                reason = f"{ALL_BITS}, and the chain has rounded rows"
                 decision, parent = full_because(reason), None
             decision = dataclasses.replace(decision, reason=reason)
         return Plan(
@@ -202,6 +211,7 @@ class Planner:
                 generation=generation,
                 step=request.step,
             ),
+            encoding=self.runs.encoding,
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -215,7 +225,12 @@ class Planner:
         branch.history, branch.no_parents = entry.manifest.history, ""
 
     def restored(
-        self, lineage: str, chain: Sequence[Entry], *, unchanged: bool
+        self,
+        lineage: str,
+        chain: Sequence[Entry],
+        *,
+        unchanged: bool,
+        encoding: EncodingEntry | None = None,
     ) -> None:
         """Notes that the state of `chain[-1]` goes on as `lineage`.
 
@@ -228,10 +243,11 @@ class Planner:
             unchanged: whether the tables are those that the chain holds, and changed rows found
                 as they were. If not (other rows, dtypes, names, not all leaves), no checkpoint
                 is a legal parent.
+            encoding: of its rows.
         """
         tip = chain[-1]
         assert tip.manifest is not None
-        self.runs.restored(lineage, tip.run)
+        self.runs.restored(lineage, tip.run, encoding)
         branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
         self.end_lineages(branch.restores)
         if unchanged:
@@ -257,7 +273,7 @@ class Planner:
             ledger: of its root, as far as it is known.
         """
         own = [e.run for e in ledger.committed() if e.manifest] if ledger else []
-        self.runs.restored(lineage, own[-1] if own else secrets.token_hex(16))
+        self.runs.restored(lineage, own[-1] if own else secrets.token_hex(16), None)
         self.end_lineages(0)
         why = f"step {entry.step} is of plain Orbax, and no delta can rest on it"
         self.branches = {lineage: Branch(tip=entry, no_parents=why)}
@@ -378,13 +394,22 @@ class Planner:
             legal = self._parent(ledger, branch, decision) is not None
             if legal and (request.urgent or not self._lacks_fulls(ledger, branch)):
                 return decision
-            reason = f"step {decision.parent} is not a legal parent any more"
+            reason = self._why_no_parent(ledger, branch, decision)
             if legal:
                 reason = (
                     f"min_fulls={self._min_fulls}, and the branch has fewer full ones"
                 )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
+
+    def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
+        """Why the parent that a decision names is none."""
+        for entry in ledger.committed():
+            if entry.step == decision.parent and entry.uuid in branch.parents:
+                return (
+                    f"step {entry.step} is no parent any more: {ledger.obstacle(entry)}"
+                )
+        return f"step {decision.parent} is not a legal parent any more"
 
     def _obstacle(
         self, ledger: Ledger, branch: Branch, request: Request, begins: bool
@@ -428,18 +453,3 @@ class Planner:
                         clock=branch.parents[entry.uuid],
                     )
         return None
-
-
-def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
-    """A history as policies see it, save by save; of several in one entry the mean of each."""
-    found: list[SaveRecord] = []
-    for entry in history:
-        record = SaveRecord(
-            step=entry.step,
-            kind=entry.kind,
-            bytes=round(entry.bytes / entry.saves),
-            rows=round(entry.rows / entry.saves),
-            secs=entry.secs / entry.saves,
-        )
-        found += [record] * entry.saves
-    return found

@@ -7,15 +7,15 @@ and keeps, beside what it keeps, all that these rest on.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.lineage.entries import Entry, branch_of, order, parent_of
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class StepInfo(Protocol):

@@ -8,38 +8,58 @@ checkpoints, unless that is asked for.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.layout import hint_of_names
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
+
+
+class RestoredRun(NamedTuple):
+    """Of which run a step is that was restored.
+
+    Attributes:
+        root: that it was restored from.
+        run: empty where the step names none.
+        encoding: of its rows, that saves go on with; None: not known.
+    """
+
+    root: str
+    run: str
+    encoding: EncodingEntry | None
+
+
 # Of all restores of this process: a state may be restored by one manager and saved by another.
-# By lineage, the root and the run of the step that was restored; the oldest go first.
-_restored_runs: dict[str, tuple[str, str]] = {}
+# By lineage; the oldest go first.
+_restored_runs: dict[str, RestoredRun] = {}
 _REMEMBERED = 1024
 
 
-def note_restored(root: AnyPath, lineage: str, run: str) -> None:
+def note_restored(
+    root: AnyPath, lineage: str, run: str, encoding: EncodingEntry | None
+) -> None:
     """Notes the run of a step of a root, restored with fresh touched rows of this lineage."""
-    _restored_runs[lineage] = _real(root), run
+    _restored_runs[lineage] = RestoredRun(_real(root), run, encoding)
     while len(_restored_runs) > _REMEMBERED:
         del _restored_runs[next(iter(_restored_runs))]
 
 
-def run_restored(root: AnyPath, lineage: str) -> str | None:
+def run_restored(root: AnyPath, lineage: str) -> RestoredRun | None:
     """The run of the step of a root that was restored with touched rows of this lineage.
 
-    None if it was not restored from there in this process. Empty where the step names no run.
+    None if it was not restored from there in this process.
     """
     known = _restored_runs.get(lineage)
-    return known[1] if known is not None and known[0] == _real(root) else None
+    return known if known is not None and known.root == _real(root) else None
 
 
 def _real(root: AnyPath) -> str:
@@ -53,8 +73,8 @@ class Origin:
     Attributes:
         root: that it is saved to, for errors.
         touched: lineage and clock of the touched rows that go with it; None without any.
-        restored: run of the step of this root that a restore in this process gave these
-            touched rows with; None if none did.
+        restored: of the step of this root that a restore in this process gave these touched
+            rows with; None if none did.
         new_run: it begins a new run, though the root holds checkpoints.
         others: step directories that the ledger does not know, for their names are formed in
             another way.
@@ -62,7 +82,7 @@ class Origin:
 
     root: str = ""
     touched: tuple[str, int] | None = None
-    restored: str | None = None
+    restored: RestoredRun | None = None
     new_run: bool = False
     others: tuple[str, ...] = ()
 
@@ -75,11 +95,13 @@ class Runs:
 
     Attributes:
         current: the run that was restored or saved last; None: neither was done here.
+        encoding: of rows in that run, when it was taken over; None: it began here.
     """
 
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
         self.current: str | None = None
+        self.encoding: EncodingEntry | None = None
         # Whether that was restored, so that no other can begin here.
         self._is_restored = False
         self._is_new_run_refused = False
@@ -90,10 +112,10 @@ class Runs:
         """Notes a committed save."""
         self.current = self._known[lineage] = run
 
-    def restored(self, lineage: str, run: str) -> None:
-        """Notes that a step of a run goes on as `lineage`."""
+    def restored(self, lineage: str, run: str, encoding: EncodingEntry | None) -> None:
+        """Notes that a step of a run goes on as `lineage`, with rows stored as they were there."""
         self.saved(lineage, run)
-        self._is_restored = True
+        self._is_restored, self.encoding = True, encoding
 
     def check_origin(self, ledger: Ledger, origin: Origin) -> None:
         """Makes sure that a save of a state from there is of a run that may save here.
@@ -121,10 +143,12 @@ class Runs:
         """
         self.check_origin(ledger, origin)
         if self.current is None:
+            self.encoding = None
             if origin.new_run:
                 there = [*origin.others, *ledger.checkpoints()]
                 return uuid, [ledger.movable(name) for name in there]
             known = self._joinable(ledger, origin)
+            self.encoding = _encoding_of(ledger, origin)
             return (uuid if known is None else known), []
         if origin.new_run and self._is_restored and not self._is_new_run_refused:
             _log.warning(
@@ -142,17 +166,12 @@ class Runs:
         """The run that touched rows belong to; None if it is not known."""
         if origin.touched is None:
             return None
-        lineage, clock = origin.touched
-        if lineage in self._known:
-            return self._known[lineage]
+        if origin.touched[0] in self._known:
+            return self._known[origin.touched[0]]
         if origin.restored is not None:
-            return origin.restored
-        for entry in reversed(ledger.committed()):
-            found = entry.manifest
-            if found is not None and found.lineage == lineage:
-                if found.recorded_clock is not None and found.recorded_clock <= clock:
-                    return entry.run
-        return None
+            return origin.restored.run
+        saved = _saved_with(ledger, *origin.touched)
+        return None if saved is None else saved.run
 
     def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
         """The run that a first save joins; None if there is none that it goes on with."""
@@ -173,6 +192,24 @@ class Runs:
         for entry in [*found.values()]:
             found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
         return sorted(found.values(), key=order, reverse=True)
+
+
+def _encoding_of(ledger: Ledger, origin: Origin) -> EncodingEntry | None:
+    """How rows are stored in the run that a first save joins; None if it joins none."""
+    if origin.restored is not None:
+        return origin.restored.encoding
+    saved = _saved_with(ledger, *origin.touched) if origin.touched else None
+    return saved.manifest.encoding if saved and saved.manifest else None
+
+
+def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
+    """The newest checkpoint that touched rows of a lineage and clock were saved with."""
+    for entry in reversed(ledger.committed()):
+        found = entry.manifest
+        if found is not None and found.lineage == lineage:
+            if found.recorded_clock is not None and found.recorded_clock <= clock:
+                return entry
+    return None
 
 
 def _used_root(

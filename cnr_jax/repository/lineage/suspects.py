@@ -9,7 +9,6 @@ cannot be understood, is read and written as any other.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -17,11 +16,11 @@ from typing import NamedTuple
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.files import AnyPath, read_small, replace_durably
-from cnr_jax.repository.layout import may_be_step
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # Far more than a root has steps to name; a file that is larger is none of ours.
 _MOST_BYTES = 1 << 20
 # No file system has longer names.
@@ -198,7 +197,7 @@ def _suspect_of(document: object) -> Suspect:
         raise TypeError("expected the name of a step and its uuid")
     # Its number is asked for, and a number of thousands of digits is none for Python.
     if len(directory) > _NAME_BYTES or not (
-        names.is_component(directory) and may_be_step(directory)
+        names.is_component(directory) and names.may_be_step(directory)
     ):
         raise ValueError(f"expected the name of a step, got {directory[:60]!r}")
     if not names.is_hex(uuid, 32):

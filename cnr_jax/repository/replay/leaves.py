@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax.format.tiles import Box
+from cnr_jax.repository.dtypes import converted
 from cnr_jax.repository.replay import on_device
 from cnr_jax.repository.replay.encoded import (
     Index,
@@ -67,18 +67,6 @@ def abstract_of(value: Any) -> jax.ShapeDtypeStruct:
     if sharding is None:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-
-
-def holds_all(stored: np.dtype, wanted: np.dtype) -> bool:
-    """Whether each value of a dtype is one of another of the same kind."""
-    if stored == wanted:
-        return True
-    if jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating):
-        a, b = jnp.finfo(stored), jnp.finfo(wanted)
-        return b.nmant >= a.nmant and b.maxexp >= a.maxexp and int(b.minexp) <= a.minexp
-    kinds = (jnp.integer, jnp.complexfloating)
-    alike = any(all(jnp.issubdtype(d, k) for d in (stored, wanted)) for k in kinds)
-    return alike and np.can_cast(stored, wanted, "safe")
 
 
 def restore_leaves(
@@ -165,7 +153,7 @@ def _finished(
     leaf: WantedLeaf, box: Box, rows: np.ndarray, left: np.ndarray
 ) -> np.ndarray:
     """Decoded rows of a region as they are wanted, those that are left filled in."""
-    rows = rows.astype(leaf.dtype, copy=False)
+    rows = converted(rows, leaf.dtype)
     if leaf.own is not None and len(left):
         fill(rows, box, leaf.own, left)
     return rows

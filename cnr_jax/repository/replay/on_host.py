@@ -19,7 +19,7 @@ from cnr_jax.rows.tiling import (
     chunk_rows,
     host_device,
     in_chunks,
-    outside_mesh,
+    own_settings,
     padded,
     program_rows,
 )
@@ -120,7 +120,7 @@ def _parts(block: Sequence[tuple[Decoding, int, int]]) -> dict[str, np.ndarray]:
     }
 
 
-@outside_mesh()
+@own_settings()
 def _decoded(
     codec: Codec,
     width: int,

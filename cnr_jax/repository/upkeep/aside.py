@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.names import (
-    ABANDONED_MARK,
     SUSPECTS,
     abandoned,
-    beside,
-    is_abandoned,
+    abandoned_step,
+    earlier_run,
+    is_replacing,
     step_number,
 )
 from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
-from cnr_jax.repository.layout import Place
+from cnr_jax.repository.layout import Place, beside
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 def names_aside(
@@ -59,8 +59,7 @@ def names_aside(
                 "  hint: save into another root, or put the folder itself in the place of"
                 " the link"
             )
-    left = [path.name for path in root.iterdir() if ABANDONED_MARK in path.name]
-    own = [*(entry.directory for entry in entries), *sorted(left)]
+    own = [*(entry.directory for entry in entries), *beside(root)["abandoned"]]
     return tuple((name, f"{earlier}/{name}") for name in own)
 
 
@@ -128,9 +127,9 @@ def aside_of_run(
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
-    for name in beside(path.name for path in root.iterdir())["abandoned"]:
-        before = name.partition(ABANDONED_MARK)[0]
-        if name in others or not is_abandoned(name, before):
+    for name in beside(root)["abandoned"]:
+        before = abandoned_step(name)
+        if name in others or before is None:
             continue
         try:
             if adopts and is_set_aside(root / name, before, item):
@@ -174,18 +173,68 @@ def clear_aside(
         _log.warning("what rollbacks have set aside stays for now: %s", error)
 
 
+def _is_committed(root: AnyPath, aside: Aside) -> bool:
+    """Whether the save is there that something was moved aside for.
+
+    Raises:
+        OSError: if storage does not say: no answer is no proof.
+    """
+    try:
+        return read_committed(root, aside.directory, aside.item).uuid == aside.uuid
+    except errors.CnrError:
+        return False
+
+
+def check_is_here(root: AnyPath) -> None:
+    """Checks, for who only reads, that no save that begins a new run has steps moved away.
+
+    Such a save moves all steps into a folder before it writes its own. Until that is committed,
+    or they are back, some steps are in the root, or none.
+
+    Raises:
+        NoStepError: if it has; it says where they are, and what brings them back.
+        OSError: if that cannot be seen.
+    """
+    try:
+        writer = read_writer(root)
+    except PermissionError:
+        return  # who may read steps need not be one who may read claims
+    aside = writer.aside if writer is not None else None
+    if writer is None or aside is None:
+        return
+    folder = root / earlier_run(aside.uuid)
+    moved = [name for name, now in aside.moved if root / now == folder / name]
+    away = [n for n in moved if is_named(folder / n) and not is_named(root / n)]
+    if not away or _is_committed(root, aside):
+        return
+    state = {
+        "alive": f"it may be under way, in {writer}",
+        "dead": f"it was cut short, as its process has ended: {writer}",
+        "unknown": f"it is under way, or was cut short: {writer}",
+    }[writer.process.state()]
+    rest = "that folder can be read as a root"
+    if len(away) < len(moved):
+        rest = f"{len(moved) - len(away)} others are still here"
+    raise errors.NoStepError(
+        f"steps of {os.fspath(root)} are away: the save of step {aside.directory}, which"
+        f" begins a new run, has moved {len(away)} steps and folders, and is not committed\n"
+        f"  they are in {os.fspath(folder)}; {rest}\n"
+        f"  {state}\n"
+        "  hint: look again when it is over. After a kill a manager with tables brings them back"
+        " when it is made; so do you by moving them to the root while no program saves there",
+        kind="moved_aside",
+        path=os.fspath(folder),
+    )
+
+
 def bring_back(root: AnyPath, aside: Aside) -> None:
     """Undoes a move aside unless the save that it was for is committed, parents first.
 
     Raises:
         OSError: if storage does not say whether it is, or cannot undo it.
     """
-    try:
-        found = read_committed(root, aside.directory, aside.item)
-        if found.uuid == aside.uuid:
-            return
-    except errors.CnrError:
-        pass  # but not OSError: storage that does not answer is no proof
+    if _is_committed(root, aside):
+        return
     back: list[str] = []
     for name, now in reversed(aside.moved):
         if is_named(root / now) and not is_named(root / name):
@@ -206,7 +255,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 def _remove_if_empty(folder: AnyPath) -> None:
     """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
     held = [path.name for path in folder.iterdir()]
-    if all(name.startswith(SUSPECTS) for name in held):
+    if all(name == SUSPECTS or is_replacing(name) for name in held):
         for name in held:
             os.unlink(folder / name)
     os.rmdir(folder)
@@ -241,5 +290,12 @@ def recover(root: AnyPath) -> None:
         # Without locks, one that has not ended may be about to commit.
         if free and (lock.is_proof or writer.is_dead):
             bring_back(root, writer.aside)
+        elif not _is_committed(root, writer.aside):
+            _log.warning(
+                "what a save has moved aside in %s stays there for now: that save may be under"
+                " way, in %s",
+                os.fspath(root),
+                writer,
+            )
     finally:
         lock.release()

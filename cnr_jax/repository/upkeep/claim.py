@@ -12,14 +12,13 @@ there is nothing to wait for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
 import json
-import logging
 import os
 import secrets
-import socket
 import time
 import traceback
 import weakref
@@ -35,14 +34,15 @@ from cnr_jax.repository.files import (
     read_small,
     replace_durably,
 )
-from cnr_jax.repository.layout import may_be_step
+from cnr_jax.repository.upkeep.processes import ProcessId, this_process
+from cnr_jax.texts import logger
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl: Any = None
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # A rollback of 100,000 steps takes about as much.
 _LIMIT_BYTES = 16 << 20
 # Plain Orbax says of our steps only that they cannot be restored: who then looks finds this.
@@ -74,40 +74,37 @@ class Aside:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """A manager that has claimed a root; all but the id is for people.
+    """A manager that has claimed a root.
 
     Attributes:
-        since: when it claimed the root, in UTC.
+        process: that it is of; its namespaces and so on are not in claims of older versions.
+        since: when it claimed the root, in UTC; for people.
     """
 
     id: str
-    host: str
-    pid: int
+    process: ProcessId
     since: str
     aside: Aside | None = None
 
     def __str__(self) -> str:
         place = _claimed_at.get(self.id)
         by = f", by the save at {place}" if place else ""
-        return f"process {self.pid} on {self.host}, since {self.since}{by}"
+        of = self.process
+        return f"process {of.pid} on {of.host}, since {self.since}{by}"
 
     @property
     def is_here(self) -> bool:
         """Whether it is a manager of this very process."""
-        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+        return self.id in _claimed_at and self.process.pid == os.getpid()
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process is known to have ended: only of this host that can be known."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError, ValueError):
-            return False
-        return False
+        """Whether its process is known to have ended; of a live one, and in doubt, not.
+
+        All who act on that ask here: who prunes, who brings back what a save has moved aside, who
+        clears what a save has left.
+        """
+        return self.process.state() == "dead"
 
 
 # Where the program was when managers of this process claimed roots, by the ids of their claims:
@@ -151,8 +148,7 @@ def read_writer(root: AnyPath) -> Writer | None:
         fields = Fields(json.loads(data), "", [])
         writer = Writer(
             id=fields.hexadecimal("id", 32),
-            host=fields.text("host"),
-            pid=fields.integer("pid", minimum=1),
+            process=_read_process(fields),
             since=fields.text("since"),
             aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
         )
@@ -167,6 +163,18 @@ def read_writer(root: AnyPath) -> Writer | None:
     return None
 
 
+def _read_process(fields: Fields) -> ProcessId:
+    """The process of a claim; claims of older versions do not tell all of it."""
+    has = fields.has
+    return ProcessId(
+        host=fields.text("host"),
+        pid=fields.integer("pid", minimum=1),
+        boot_id=fields.text("boot_id") if has("boot_id") else None,
+        namespaces=fields.text("namespaces") if has("namespaces") else None,
+        started_ticks=fields.integer("started_ticks") if has("started_ticks") else None,
+    )
+
+
 def _read_aside(fields: Fields) -> Aside:
     """What was moved aside, as pairs of the two forms of SPEC.md, section 9.6.
 
@@ -179,7 +187,7 @@ def _read_aside(fields: Fields) -> Aside:
     for pair in cast("list[Any]", given) if isinstance(given, list) else (given,):
         match pair:
             case [str(name), str(now)] if names.is_component(name) and (
-                (may_be_step(name) and names.is_abandoned(now, name))
+                (names.may_be_step(name) and names.abandoned_step(now) == name)
                 or now == f"{names.earlier_run(uuid)}/{name}"
             ):
                 moved.append((name, now))
@@ -203,6 +211,8 @@ class Claim:
     def __init__(self, root: AnyPath) -> None:
         self._root = root
         self._own: Writer | None = None
+        self._other: Writer | None = None
+        _inherited.add(self)
 
     @property
     def is_taken(self) -> bool:
@@ -216,17 +226,32 @@ class Claim:
             Who claimed it before, which includes what that one had moved aside.
         """
         before = read_writer(self._root)
-        now = datetime.datetime.now(tz=datetime.UTC)
         own = Writer(
             id=secrets.token_hex(16),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            since=now.isoformat(timespec="seconds"),
+            process=this_process(),
+            since=_now(),
             aside=before.aside if before else None,
         )
         self._write(own)
         _claimed_at[own.id] = _calling_line()
         return before
+
+    def stand_in(self, other: Writer, *, alone: bool) -> None:
+        """Acts for a while in the place of a manager that may still be running.
+
+        `withdraw` leaves the root to that one again, and if this process is killed before, the
+        claim is still of that one's process.
+
+        Args:
+            other: who has claimed the root.
+            alone: whether a lock keeps that one from saving meanwhile; it need not be told then.
+        """
+        self._other = other
+        if alone:
+            self._own = other
+        else:
+            own = dataclasses.replace(other, id=secrets.token_hex(16), since=_now())
+            self._write(own)
 
     def check(self) -> None:
         """Makes sure that no other manager has claimed the root meanwhile.
@@ -249,17 +274,26 @@ class Claim:
                 f"  hint: {other_writer(found)};"
                 " reload() lets this manager take the root over again"
             )
+        # Of what is moved aside, as whoever stands in for this one may have settled it.
+        self._own = found
 
     def withdraw(self) -> None:
-        """Leaves the root to nobody, unless another manager has claimed it meanwhile.
+        """Leaves the root to whom this stood in for, else to nobody.
 
-        Nor where something is moved aside: it is noted in the claim alone.
+        To nobody not where something is moved aside: it is noted in the claim alone.
 
         Raises:
-            WriterError: if one has.
+            WriterError: if another manager has claimed it meanwhile.
         """
         self.check()
-        if self._own is not None and self._own.aside is None:
+        own, other = self._own, self._other
+        if own is None:
+            return
+        if other is not None:
+            if own.id != other.id:
+                self._write(dataclasses.replace(other, aside=own.aside))
+            self._own = None
+        elif own.aside is None:
             os.unlink(self._root / names.WRITER)
             self._own = None
 
@@ -280,6 +314,8 @@ class Claim:
 
     def _write(self, own: Writer) -> None:
         document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
+        told = document.pop("process")
+        document |= {key: value for key, value in told.items() if value is not None}
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         path = self._root / names.WRITER
         try:
@@ -287,6 +323,11 @@ class Claim:
         except IsADirectoryError as error:
             raise _in_the_way(path, error) from error
         self._own = own
+
+
+def _now() -> str:
+    """The time, in UTC."""
+    return datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
 
 
 def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
@@ -334,7 +375,7 @@ class WritingLock:
             raise
         if self._supported:
             self._descriptor = descriptor
-            _held.add(self)
+            _inherited.add(self)
         else:
             os.close(descriptor)
         return True
@@ -363,25 +404,28 @@ class WritingLock:
         """Lets others write; does nothing if the lock is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # Explicitly: a forked child may have inherited the descriptor.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            # Explicitly: a forked child may have inherited the descriptor. Where it fails, as of a
+            # server that was started anew, there is nothing to free.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def forget(self) -> None:
+    def give_up(self) -> None:
         """In a forked child: lets go of the descriptor, which leaves the parent's lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
-_held: weakref.WeakSet[WritingLock] = weakref.WeakSet()
+_inherited: weakref.WeakSet[Claim | WritingLock] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for lock in list(_held):
-        lock.forget()
+def _give_up_all() -> None:
+    for each in list(_inherited):
+        each.give_up()
 
 
-# A worker that outlives a killed trainer, such as one that loads data, must not hold its lock.
+# A worker that outlives a killed trainer, such as one that loads data, must not hold its lock, nor
+# save in its name: of a trainer that has ended others may delete steps.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_give_up_all)

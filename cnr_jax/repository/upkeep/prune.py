@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -13,16 +14,29 @@ from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount, count_of
-from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
-from cnr_jax.repository.layout import check_can_be_read, find_item, open_root
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_gone,
+    is_local,
+)
+from cnr_jax.repository.layout import (
+    beside,
+    check_can_be_read,
+    find_item,
+    is_earlier_run,
+    open_root,
+)
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.upkeep.aside import aside_of_run
+from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
 
+_BY_ORBAX = "plain Orbax has saved it"
 FateKind = Literal["full", "delta", "orbax", "unreadable", "aside", "earlier run"]
 
 
@@ -117,10 +131,12 @@ def prune(
 
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
     manager. Steps of other runs stay, those that cannot be restored, and everything that a
-    folder without a readable manifest may rest on. What rollbacks have set aside goes as soon as
-    any step of the run does, if all folders can be read. With `delete` what killed programs have
-    left is cleared too, before anything else and as by the first save of a manager: saves that
-    were never committed, and steps that were removed in part.
+    folder without a readable manifest may rest on; also steps that are called otherwise than most,
+    such as copies, with what they rest on, and all files and folders of others. What rollbacks have
+    set aside goes as soon as any step of the run does, if all folders can be read. With `delete`
+    what killed programs have left is cleared too, before anything else and as by the first save of
+    a manager: saves that were never committed, and steps that were removed in part. Without it a
+    run may be saving there: what that removes meanwhile is left out.
 
     Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
     is listed restores as before: deltas go before what they rest on.
@@ -133,7 +149,9 @@ def prune(
         other_runs: whether that is deleted too which is of another run and was set aside: the
             roots that `Options(new_run=True)` has made of earlier runs.
         writer_is_dead: the manager that saved here last has ended. Needed where that cannot
-            be seen: it ran on another host, or in this very process.
+            be seen: it ran on another host, in another container, before this machine was booted,
+            or in this very process; or it was of an older version, or there is no `/proc`. If it
+            has not ended, it still has the root afterwards.
         item: of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
@@ -199,6 +217,7 @@ def _item_of(root: AnyPath, item: str | None) -> str:
     check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
+        check_is_here(root)
         hint = way_on(root, adopts=False)
         raise errors.OptionError(
             f"{root} is no root: no checkpoint of cnr_jax lies in it\n"
@@ -225,21 +244,28 @@ def _claimed(
     lock = WritingLock(root)
     is_free = lock.acquire(0)
     lock.release()
-    is_dead = writer_is_dead or (not unknown and (before is None or before.is_dead))
-    if not is_free or not is_dead:
+    # Asked once: what is not known to be dead is left to whose it is, whatever the user says of it.
+    is_dead = not unknown and (before is None or before.is_dead)
+    if not is_free or not (is_dead or writer_is_dead):
         who = f"a manager saves to {root}, and is not known to have ended"
         hint = "if it has: writer_is_dead=True, or --writer-is-dead of the command"
         if not is_free:
             who = f"a manager is writing a save in {root}"
             hint = "try again when that is over"
+        got = "a claim that cannot be read"
+        if before is not None:
+            runs = before.process.state() == "alive"
+            seen = "which is running" if runs else "of which no more is seen from here"
+            got = f"{before}, {seen}"
         raise errors.WriterError(
-            f"{who}: nothing was deleted\n"
-            f"  got {before or 'a claim that cannot be read'}\n  hint: {hint}",
+            f"{who}: nothing was deleted\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
     writer = RootWriter(lambda: True, adopts=True)
     try:
         writer.open(root, item)
+        if before is not None and not is_dead:
+            writer.stand_in(before, alone=lock.is_proof)
         try:
             yield writer, writer.claim()
         except BaseException:
@@ -261,7 +287,17 @@ def _fates(
     *,
     other_runs: bool,
 ) -> tuple[Fate, ...]:
-    """What becomes of the steps of a root, as `describe` lists them, and of what lies beside them."""
+    """What becomes of the steps of a root, in the order of `describe`, and of what is beside them.
+
+    Args:
+        root: that is looked through.
+        item: of its steps.
+        ledger: of it; knows no step afterwards that is called otherwise than most.
+        keep: see `prune`.
+        min_fulls: the same.
+        other_runs: the same.
+    """
+    odd = _odd_ones(ledger)
     steps = {step.directory: step for step in describe(root, item=item).steps}
     for step in steps.values():
         if step.problem and step.kind != "orbax":
@@ -278,6 +314,7 @@ def _fates(
     # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
     theirs = {entry.directory for entry in ledger.committed() if entry.orbax}
     numbers = {names.step_number(name) for name in ledger.directories() - theirs}
+    uuids = Counter(entry.uuid for entry in ledger.committed())
     found = kept_steps(
         ledger,
         numbers,
@@ -285,40 +322,53 @@ def _fates(
         min_fulls=min_fulls,
         because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
     )
-    older = f"older than the newest {keep}"
     fates: list[Fate] = []
     for name in sorted(ledger.unreadable, key=names.step_number):
         is_orbax = name in steps and steps[name].kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
-        fates.append(
-            Fate(
-                name=name,
-                step=names.step_number(name),
-                kind="orbax" if is_orbax else "unreadable",
-                bytes=_bytes_below(root / name),
-                stays=True,
-                reason="plain Orbax has saved it" if is_orbax else reason,
-            )
-        )
+        told = _BY_ORBAX if is_orbax else reason
+        fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
-        reason = found.reasons.get(entry.step)
+        reason = found.reasons.get(entry.step) or odd.get(entry.directory)
         if entry.orbax:
-            reason = "plain Orbax has saved it"
-        why = f"it is {older}"
+            reason = _BY_ORBAX
+        elif reason is None and uuids[entry.uuid] > 1:
+            reason = "it is there under two names"
+        why = f"it is older than the newest {keep}"
         if entry.step in found.left:
             why = f"a rollback has left it behind: {why}"
-        fates.append(
-            Fate(
-                name=entry.directory,
-                step=entry.step,
-                kind=entry.kind,
-                bytes=_bytes_below(root / entry.directory),
-                stays=reason is not None,
-                reason=reason or why,
-            )
-        )
+        told = _stays(root, entry.directory, reason or why, entry.kind)
+        fates.append(dataclasses.replace(told, stays=reason is not None))
+    for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
+        kind = steps[name].kind if name in steps else "unreadable"
+        fates.append(_stays(root, name, odd[name], kind))
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
-    return tuple(fates)
+    # A run that saves there may have removed some meanwhile.
+    return tuple(fate for fate in fates if not is_gone(root / fate.name))
+
+
+def _odd_ones(ledger: Ledger) -> dict[str, str]:
+    """Why steps stay that are called otherwise than most, and with them what they rest on.
+
+    Such as `backup_5` beside 4, 5 and 6: no manager has called it so, nor does one delete it. The
+    ledger forgets them: of two steps of one number it would take either. So it does of folders that
+    are called otherwise and that nobody is seen to have saved: nothing rests on them.
+    """
+    own = [entry.directory for entry in ledger.committed() if not entry.orbax]
+    found = names.odd_ones(own)
+    alike = [name for name in own if name not in found]
+    for name in sorted(ledger.strange):
+        if alike and not any(names.are_alike(name, other) for other in alike):
+            ledger.forget(name)
+    reasons = {
+        below: f"{name} rests on it"
+        for name in found
+        for below in ledger.closure([name])
+    }
+    reasons |= dict.fromkeys(found, "it is not called as the other steps are")
+    for name in found:
+        ledger.forget(name)
+    return reasons
 
 
 def _beside(
@@ -338,30 +388,33 @@ def _beside(
             read_committed(root, name, item)
         except (errors.CnrError, OSError):
             is_orbax = saved_by(root / name, item) == "orbax"
-            told = (
-                "plain Orbax has saved it"
-                if is_orbax
-                else "its manifest cannot be read"
-            )
+            told = _BY_ORBAX if is_orbax else "its manifest cannot be read"
             found.append((name, True, told))
         else:
             found.append((name, not all_runs, "it is of another run"))
-    fates = [_fate_of_folder(root, *each, kind="aside") for each in found]
-    for name in names.beside(path.name for path in root.iterdir())["earlier_runs"]:
-        told = name, not all_runs, "it holds an earlier run"
-        fates.append(_fate_of_folder(root, *told, kind="earlier run"))
+    fates = [_aside(root, "aside", *each) for each in found]
+    for name in beside(root)["earlier_runs"]:
+        told = name, True, "no step is seen in it, so it may be somebody else's"
+        with contextlib.suppress(OSError):
+            if is_earlier_run(root / name):
+                told = name, not all_runs, "it holds an earlier run"
+        fates.append(_aside(root, "earlier run", *told))
     return fates
 
 
-def _fate_of_folder(
-    root: AnyPath, name: str, stays: bool, reason: str, *, kind: FateKind
-) -> Fate:
+def _aside(root: AnyPath, kind: FateKind, name: str, stays: bool, reason: str) -> Fate:
+    told = _stays(root, name, reason, kind)
+    return dataclasses.replace(told, step=None, stays=stays)
+
+
+def _stays(root: AnyPath, name: str, reason: str, kind: FateKind) -> Fate:
+    """The fate of a step that stays."""
     return Fate(
         name=name,
-        step=None,
+        step=names.step_number(name),
         kind=kind,
         bytes=_bytes_below(root / name),
-        stays=stays,
+        stays=True,
         reason=reason,
     )
 
@@ -370,9 +423,10 @@ def _bytes_below(folder: AnyPath) -> int:
     """Bytes of the files in a local folder; of a link none, as what it leads to stays."""
     if os.path.islink(folder):
         return 0
-    return sum(
-        os.lstat(f"{at}/{name}").st_size
-        for at, _, files in os.walk(os.fspath(folder))
-        for name in files
-        if os.path.lexists(f"{at}/{name}")
-    )
+    total = 0
+    for at, _, files in os.walk(os.fspath(folder)):
+        for name in files:
+            # A run that saves there may be deleting them.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                total += os.lstat(f"{at}/{name}").st_size
+    return total

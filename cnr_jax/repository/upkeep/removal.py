@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import os
 import queue
 import secrets
@@ -19,10 +18,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath, exists, sync_directory
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    names_in,
+    sync_directory,
+)
+from cnr_jax.repository.layout import beside
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class Remover:
@@ -276,7 +283,7 @@ class Leftovers:
         earlier: roots that hold the steps of earlier runs.
         orphans: deltas without their parent; they cannot be restored.
         unreadable: steps without a readable manifest; they cannot be restored.
-        claims: files, of claims that were being written.
+        claims: files, of claims and other files that were being replaced.
     """
 
     temporary: tuple[str, ...] = ()
@@ -288,8 +295,6 @@ class Leftovers:
     claims: tuple[str, ...] = ()
 
 
-# What is left of a file in the root that was being replaced.
-_REPLACED = f"{names.WRITER}.", f"{names.SUSPECTS}."
 _MEANINGS = {
     "temporary": "saves that are being written or were killed; the next save clears the latter",
     "removed": "removed steps of which files are left",
@@ -302,8 +307,9 @@ _MEANINGS = {
 
 def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
     """Looks through a root of which the ledger has been read."""
-    present = sorted(path.name for path in root.iterdir()) if exists(root) else []
-    held = names.beside(present)
+    if not exists(root):
+        return Leftovers()
+    held, replacing = beside(root), filter(names.is_replacing, names_in(root))
     return Leftovers(
         temporary=held["unfinished"],
         removed=held["removed"],
@@ -311,7 +317,7 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
         earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
         unreadable=tuple(sorted(set(ledger.unreadable) - ledger.of_orbax)),
-        claims=tuple(name for name in present if name.startswith(_REPLACED)),
+        claims=tuple(name for name in replacing if not is_directory(root / name)),
     )
 
 

@@ -16,17 +16,28 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.checked import refuse_pipe
-from cnr_jax.repository.files import AnyPath, exists, is_directory, read_small
+from cnr_jax.repository.checked import UNKNOWN, refuse_pipe
+from cnr_jax.repository.files import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_named,
+    names_in,
+    read_small,
+)
 from cnr_jax.repository.layout import (
+    beside,
     check_can_be_read,
     is_checkpoint,
+    is_own_item,
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import saved_by
+from cnr_jax.repository.orbax_steps import items_of_orbax, saved_by
 from cnr_jax.repository.step import read_step
+from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
+from cnr_jax.texts import visible
 
 # Of what Orbax notes of a step, far more than it does.
 _ORBAX_BYTES = 64 << 20
@@ -63,7 +74,7 @@ class Problem:
         at = line.find(where) if self.file else -1
         is_named = at == 0 or (at > 0 and line[at - 1] == "/")
         text = f"{line[at:] if is_named else f'{where}: {line}'} ({self.kind})"
-        return f"{text}; cannot be restored: {harm}" if harm else text
+        return visible(f"{text}; cannot be restored: {harm}" if harm else text)
 
 
 def verify(
@@ -91,7 +102,8 @@ def verify(
         Problems with a `consequence` make steps unrestorable, those without do no harm.
 
     Raises:
-        NoStepError: if there is no such root; it is a FileNotFoundError too.
+        NoStepError: if there is no such root, or a save that is not committed has moved its
+            steps away; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
             or it is a file, or a step of one.
 
@@ -110,6 +122,7 @@ def verify(
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = open_root(root)
     check_can_be_read(path, item)
+    check_is_here(path)
     steps = {name: _items(path, name) for name in step_directories(path)}
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
@@ -123,21 +136,16 @@ def verify(
 
     for each in wanted:
         found += _Item(path, each, level).problems(steps, looked)
-    prefixes = {_prefix(name) for name, items in steps.items() if items} or {""}
+    known = [name for name, items in steps.items() if items] or ["0"]
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
-        is_named = _prefix(name) in prefixes
-        if not items and not is_named and not is_checkpoint(path / name):
+        is_alike = items or any(names.are_alike(name, other) for other in known)
+        if not is_alike and not is_checkpoint(path / name):
             continue
-        if not items and is_directory(path / name):
-            found.append(_without_item(path, name))
+        found += _unknown(path, name) if items else [_without_item(path, name)]
         found += _of_orbax(path, name)
-    return tuple(sorted(found))
-
-
-def _prefix(directory: str) -> str:
-    """What stands before the number of a step."""
-    return directory.rstrip("0123456789")
+    # A run may be saving there: what has gone meanwhile has no problem.
+    return tuple(sorted(each for each in found if is_named(path / each.directory)))
 
 
 def _without_item(root: AnyPath, step: str) -> Problem:
@@ -162,21 +170,29 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
     except errors.IntegrityError as error:
         yield Problem(step, file, error.kind, (step,), str(error))
     except (ValueError, RecursionError, OSError) as error:
-        if is_directory(root / step):
-            message = f"cannot be read, but is not needed: {error}"
-            yield Problem(step, file, "orbax_metadata", (), message)
+        message = f"cannot be read, but is not needed: {error}"
+        yield Problem(step, file, "orbax_metadata", (), message)
+
+
+def _unknown(root: AnyPath, step: str) -> Iterator[Problem]:
+    """Files of a step beside its items, and folders that are none of these, as far as is known."""
+    held = items_of_orbax(root / step)
+    for name in names_in(root / step):
+        if name in (names.ORBAX_METADATA, names.COMMITTED, *held):
+            continue
+        path = root / step / name
+        if not is_directory(path) or (held and not is_own_item(path)):
+            message = "is not of this checkpoint; it is never read"
+            yield Problem(step, name, UNKNOWN, (), message)
 
 
 def _items(root: AnyPath, step: str) -> list[str]:
     """Items of a step that this library wrote."""
-    try:
-        return [
-            item.name
-            for item in (root / step).iterdir()
-            if is_directory(item) and any(names.is_own(p.name) for p in item.iterdir())
-        ]
-    except (FileNotFoundError, NotADirectoryError):
-        return []  # removed meanwhile
+    return [
+        name
+        for name in names_in(root / step)
+        if is_directory(root / step / name) and is_own_item(root / step / name)
+    ]
 
 
 def _beside(root: AnyPath) -> Iterator[Problem]:
@@ -186,7 +202,7 @@ def _beside(root: AnyPath) -> Iterator[Problem]:
         "abandoned": "a step that a rollback moved aside",
         "unfinished": "a save that is being written, or was killed",
     }
-    held = names.beside(entry.name for entry in root.iterdir())
+    held = beside(root)
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)

@@ -25,15 +25,18 @@ from cnr_jax.format.tiles import (
     lacking_rows,
 )
 from cnr_jax.repository.checked import (
+    MISTAKABLE,
+    UNKNOWN,
     accessing,
     check_chunk_file,
     check_dense_index,
     check_file,
     check_size,
+    mistakable_files,
     numpy_dtype,
     unnamed_files,
 )
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.files import AnyPath, names_in
 from cnr_jax.repository.step import read_process
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
@@ -185,11 +188,15 @@ def _check_unnamed(
 ) -> list[Finding]:
     """Files that no manifest names."""
     found: list[Finding] = []
+    never_read = "is not of this checkpoint; it is never read"
     with _noted(found, item, names.DENSE, "step"):
         dense = [digest.path for digest in manifest.dense_files]
+        harmful = mistakable_files(item, dense)
+        found += [Finding(file, UNKNOWN, MISTAKABLE, "step") for file in harmful]
         for file in unnamed_files(item, names.DENSE, dense):
-            text = "is not of this checkpoint, but Orbax could take it for a part of it"
-            found.append(Finding(file, "file_unknown", text, "step"))
+            # Also what lies in a folder in the place of such a file.
+            if not any(f"{file}/".startswith(f"{each}/") for each in harmful):
+                found.append(Finding(file, UNKNOWN, never_read, "none"))
     named = {digest.path for digest in manifest.processes}
     for process in processes:
         rows = names.rows_directory(process.process)
@@ -200,12 +207,11 @@ def _check_unnamed(
     known = {process.process for process in processes}
     unknown = set(range(len(manifest.processes))) - known
     others = {names.MANIFEST, names.DENSE, *map(names.rows_directory, unknown)}
-    text = "is not of this checkpoint; it is never read"
     with _noted(found, item, "", "none"), accessing(item):
-        for entry in sorted(item.iterdir(), key=lambda path: path.name):
-            if entry.name not in others | _BY_ORBAX:
-                for file in unnamed_files(item, entry.name, named):
-                    found.append(Finding(file, "file_unknown", text, "none"))
+        for name in names_in(item):
+            if name not in others | _BY_ORBAX:
+                for file in unnamed_files(item, name, named):
+                    found.append(Finding(file, UNKNOWN, never_read, "none"))
     return found
 
 

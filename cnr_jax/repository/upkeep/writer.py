@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from cnr_jax.repository.files import (
     sync_made,
 )
 from cnr_jax.repository.layout import Place
+from cnr_jax.repository.lineage.gaps import Gaps
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.lineage.suspects import forget_gone
@@ -30,8 +30,9 @@ from cnr_jax.repository.upkeep.claim import (
     other_writer,
 )
 from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 # How long a manager that takes a root over waits for the one before it to notice.
 HAND_OVER_SECS = 60.0
 # How long a save waits for the room that failed ones have taken.
@@ -65,6 +66,7 @@ class RootWriter:
         writes: whether this is the process that touches the root, once it is known which.
         changed: whether steps may have come, or gone, that the other processes do not know.
         noted: whether steps of the root may be noted as suspect.
+        gaps: what was found missing of the checkpoints that saves rest on.
     """
 
     # Made together with the place; nothing is claimed or locked before `claim`.
@@ -79,6 +81,7 @@ class RootWriter:
         self.remover: Remover | None = None
         self.place: Place | None = None
         self.ledger: Ledger | None = None
+        self.gaps = Gaps()
         self.writes, self.changed, self.noted = False, False, True
         self._tidy = False
         # Whether a save may be prepared: nothing is locked or moved aside before.
@@ -142,10 +145,31 @@ class RootWriter:
         assert self.place is not None and self.ledger is not None
         return self.place.root, self.place.item, self.ledger
 
-    def know(self, directories: tuple[str, ...]) -> None:
-        """Holds the same steps as the first process, whoever brought them to the root."""
+    def know(
+        self, directories: tuple[str, ...], gaps: tuple[tuple[str, str], ...]
+    ) -> None:
+        """Holds the same steps as the first process, whoever brought them to the root.
+
+        Args:
+            directories: of the steps.
+            gaps: what it found missing of them.
+        """
         root, item, ledger = self._known()
         ledger.match(root, item, directories)
+        for path, text in gaps:
+            ledger.note_damage(path, text)
+
+    def note_gaps(self) -> tuple[tuple[str, str], ...]:
+        """Notes what checkpoints were found to lack since, so that no save rests on these.
+
+        Returns:
+            What other processes have to know of it, as `know` takes it.
+        """
+        *_, ledger = self._known()
+        found = tuple((gap.path, gap.text) for gap in self.gaps.take())
+        for path, text in found:
+            ledger.note_damage(path, text)
+        return found
 
     def refreshed(self) -> Ledger:
         """The ledger as the root now is, without claiming it.
@@ -203,6 +227,11 @@ class RootWriter:
         if self.noted:
             self.noted = forget_gone(root, ledger)
         return ledger
+
+    def stand_in(self, other: Writer, *, alone: bool) -> None:
+        """Lets `claim` leave the root to a manager that may still be running; see `Claim`."""
+        self._before = other
+        self._claim.stand_in(other, alone=alone)
 
     def _refresh(self) -> bool:
         """Looks at the root before each save where that is cheap; else only in doubt."""
@@ -339,7 +368,7 @@ class RootWriter:
             self._claim.give_up()
 
     def withdraw(self) -> None:
-        """Leaves the root to nobody, after the last change that is made there.
+        """Leaves the root to whom this stood in for, or to nobody, after the last change there.
 
         Raises:
             WriterError: if another manager has taken over the root.

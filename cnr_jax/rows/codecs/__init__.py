@@ -77,8 +77,15 @@ def at_dim(codec: Codec, dim: int) -> Codec:
     return codec.at_dim(dim) if isinstance(codec, Asymmetric) else codec
 
 
-def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
+def codec_from(
+    name: str, configuration: Mapping[str, Any], *, whole: bool = True
+) -> Codec:
     """Returns the codec of a manifest.
+
+    Args:
+        name: of the codec.
+        configuration: of the codec.
+        whole: of stored rows, which leave nothing open; else what is not there is up to the codec.
 
     Raises:
         FormatError: if the name is not known, or a configuration value is missing,
@@ -95,8 +102,13 @@ def codec_from(name: str, configuration: Mapping[str, Any]) -> Codec:
         )
     kind = _STORED[name]
     expected = at_dim(kind(), 1).configuration()
-    if set(configuration) != set(expected) or not all(
-        type(value) is type(expected[key]) for key, value in configuration.items()
+    lacking = set(expected) - set(configuration)
+    if (
+        not set(configuration) <= set(expected)
+        or (whole and lacking)
+        or not all(
+            type(value) is type(expected[key]) for key, value in configuration.items()
+        )
     ):
         fields = {key: type(value).__name__ for key, value in expected.items()}
         raise FormatError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from cnr_jax import errors
 from cnr_jax.rows.codecs import Codec, at_dim, codec_from, make_codec
+from cnr_jax.rows.codecs.base import Configuration
 
 
 def has_choice(codec: Callable[[int], Codec]) -> bool:
@@ -20,6 +22,33 @@ def is_codec(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def reads_bits(codec: str | Codec, bits: object = None) -> bool:
+    """Whether bits have a say in what options call so; of an object, whether it has these.
+
+    Example:
+        >>> reads_bits("adaptive"), reads_bits("raw"), reads_bits("unheard")
+        (True, False, True)
+    """
+    if not isinstance(codec, str):
+        return getattr(codec, "bits", 0) == bits
+    # What is no codec is refused for that.
+    return not is_codec(codec) or has_choice(functools.partial(make_codec, codec))
+
+
+def configuration_of(codec: Codec) -> tuple[str, Configuration]:
+    """Returns the name of a codec, and its configuration without what it leaves to the rows.
+
+    `codec_from(name, configuration, whole=False)` makes an equal one of them.
+
+    Example:
+        >>> configuration_of(make_codec("adaptive", bits=4))
+        ('cnr.asymmetric', {'bits': 4, 'metadata_bits': 16})
+    """
+    values = at_dim(codec, 1).configuration()
+    chosen = {k: v for k, v in values.items() if getattr(codec, k, v) is not None}
+    return codec.name, chosen
 
 
 def check_readable(codec: Codec) -> None:

@@ -21,7 +21,6 @@ from cnr_jax.rows.tiling import (
     Program,
     aligned_empty,
     host_device,
-    outside_mesh,
     padded,
 )
 
@@ -63,7 +62,6 @@ class Hashed(NamedTuple):
     differ: Hashes | None = None
 
 
-@outside_mesh()
 def hash_chunks(
     spans: Sequence[Span],
     seed: np.ndarray,
@@ -239,7 +237,6 @@ def _hash_zeros(
 ) -> None:
     chunk = [np.zeros((rows, *shape), dtype) for shape, dtype in kinds]
     seed = jax.device_put(np.zeros(2, np.uint32), host_device())
-    with outside_mesh():
-        hash_on_host(chunk, seed, tagged=tagged)
-        if rows >= _MANY_ROWS and not tagged:
-            differ_on_host(chunk, seed, np.zeros(rows, np.uint64))
+    hash_on_host(chunk, seed, tagged=tagged)
+    if rows >= _MANY_ROWS and not tagged:
+        differ_on_host(chunk, seed, np.zeros(rows, np.uint64))

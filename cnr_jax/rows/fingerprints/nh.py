@@ -123,6 +123,8 @@ def _sums(
 
 
 def _product(words: jax.Array, key: jax.Array) -> jax.Array:
+    if key.ndim:
+        key = jnp.expand_dims(key, range(words.ndim - key.ndim))
     half = words.dtype.type(words.dtype.itemsize * 4)
     low = words.dtype.type((1 << int(half)) - 1)
     keyed = words + key

@@ -47,7 +47,6 @@ from cnr_jax.rows.tiling import (
     boxes_in,
     group_tiles,
     host_device,
-    outside_mesh,
 )
 
 # Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.
@@ -116,17 +115,14 @@ class Rotation:
         [(array([2]), array([7]))]
     """
 
-    @outside_mesh()
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        seed, self._start = _draw()
-        self._seed = jax.device_put(seed, host_device())
+        self._seed, self._start = _draw()
         self._layout: _Layout | None = None
         self._rings: tuple[Ring, ...] = ()
         # Fresh memory can take longer than the rows.
         self._buffers: dict[tuple[Words, int], list[np.ndarray]] = {}
 
-    @outside_mesh()
     def look(
         self,
         tiles: Iterable[OwnTile],
@@ -238,6 +234,7 @@ class Rotation:
             size: rows of the program.
             wanted: what each leaf of a group is read from, and the rows of its blocks.
         """
+        seed = jax.device_put(self._seed, host_device())
         rows = sum(len(sources[0].starts) * block for sources, block in wanted)
         hashes = np.empty(rows, np.uint32)
         tags = np.empty((rows, len(words)), np.uint8)
@@ -258,7 +255,7 @@ class Rotation:
                         out[filled : filled + count] = view[start : start + count]
                     taken, filled = taken + count, filled + count
                     if filled == size or done + filled == rows:
-                        made, marks = hash_on_host(buffers, self._seed, tagged=True)
+                        made, marks = hash_on_host(buffers, seed, tagged=True)
                         assert marks is not None
                         hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
                         tags[done : done + filled] = np.asarray(marks)[:filled]
@@ -349,8 +346,7 @@ def _zeros(words: Words, rows: int) -> list[np.ndarray]:
 
 def _hash_zeros(words: Words, rows: int) -> None:
     seed = jax.device_put(np.zeros(2, np.uint32), host_device())
-    with outside_mesh():
-        hash_on_host(_zeros(words, rows), seed, tagged=True)
+    hash_on_host(_zeros(words, rows), seed, tagged=True)
 
 
 def programs(tiles: Iterable[OwnTile], limit_bytes: int, way: Way) -> Iterator[Program]:

@@ -9,14 +9,11 @@ the program that a restore decodes with, and compared.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk
@@ -26,12 +23,12 @@ from cnr_jax.rows.tiling import (
     chunk_rows,
     compiled,
     host_device,
-    outside_mesh,
     padded,
     program_rows,
 )
+from cnr_jax.texts import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 SAMPLE_ROWS = 16_384
 # Of wide rows fewer are looked at: 16 MiB of float32 take some milliseconds.
@@ -78,7 +75,6 @@ def encode_chunks(
         yield waiting[0], _to_host(*waiting)
 
 
-@outside_mesh()
 def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
     """What a chunk is encoded to, not waited for; None if it is stored as it is."""
     if chunk.encoded is not None:
@@ -242,12 +238,11 @@ class Comparison:
         size = _batch_rows(group)
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
-            values = [padded(each[some], size) for each in (rows, *parts)]
-            with outside_mesh():
-                made = _program(*group)(*jax.device_put(values, host_device()))
-            found = np.asarray(made)[: len(rows[some])]
+            values = [padded(each[some], size) for each in parts]
+            read = _program(*group)(*jax.device_put(values, host_device()))
+            found = _relative(rows[some], np.asarray(read)[: len(rows[some])])
             # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
-            found = np.where(exact[some], np.float32(0), found)
+            found = np.where(exact[some], 0.0, found)
             known = ~np.isnan(found)
             self._errors.append((tables[some][known], found[known]))
 
@@ -264,28 +259,32 @@ def _batch_rows(group: _Group) -> int:
     return min(SMALL_ROWS, chunk_rows(width, dtype.itemsize))
 
 
+def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
+    """Relative errors of rows, float64[rows]; NaN of rows of zeros."""
+    # As they are restored, and in double precision: the steps of the smallest numbers of a
+    # dtype are part of the error, and a float may not hold squares of what it holds.
+    rows = rows.astype(np.float64)
+    # Rows that are not finite are stored as they are, whatever codes read as.
+    with np.errstate(all="ignore"):
+        off = rows - read
+        # Sums of squares, without an array of these.
+        error, norm = (np.einsum("ij,ij->i", x, x) for x in (off, rows))
+        return np.where(norm > 0, np.sqrt(error / norm), np.nan)
+
+
 @functools.cache
 def _program(codec: Codec, dtype: np.dtype, width: int) -> Callable[..., jax.Array]:
-    """Errors of a batch, given rows and the parts of their codes in order of their names."""
+    """Rows of a batch, given the parts of their codes in order of their names."""
     parts = codec.parts(width, dtype)
     names = sorted(parts)
 
-    def relative_errors(rows: jax.Array, *stored: jax.Array) -> jax.Array:
+    def read(*stored: jax.Array) -> jax.Array:
         coded = dict(zip(names, stored, strict=True))
-        read = codec.decode(coded, dim=width, dtype=dtype).astype(jnp.float32)
-        # XLA may drop the cast to a narrower dtype and back.
-        info = jnp.finfo(dtype)
-        read = lax.reduce_precision(read, info.nexp, info.nmant)
-        rows = rows.astype(jnp.float32)
-        # In units of the greatest element no square overflows; of zeros the quotient is NaN.
-        unit = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-        off = jnp.linalg.norm((rows - read) / unit, axis=1)
-        return off / jnp.linalg.norm(rows / unit, axis=1)
+        return codec.decode(coded, dim=width, dtype=dtype)
 
     size = _batch_rows((codec, dtype, width))
-    kinds = [(dtype, width), *(parts[name] for name in names)]
-    arrays = [((size, columns), kind) for kind, columns in kinds]
-    return compiled(relative_errors, host_device(), *arrays)
+    arrays = [((size, parts[name].width), parts[name].dtype) for name in names]
+    return compiled(read, host_device(), *arrays)
 
 
 def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:

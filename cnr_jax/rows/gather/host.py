@@ -112,7 +112,8 @@ def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
 def _bit_view(array: np.ndarray) -> np.ndarray:
     """The same rows as unsigned integers: numpy copies them faster, and never as numbers."""
     flat = array.reshape(array.shape[0], -1)
-    return flat.view(f"u{array.dtype.itemsize}")
+    # Of complex numbers of 128 bits each part is one.
+    return flat.view(f"u{min(array.dtype.itemsize, 8)}")
 
 
 def _fill(

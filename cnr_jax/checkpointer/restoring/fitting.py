@@ -1,0 +1,140 @@
+"""Leaves of a state that are of other dtypes than what is stored for them.
+
+What may change a value is refused, or converted where that was asked for: see `holds_all`. Numbers
+of Python are taken into any dtype that has their value, as a counter that begins as 0 is an array
+after the first train step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense
+from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.dtypes import converted, holds, holds_all
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+_PYTHON = (bool, int, float)  # in this order, as a bool is an int
+_EXPONENTS = numpy_dtype("float8_e8m0fnu")
+_CAST_HINT = (
+    "values would change in the dtypes of the state: pass those that were saved (64 bits need"
+    " jax_enable_x64), or cnr.args.Restore(..., cast=True) to convert values as astype does"
+)
+
+
+def dtype_in(value: Any, *, on_device: bool = False) -> Any:
+    """The dtype that a leaf of a state takes values in, or Python's type of a number.
+
+    Of an array of jax, which without jax_enable_x64 has no more than 32 bits, what jax makes of it.
+
+    Args:
+        value: the leaf.
+        on_device: it becomes such an array in any case.
+    """
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        kinds = [kind for kind in _PYTHON if isinstance(value, kind)]
+        return kinds[0] if kinds else np.dtype(object)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    if on_device or isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return jax.dtypes.canonicalize_dtype(dtype)
+    return np.dtype(dtype)
+
+
+def misfit(stored: np.dtype, value: Any, *, on_device: bool = False) -> str:
+    """How a leaf of a state would change stored values of numbers, or nothing."""
+    wanted = dtype_in(value, on_device=on_device)
+    is_number = isinstance(wanted, type | np.dtype)
+    if not is_number or holds_all(stored, wanted):
+        return ""
+    return _apart(stored.name, wanted)
+
+
+def misfit_of_number(number: bool | int | float, value: Any) -> str:
+    """How a leaf of a state would change a number of Python, or nothing."""
+    wanted = dtype_in(value)
+    if holds(number, wanted):
+        return ""
+    return _apart(f"{type(number).__name__} {number!r}", wanted)
+
+
+def _apart(stored: str, wanted: Any) -> str:
+    name = wanted.__name__ if isinstance(wanted, type) else wanted.name
+    return f"{stored} in the checkpoint, {name} in the state"
+
+
+def asked(stored: np.dtype, value: Any) -> Any:
+    """What Orbax is to restore a dense leaf into, so that `as_wanted` makes it the one wanted.
+
+    Arrays of jax come as they are wanted, each device's part alone. What stays on the host, and
+    what Orbax cannot convert, comes as it is stored.
+    """
+    wanted = dtype_in(value)
+    on_host = isinstance(wanted, type) or isinstance(value, np.ndarray | np.generic)
+    return np.empty(0, stored) if on_host or not _converts(stored, wanted) else value
+
+
+def _converts(stored: np.dtype, wanted: Any) -> bool:
+    """Whether Orbax, by TensorStore, reads values of a dtype as those of another."""
+    if stored == wanted:
+        return True
+    # The exponents, of which alone this dtype is made, are taken for other ones.
+    if _EXPONENTS in (stored, wanted) or stored.kind == "c" != wanted.kind:
+        return False
+    return np.can_cast(stored, wanted, "unsafe")
+
+
+def as_wanted(found: Any, value: Any) -> Any:
+    """What was restored into what `asked` said, or a number, as a leaf of the state wants it."""
+    wanted = dtype_in(value)
+    is_key = not isinstance(wanted, type | np.dtype)
+    if isinstance(found, jax.Array | str) or is_key:
+        return found
+    found = np.asarray(found)
+    if isinstance(wanted, type):
+        if wanted is not int or not holds_all(found.dtype, int):
+            found = converted(found, np.dtype(wanted))
+        return wanted(found.item())
+    found = converted(found, wanted)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return found
+    where = abstract_dense(value).sharding
+    return jax.make_array_from_callback(found.shape, where, lambda at: found[at])
+
+
+def mismatch(
+    step: str, problems: Sequence[str], casts: Sequence[str], hints: Sequence[str]
+) -> errors.StateMismatchError:
+    """The error that names all differences between a state and a checkpoint.
+
+    Args:
+        step: what it is called.
+        problems: what does not match.
+        casts: leaves whose values would change.
+        hints: what to do about the problems.
+    """
+    hints = [*(hints if problems else ()), *([_CAST_HINT] if casts else ())]
+    lines = [*problems, *casts]
+    return errors.StateMismatchError(
+        f"the state does not match checkpoint {step} ({len(lines)} differences)"
+        + "".join(f"\n  {line}" for line in lines)
+        + "".join(f"\n  hint: {hint}" for hint in hints)
+    )
+
+
+def say_converted(step: str, casts: Sequence[str]) -> None:
+    """Warns, once a restore, of values that change because that was asked for."""
+    if casts:
+        _log.warning(
+            "leaves of checkpoint %s are converted to dtypes that cannot hold all of their"
+            " values: %s",
+            step,
+            "; ".join(casts),
+        )

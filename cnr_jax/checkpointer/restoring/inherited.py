@@ -1,0 +1,177 @@
+"""How rows were stored in a run that goes on, as its steps tell.
+
+Manifests say it; those of older writers do not, and there the codecs of stored rows tell what is
+to be told: not whether bits followed the restores, so that a width stays what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.encoding import Encoding
+from cnr_jax.format import names
+from cnr_jax.format.encodings import EncodingEntry
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.given import TableOptions
+from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.lineage.planner import ALL_BITS
+from cnr_jax.rows.codecs import Codec, codec_from
+from cnr_jax.rows.codecs.choice import reads_bits
+
+# Values of options, by name.
+_Options = Mapping[str, Any]
+
+
+class Step(NamedTuple):
+    """A committed step, and what its processes have written."""
+
+    manifest: Manifest
+    processes: Sequence[ProcessManifest]
+
+
+class _Stored(NamedTuple):
+    """Rows of one leaf as they are stored: their elements, how many there are, and the codec."""
+
+    leaf: str
+    width: int
+    dtype: np.dtype
+    elements: int
+    codec: Codec
+
+
+def encoding_in(steps: Iterable[Step]) -> EncodingEntry | None:
+    """How rows are stored, by the codecs of the first step that is no exact one.
+
+    Args:
+        steps: of one run, the ones that tell most first; all were saved by writers of old.
+
+    Returns:
+        None if none of them tells.
+
+    Raises:
+        OptionError: if a codec is not known here.
+    """
+    for step in steps:
+        if ALL_BITS not in step.manifest.reason:
+            found = _stored(step)
+            if found:
+                return _encoding(found, names.ZSTD in step.manifest.required_features)
+    return None
+
+
+def renamed(entry: EncodingEntry, now: Mapping[str, str]) -> EncodingEntry:
+    """The same of a state whose tables have other names.
+
+    Args:
+        entry: of a step.
+        now: names in the step of the tables that were restored, by those in the state.
+    """
+    others = entry.tables.keys() - now.keys() - set(now.values())
+    tables = {name: own for name, own in entry.tables.items() if name in others}
+    tables |= {
+        name: entry.tables[was] for name, was in now.items() if was in entry.tables
+    }
+    return dataclasses.replace(entry, tables=tables)
+
+
+def _stored(step: Step) -> dict[str, list[_Stored]]:
+    """What a step stores of each table; rows of a tile that are escaped come last."""
+    dtypes = {
+        (table.name, leaf.name): (leaf.dtype, math.prod(leaf.shape))
+        for table in step.manifest.tables
+        for leaf in table.leaves
+    }
+    found: dict[str, dict[str, _Stored]] = defaultdict(dict)
+    for process in step.processes:
+        for tile in process.tiles:
+            if tile.segments and tile.width:
+                named = process.codecs[tile.segments[0].codec]
+                dtype, elements = dtypes[tile.table, tile.leaf]
+                try:
+                    codec = codec_from(named.name, named.configuration)
+                except errors.FormatError as error:
+                    raise errors.OptionError(
+                        f"codecs of step {step.manifest.step} cannot be inherited: {error}\n"
+                        "  hint: give codec= and slot_codec="
+                    ) from error
+                found[tile.table][tile.leaf] = _Stored(
+                    tile.leaf, tile.width, numpy_dtype(dtype), elements, codec
+                )
+    return {table: list(leaves.values()) for table, leaves in found.items()}
+
+
+def _encoding(found: Mapping[str, list[_Stored]], is_packed: bool) -> EncodingEntry:
+    tables = {
+        t: [x for x in leaves if x.leaf == "table"] for t, leaves in found.items()
+    }
+    slots = {t: [x for x in leaves if x.leaf != "table"] for t, leaves in found.items()}
+    of_all, own = _told(tables, _of_tables(), "codec")
+    of_slots, own_slots = _told(slots, _of_slots(), "slot_codec")
+    said = {
+        name: TableOptions(**own.get(name, {}), **own_slots.get(name, {}))
+        for name in own.keys() | own_slots.keys()
+    }
+    packing = "zstd" if is_packed else None
+    whole = Encoding(**of_all, **of_slots, compression=packing, tables=said)
+    return whole.entry()
+
+
+def _of_tables() -> Iterator[_Options]:
+    """What options may have said of tables, the likeliest first."""
+    for name in ("adaptive", "raw", "asymmetric", "symmetric", "greedy", "kmeans"):
+        for bits in (4, 2, 3, 8) if reads_bits(name) else ():
+            if (name, bits) != ("kmeans", 8):
+                yield {"codec": name, "bits": bits}
+        if not reads_bits(name):
+            yield {"codec": name}
+
+
+def _of_slots() -> Iterator[_Options]:
+    """The same of slots; quantizers are told as they are, for bits are those of tables."""
+    for name in ("raw", "auto", "bfloat16", "log", "log8"):
+        yield {"slot_codec": name}
+
+
+def _told(
+    found: Mapping[str, list[_Stored]], likely: Iterable[_Options], name: str
+) -> tuple[_Options, dict[str, _Options]]:
+    """Options that explain most of what is stored, and those of tables that they do not."""
+    stored = [x for leaves in found.values() for x in leaves]
+    tried = [
+        *likely,
+        *({name: codec} for codec in dict.fromkeys(x.codec for x in stored)),
+    ]
+    fitting = {
+        table: [
+            i for i, options in enumerate(tried) if _explains(options, table, leaves)
+        ]
+        for table, leaves in found.items()
+    }
+
+    def explained(i: int) -> int:
+        return sum(
+            x.elements for t, leaves in found.items() if i in fitting[t] for x in leaves
+        )
+
+    best = max(range(len(tried)), key=explained)
+    own: dict[str, _Options] = {
+        table: {k: v for k, v in tried[fits[0]].items() if tried[best].get(k) != v}
+        for table, fits in fitting.items()
+        if fits and best not in fits
+    }
+    return tried[best], own
+
+
+def _explains(options: _Options, table: str, leaves: Sequence[_Stored]) -> bool:
+    encoding = Encoding(**options)
+    return all(
+        encoding.codec_for(table, x.leaf, x.width, x.dtype) == x.codec for x in leaves
+    )

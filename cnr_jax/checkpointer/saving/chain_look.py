@@ -1,0 +1,101 @@
+"""Whether what a save rests on is still there: looked at right before and after its commit.
+
+Right before, so that no delta is committed on a gap that could be seen then. After, in the
+background, so that mostly the next save already knows of a gap and is full, rather than written in
+vain; and so that nothing is deleted whose place is to be taken by what is not whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import TypeGuard
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.format.names import step_number
+from cnr_jax.repository.lineage.entries import Entry, entry_of, full_ones
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+# The kind of the error of a save that rests on what is not there.
+_KIND = "chain_damaged"
+# Full checkpoints that are looked at before one is deleted: so many are not lost at once unseen.
+_FULLS = 16
+
+
+def is_dropped(error: BaseException | None) -> TypeGuard[errors.SaveError]:
+    """Whether a save was not committed because what it rests on is not there.
+
+    Nothing failed in it, and the next one is full: it is told of in a report, and raised only by
+    a plain manager of Orbax.
+    """
+    return isinstance(error, errors.SaveError) and error.kind == _KIND
+
+
+def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """The chain that a save rests on, and the newest other full checkpoints of its branch."""
+    parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
+    chain = ledger.chain(parent) if parent else []
+    committed = ledger.restorable()
+    fulls = full_ones(committed[-1], committed)[-_FULLS:] if committed else []
+    own = {entry.uuid for entry in chain}
+    return tuple(chain), tuple(e for e in reversed(fulls) if e.uuid not in own)
+
+
+def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
+    """Why a save must not be committed: what it rests on is not there. None: it is."""
+    gap = writer.gaps.look(flight.place, flight.rests_on, dense=False)
+    if gap is None:
+        return None
+    return errors.SaveError(
+        f"step {flight.step} is not committed: it rests on step"
+        f" {step_number(gap.directory)}, which is not whole any more\n  {gap.text}\n"
+        "  the next save is a full one, and contains its rows\n"
+        f"  hint: find out what takes files from {os.fspath(flight.place.root)}, such as a"
+        " program that cleans scratch space",
+        kind=_KIND,
+        path=gap.path,
+        step=flight.step,
+    )
+
+
+def look_after(
+    writer: RootWriter,
+    flight: SaveInFlight,
+    leaving: Collection[int],
+    min_fulls: int,
+) -> None:
+    """Looks at a committed save and what it rests on; `RootWriter.note_gaps` notes what is found.
+
+    Args:
+        writer: of the root.
+        flight: the save.
+        leaving: steps that retention is about to delete.
+        min_fulls: full checkpoints that are to stay.
+    """
+    if flight.manifest is None:
+        return
+    if flight.processes and flight.manifest_bytes is not None:
+        writer.gaps.know(flight.manifest, flight.processes, flight.manifest_bytes)
+    # What stays in the place of a full checkpoint that goes, or that `min_fulls` counts.
+    stay = [entry for entry in flight.beside if entry.step not in leaving]
+    if len(stay) == len(flight.beside):
+        stay = stay[: min_fulls - 1]
+    itself = entry_of(flight.place.directory, flight.manifest)
+    known = len(writer.gaps.found)
+    writer.gaps.look(flight.place, (itself, *flight.rests_on, *stay))
+    chain = {entry.directory for entry in flight.rests_on}
+    for gap in writer.gaps.found[known:]:
+        if gap.directory == itself.directory or (
+            gap.directory in chain and gap.harms_chain
+        ):
+            flight.harm = flight.harm or gap
+        _log.warning(
+            "step %d is not whole any more: %s; no save rests on it from now on",
+            step_number(gap.directory),
+            gap.text,
+        )

@@ -1,0 +1,314 @@
+"""What becomes of saves: each is committed and reported, or undone and its error kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.save_errors import without_frames
+from cnr_jax.checkpointer.saving.calls import Listener
+from cnr_jax.checkpointer.saving.chain_look import (
+    chain_error,
+    is_dropped,
+    kept_for,
+    look_after,
+)
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.reporting import (
+    report_of_committed,
+    report_of_dropped,
+)
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.options import Options
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.lineage.planner import Planner
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.telemetry import SaveReport
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+class Lifecycle:
+    """What becomes of saves: each is committed and reported, or undone and its error kept.
+
+    What goes on in the background is told from there, by `report_commit` and `fail`: they change
+    neither the ledger nor the planner, which belong to the thread that saves.
+
+    Args:
+        writer: where saves go.
+        planner: is told of committed saves.
+        options: of the run.
+
+    Attributes:
+        managed: whether a manager calls `synced` and `end_writing` when a save has ended.
+        last: the save that was decided last, also one without a state; None if there is none.
+        report: of the last save that was committed or dropped.
+        last_failure: why the save that ended last failed, without frames; None if it did not.
+        listener: is told of committed saves.
+        doubt: why the last save may not survive a power cut, though it is committed.
+    """
+
+    def __init__(
+        self,
+        writer: RootWriter,
+        planner: Planner,
+        options: Options,
+    ) -> None:
+        self._writer, self._planner = writer, planner
+        self._min_fulls = options.min_fulls
+        self._has_said_dropped = False
+        self.listener = Listener(options.on_save, metrics=options.metrics)
+        self.report: SaveReport | None = None
+        self.last_failure: errors.CnrError | None = None
+        self.doubt = ""
+        self.managed = False
+        self.last: SaveInFlight | None = None
+
+    @property
+    def flight(self) -> SaveInFlight | None:
+        """The save of a state that has begun and of which it is not known what became."""
+        return self.last if self.last is not None and self.last.is_open else None
+
+    def prepare(self, flight: SaveInFlight) -> None:
+        """A save is decided; whether it begins is Orbax's to say."""
+        self.last = flight
+
+    def begin(self, flight: SaveInFlight) -> None:
+        """The state of a save is about to be written."""
+        assert self._writer.ledger is not None
+        plan = flight.plan
+        flight.rests_on, flight.beside = kept_for(plan, self._writer.ledger)
+        # First: what is noted in the ledger is found out about with it.
+        self.last, flight.is_open = flight, True
+        self._writer.ledger.begin(
+            Entry(
+                directory=plan.directory,
+                step=plan.step,
+                uuid=plan.uuid,
+                generation=plan.generation,
+                parent=plan.parent,
+                run=plan.run,
+                forks=plan.forks,
+            )
+        )
+
+    def look_before(self) -> None:
+        """Right before the commit of the save in flight: looks whether what it rests on is there.
+
+        On the process that commits.
+
+        Raises:
+            SaveError: if a file is missing or cut short; it is told of already.
+        """
+        flight = self.flight
+        error = chain_error(self._writer, flight) if flight is not None else None
+        if error is not None:
+            self.fail(error)
+            raise error
+
+    def look_after(self, leaving: Collection[int]) -> None:
+        """After the commit of the save in flight: looks whether it, and what it rests on, is there.
+
+        On the process that commits, in the background; before it is reported.
+
+        Args:
+            leaving: steps that retention is about to delete.
+        """
+        if self.flight is not None and self._see(self.flight) is not None:
+            look_after(self._writer, self.flight, leaving, self._min_fulls)
+
+    def synced(self, error: OSError | None) -> None:
+        """Notes that a committed save is durable, or why not: then no other may rest on it."""
+        flight = self.flight
+        if flight is not None:
+            flight.is_synced = True
+        if error is None:
+            self.doubt = ""
+            self._writer.committed()
+        else:
+            # So nothing is deleted in its favour.
+            if self._writer.ledger is not None:
+                self._writer.ledger.doomed.clear()
+            self.doubt = f"the save before may not be durable: {error}"
+
+    def report_commit(self) -> bool:
+        """Reports the save in flight if it is seen to be committed; returns whether it is.
+
+        In doubt it is not, and `settle` looks again.
+        """
+        flight = self.flight
+        if flight is None or flight.is_unwanted:
+            return False
+        if not flight.is_reported:
+            flight.note_commit()
+        manifest = self._see(flight)
+        if manifest is None:
+            return False
+        self._report(flight, manifest)
+        return True
+
+    def _see(self, flight: SaveInFlight) -> Manifest | None:
+        """The manifest of a save, if it is seen to be committed; kept."""
+        try:
+            flight.manifest = flight.manifest or flight.committed_manifest()
+        except Exception:
+            # Such as memory that ran out: it is no error of the save.
+            _log.debug("cannot look for step %d", flight.step, exc_info=True)
+        return flight.manifest
+
+    def fail(self, error: errors.CnrError) -> None:
+        """Says in the log why the save in flight, or what comes after its commit, failed."""
+        self.last_failure, flight = without_frames(error), self.flight
+        if flight is None or not flight.is_failure_told:
+            _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
+        if flight is not None:
+            flight.is_failure_told = True
+        if flight is not None and is_dropped(error):
+            flight.gap = error
+            self._report_dropped(flight, str(error).splitlines()[1].strip(), error.path)
+
+    def report_unwanted(self) -> None:
+        """Reports the save in flight if retention has not kept it."""
+        flight, ledger = self.flight, self._writer.ledger
+        if flight is None or ledger is None or not flight.is_unwanted:
+            return
+        if flight.place.directory in ledger.doomed:
+            self._tell_unwanted(flight)
+
+    def _tell_unwanted(self, flight: SaveInFlight) -> None:
+        if flight.is_reported:
+            return
+        problem = "retention did not keep it: by its rule others are to stay"
+        if not self._has_said_dropped:
+            self._has_said_dropped = True
+            _log.warning(
+                "step %d was saved, and retention deleted it at once: by the rule of this run"
+                " (best_fn, or a policy of its own) other steps are to stay, so that all since"
+                " then would be lost in a crash; preservation_policy=AnyPreservationPolicy(["
+                "BestN(...), LatestN(1)]), of ocp.checkpoint_managers, keeps the newest too",
+                flight.step,
+            )
+        self._report_dropped(flight, problem, None)
+
+    def end_writing(self) -> None:
+        """Lets other managers write: the save is committed, or it has failed."""
+        if self._writer.writes:
+            flight = self.flight
+            if flight is not None:
+                flight.stop()
+            self._writer.end_writing()
+
+    def withdraw(self) -> None:
+        """Undoes what was prepared for a save that Orbax then refused."""
+        self.end_writing()
+        if self.flight is None:
+            self._writer.undo()
+
+    def settle(self, committed: str | None = None) -> str | None:
+        """Finds out whether the last save is committed and notes it if so.
+
+        Only to be called when no save is being written.
+
+        Args:
+            committed: uuid that process 0 found to be committed; on process 0 itself, None.
+
+        Returns:
+            Its uuid if this call found it to be committed.
+        """
+        flight = self.flight
+        if flight is None:
+            return None
+        try:
+            found = self._settle(flight, committed)
+        except Exception:
+            # Once: it must not come out of every call. What an interrupt cuts short is done again.
+            flight.is_open = False
+            raise
+        if jax.process_count() == 1:
+            # Of several, all note them with the next plan: retention must decide alike.
+            self._writer.note_gaps()
+        return found
+
+    def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
+        place, plan, ledger = flight.place, flight.plan, self._writer.ledger
+        assert ledger is not None  # since the save began
+        dropped, seen = place.directory in ledger.doomed, None
+        if self._writer.writes and self.managed:
+            seen = flight.is_synced
+            dropped = dropped and seen
+        entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
+        if entry is None and dropped:
+            self._writer.committed()
+            self._tell_unwanted(flight)
+            flight.end("dropped")
+            return None
+        if entry is None or (committed is not None and entry.uuid != committed):
+            self._undo(flight)
+            return None
+        self._writer.committed()
+        self._planner.saved(plan, entry)
+        assert entry.manifest is not None
+        self._report(flight, entry.manifest)
+        flight.end("committed")
+        return entry.uuid
+
+    def settle_as(self, committed: str | None) -> None:
+        """Notes what process 0 found, though this process' view of the root may be older."""
+        place, ledger = self._writer.place, self._writer.ledger
+        assert ledger is not None and place is not None
+        self.settle(committed)
+        facts = self.last.facts if self.last is not None else None
+        if facts is not None and committed == facts.plan.uuid:
+            if facts.plan.directory not in ledger.entries:
+                ledger.read(place.root, facts.plan.directory, place.item)
+
+    def take_failure(self) -> errors.SaveError | None:
+        """The error of the last save, if it failed; once."""
+        if self.last is None:
+            return None
+        failure, self.last.failure = self.last.failure, None
+        return failure
+
+    def _undo(self, flight: SaveInFlight) -> None:
+        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        flight.stop()
+        if flight.gap is None:
+            flight.failure = flight.error()
+            if not flight.is_failure_told:
+                self.fail(flight.failure)
+        self._writer.discard(flight.place.directory)
+        self._writer.undo()
+        flight.end("failed" if flight.gap is None else "dropped")
+
+    def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
+        if flight.is_reported:
+            return
+        self.last_failure = None
+        if flight.harm is not None:
+            self._report_dropped(flight, flight.harm.text, flight.harm.path)
+        else:
+            self._tell(flight, lambda: report_of_committed(flight, manifest))
+
+    def _report_dropped(
+        self, flight: SaveInFlight, problem: str, damaged: str | None
+    ) -> None:
+        self._tell(flight, lambda: report_of_dropped(flight, problem, damaged))
+
+    def _tell(self, flight: SaveInFlight, make: Callable[[], SaveReport]) -> None:
+        """Hands over the report of a save, once."""
+        if flight.is_reported or flight.facts is None:
+            return
+        flight.is_reported = True
+        try:
+            report = make()
+        except Exception:
+            # What became of the save stays so, and this may be the middle of the next one, for
+            # which other processes wait.
+            _log.exception("there is no report of step %d", flight.step)
+            return
+        self.report = report
+        tell = self.listener.tell if self.managed else self.listener.tell_here
+        tell(report, flight.place.root)

@@ -1,0 +1,204 @@
+"""How rows of the next save are stored: what options give, what a run brings, and the widths.
+
+Said by process 0 in each plan, so that all processes encode alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from cnr_jax.encoding import Encoding
+from cnr_jax.format.encodings import EncodingEntry
+from cnr_jax.options import Options
+from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.rows.codecs import bytes_of
+from cnr_jax.state.table import Tables
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+_NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
+
+
+class Widening:
+    """Knows how rows are stored: as options give it, else as in the run that goes on.
+
+    Puts the width into plans, and says in the log when it changes, or how much all bits are.
+
+    Args:
+        options: of the run.
+        tables: of the run; None: nothing is saved.
+
+    Attributes:
+        encoding: of rows of the next save, unless its policy names the codec, or it is exact.
+        follows: whether widths depend on the restores, unless a policy names the codec.
+    """
+
+    def __init__(self, options: Options, tables: Tables | None) -> None:
+        self._given, self._tables = options.encoding, tables or Tables({})
+        # Of the run that goes on, and of the one that was last told of.
+        self._stored: EncodingEntry | None = None
+        self._told: EncodingEntry | None = None
+        self._said: int | None = None
+        self._use(self._given)
+
+    def _use(self, encoding: Encoding) -> None:
+        self.encoding = encoding
+        self.follows = encoding.follows_restores()
+        # By the codec that a policy names: it may be what makes widths follow the restores.
+        self._follows: dict[str | None, bool] = {}
+        self._small: dict[str | None, frozenset[str]] = {}
+
+    def inherit(self, stored: EncodingEntry | None) -> None:
+        """Goes on as a run did where options do not say; None: no run goes on.
+
+        Raises:
+            OptionError: if that does not go together with what options give.
+        """
+        if stored != self._stored:
+            given = self._given
+            self._use(given.inheriting(stored, self._tables) if stored else given)
+            self._stored = stored
+
+    def say_inherited(self, where: str) -> None:
+        """Says in the log, once, what is as in the run that goes on, and what is not."""
+        stored = self._stored
+        if stored is None or stored == self._told:
+            return
+        self._told, found = stored, self.encoding
+        lines = {
+            "options that were not given are as": found.told(found.inherited),
+            "options were given otherwise than": found.differing(stored),
+        }
+        for line, told in lines.items():
+            text = ", ".join(told)
+            if text and jax.process_index() == 0:
+                _log.info("%s %s: %s", line, where, text)
+
+    def encoding_of(self, plan: Plan) -> Encoding:
+        """Of one save: with the codec that its policy names, or with none that rounds."""
+        if plan.exact:
+            return self.encoding.exact()
+        return self.encoding.with_codec(plan.codec)
+
+    def bits(self, restores: int, codec: str | None = None) -> int | None:
+        """The width in saves after so many restores; None if it is "auto" nowhere.
+
+        Args:
+            restores: of the run.
+            codec: that the policy names, if it does.
+
+        Raises:
+            OptionError: if there is no such codec, or it leaves "auto" nothing to choose.
+        """
+        if codec not in self._follows:
+            named = self.encoding.with_codec(codec)
+            self._follows[codec] = named.follows_restores()
+        return self.encoding.auto_bits(restores) if self._follows[codec] else None
+
+    def widened(self, plan: Plan) -> Plan:
+        """A plan with its width, and the reason where that is not the one for the expectation.
+
+        Called on the process that plans: other processes are told, so that all encode alike.
+        """
+        if plan.exact:
+            self._say_bytes(plan)
+            return plan
+        bits = self.bits(plan.restores, plan.codec)
+        if bits is None:
+            return plan
+        reason, usual = plan.reason, self.encoding.auto_bits(0)
+        expected = self.encoding.assumed_restores
+        times = "once" if plan.restores == 1 else f"{plan.restores} times"
+        if bits != usual:
+            reason += f"; {bits} bits: restored {times}, {expected:g} expected"
+        if bits != self._said and bits != usual:
+            _log.warning(
+                "from step %d on saves take %d bits, not %d: the run was restored %s,"
+                " expected_restores=%g",
+                plan.step,
+                bits,
+                usual,
+                times,
+                expected,
+            )
+        elif bits != self._said:
+            given = self.encoding.expects
+            _log.info(
+                "%ssaves take %d bits%s, for %s%g restores",
+                "" if given else "bits='auto' without expected_restores: ",
+                bits,
+                _but_for(self._small_tables(plan.codec), bits),
+                "" if given else "up to ",
+                expected,
+            )
+        self._said = bits
+        return dataclasses.replace(plan, auto_bits=bits, reason=reason)
+
+    def _say_bytes(self, plan: Plan) -> None:
+        """Says how many bytes all rows take if all of their bits are saved."""
+        if plan.kind != "full":
+            return
+        exact = usual = 0
+        auto_bits = self.bits(plan.restores)
+        widths = self.widths(auto_bits)
+        for name, table in self._tables.items():
+            for leaf in table.leaves:
+                width, bits = math.prod(leaf.shape[1:]), widths.get(name)
+                codec = self.encoding.codec_for(
+                    name, leaf.name, width, leaf.dtype, bits
+                )
+                parts = codec.parts(width, leaf.dtype)
+                exact += leaf.nbytes
+                usual += leaf.shape[0] * bytes_of(parts)
+        _log.info(
+            "step %d is saved exactly: rows of tables and slots take %s bytes, with the codecs"
+            " of the run %s",
+            plan.step,
+            f"{exact:,}",
+            f"{usual:,}",
+        )
+
+    def widths(self, auto_bits: int | None, codec: str | None = None) -> dict[str, int]:
+        """Bits of the codes of each table's leaves, where options leave them to the restores.
+
+        Args:
+            auto_bits: of tables that are not small; None: no bits are "auto".
+            codec: that the policy names, if it does.
+        """
+        if auto_bits is None:
+            return {}
+        small = self._small_tables(codec)
+        return {n: FALLBACK_BITS if n in small else auto_bits for n in self._tables}
+
+    def _small_tables(self, codec: str | None) -> frozenset[str]:
+        """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".
+
+        The same on all processes: nothing but shapes of whole tables, without padding, is asked.
+        """
+        if codec not in self._small:
+            named = self.encoding.with_codec(codec)
+            # That a table and its slots store in "auto" bits.
+            elements: dict[str, int] = {}
+            for name, table in self._tables.items():
+                for leaf in table.leaves:
+                    width = math.prod(leaf.shape[1:])
+                    if width and named.is_auto(name, leaf.name, width, leaf.dtype):
+                        elements[name] = elements.get(name, 0) + table.rows * width
+            self._small[codec] = small_tables(elements)
+        return self._small[codec]
+
+
+def _but_for(small: frozenset[str], bits: int) -> str:
+    """Such as ` (8 for 2 small tables: day, hour)`; empty where there is nothing to say."""
+    if not small or bits == FALLBACK_BITS:
+        return ""
+    names = sorted(small)
+    shown = ", ".join(names[:_NAMED_TABLES])
+    if len(names) > _NAMED_TABLES:
+        shown += f" and {len(names) - _NAMED_TABLES} more"
+    plural = "" if len(names) == 1 else "s"
+    return f" ({FALLBACK_BITS} for {len(names)} small table{plural}: {shown})"

@@ -1,0 +1,408 @@
+"""How rows of a run are stored: the codec of each leaf, its bits, and compression.
+
+Options give some of it, the run that goes on may tell the rest, and for what neither says there
+are defaults; all of that comes together here. The invariant to remember: what is given always
+wins, field by field, and a width that would choose nothing is refused only where it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_jax import errors
+from cnr_jax.format.encodings import (
+    EncodingEntry,
+    NamedConfiguration,
+    TableEncodingEntry,
+)
+from cnr_jax.format.tiles import COMPRESSIONS
+from cnr_jax.given import NOT_GIVEN, NotGiven, TableOptions
+from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
+from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
+from cnr_jax.rows.codecs.choice import (
+    check_readable,
+    configuration_of,
+    has_choice,
+    is_codec,
+    reads_bits,
+)
+from cnr_jax.rows.codecs.slots import slot_codec
+
+# Elements of a row up to which codecs state their error; expert weights may have millions.
+WIDEST = 1 << 16
+# Where nothing is given, and no run goes on.
+_CODEC, _BITS, _SLOT_CODEC = "adaptive", 4, "raw"
+_LEAVES = ("table", "slot")
+
+
+_OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
+_NOTHING = TableOptions()
+_PACKS = "compression"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How rows are stored, as far as it is given or inherited; see `cnr_jax.Options`.
+
+    Attributes:
+        tables: of single tables.
+        inherited: what of it is of the run that goes on: names of options, of a table such as
+            `tables.user.bits`.
+    """
+
+    codec: str | Codec | NotGiven | None = NOT_GIVEN
+    bits: int | Literal["auto"] | NotGiven | None = NOT_GIVEN
+    expected_restores: float | NotGiven | None = NOT_GIVEN
+    slot_codec: str | Codec | NotGiven = NOT_GIVEN
+    compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
+    tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
+
+    # What is given.
+
+    def check(self) -> None:
+        """Checks all of it as options, which are all given.
+
+        Raises:
+            OptionError: if a value cannot work.
+        """
+        if self.packing not in (None, *COMPRESSIONS):
+            raise errors.OptionError(
+                f"compression {self.compression!r} is not known, expected"
+                f" {' or '.join(map(repr, COMPRESSIONS))} or None"
+            )
+        bits_after(0, self.assumed_restores)
+        for name in ("", *self.tables):
+            bits = self._value(name, "bits")
+            is_number = isinstance(bits, int) and not isinstance(bits, bool)
+            if bits not in (NOT_GIVEN, "auto") and not is_number:
+                raise errors.OptionError(
+                    f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
+                )
+        self.check_bits_of(self)
+        if _given(self.expected_restores) and not self._is_auto_anywhere():
+            raise errors.OptionError(
+                f"expected_restores={self.expected_restores!r} has no effect: got"
+                f" bits={self.bits if _given(self.bits) else _BITS!r}, expected bits='auto'"
+                " here or for a table"
+            )
+        self._check_codecs()
+
+    def check_bits_of(self, given: Encoding) -> None:
+        """Checks that the bits that options give have something to choose.
+
+        Args:
+            given: by options alone; the others of `self` are inherited.
+
+        Raises:
+            OptionError: naming the bits, and the codec that has none.
+        """
+        for name in ("", *given.tables):
+            bits = given._value(name, "bits")
+            if not _given(bits) or self._has_use(name, bits):
+                continue
+            codec = self._codec_named(name, "table")
+            own = isinstance(getattr(codec, "bits", None), int)
+            idle = "nothing to choose" if bits == "auto" else "no effect"
+            has = (
+                f"{codec!r} has bits of its own"
+                if own
+                else f"codec {codec!r} has no bits"
+            )
+            raise errors.OptionError(
+                f"{_where(name)}: bits={bits!r} has {idle}: {has}\n"
+                "  expected bits left out, or the name of a codec that has some\n"
+                "  hint: codec='adaptive' is one"
+            )
+
+    def _check_codecs(self) -> None:
+        for name in ("", *self.tables):
+            for leaf in _LEAVES:
+                for bits in {self.auto_bits(0), FALLBACK_BITS}:
+                    check_readable(self._codec(name, leaf, bits))
+
+    def _has_use(self, name: str, bits: Any = None) -> bool:
+        """Whether bits of a table, or of all, reach a codec that takes any, or has just these."""
+        heirs = [name]
+        if not name:
+            heirs += [t for t in self.tables if not _given(self._value(t, "bits"))]
+        # That of slots by their names has bits of its own.
+        return any(
+            (codec := self._codec_named(heir, leaf)) != "auto"
+            and reads_bits(codec, bits)
+            for heir in heirs
+            for leaf in _LEAVES
+        )
+
+    def _is_auto_anywhere(self) -> bool:
+        return any(self._value(n, "bits") == "auto" for n in ("", *self.tables))
+
+    def says_rounding(self, table: str) -> bool:
+        """Whether a codec or bits are said for a table or for all: its user knows of them."""
+        names = ("codec", "bits")
+        return any(_given(self._value(t, n)) for t in ("", table) for n in names)
+
+    # What comes of it.
+
+    @property
+    def packing(self) -> Literal["zstd"] | None:
+        """How the arrays of a save are compressed."""
+        found = self.compression
+        return None if isinstance(found, NotGiven) else found
+
+    @property
+    def expects(self) -> bool:
+        """Whether it is said how often the run will be restored."""
+        return _given(self.expected_restores)
+
+    @property
+    def assumed_restores(self) -> float:
+        """How many restores of the run `bits="auto"` is chosen for."""
+        expected = self.expected_restores
+        if expected is None or isinstance(expected, NotGiven):
+            return ASSUMED_RESTORES
+        return expected
+
+    def auto_bits(self, restores: int) -> int:
+        """The width that `bits="auto"` means in a save after so many restores of its run."""
+        return bits_after(restores, self.assumed_restores)
+
+    def follows_restores(self) -> bool:
+        """Whether the codec of anything depends on the number of restores."""
+        return any(
+            has_choice(functools.partial(self._codec, name, leaf))
+            for name in ("", *self.tables)
+            for leaf in _LEAVES
+        )
+
+    def is_auto(self, table: str, leaf: str, width: int, dtype: Any) -> bool:
+        """Whether the codec that `codec_for` gives depends on the number of restores."""
+        return has_choice(functools.partial(self.codec_for, table, leaf, width, dtype))
+
+    def codec_for(
+        self,
+        table: str,
+        leaf: str,
+        width: int,
+        dtype: Any,
+        auto_bits: int | None = None,
+    ) -> Codec:
+        """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
+
+        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
+        which a table that is small among others does not have.
+
+        Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
+        encode (integers, double precision), and rows so wide that one range for all their
+        elements would be a poor one.
+        """
+        if auto_bits is None:
+            auto_bits = self.auto_bits(0)
+        codec = self._codec(table, leaf, auto_bits)
+        dtype = np.dtype(dtype)
+        if dtype.name not in ("float32", "bfloat16", "float16"):
+            return Raw()
+        if width > WIDEST:
+            return Raw()
+        if bytes_of(codec.parts(width, dtype)) >= width * dtype.itemsize:
+            return Raw()
+        return at_dim(codec, width)
+
+    def exact(self) -> Encoding:
+        """The same with all bits of all rows."""
+        return Encoding(codec="raw", slot_codec="raw", compression=self.compression)
+
+    def with_codec(self, codec: str | None) -> Encoding:
+        """The same with a codec that a policy names; None: without."""
+        return self if codec is None else dataclasses.replace(self, codec=codec)
+
+    def _value(self, table: str, name: str) -> Any:
+        """What is said for one table alone, or for all where its name is empty."""
+        said = self.tables.get(table, _NOTHING) if table else self
+        return getattr(said, name)
+
+    def _codec_named(self, table: str, leaf: str) -> str | Codec:
+        name = "codec" if leaf == "table" else "slot_codec"
+        for found in (self._value(table, name), getattr(self, name)):
+            if _given(found):
+                return found
+        return _CODEC if leaf == "table" else _SLOT_CODEC
+
+    def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
+        said = [b for t in (table, "") if _given(b := self._value(t, "bits"))]
+        given = said[0] if said else _BITS
+        bits = auto_bits if given == "auto" else given
+        codec = self._codec_named(table, leaf)
+        if not isinstance(codec, str):
+            return codec
+        if codec == "auto" and leaf != "table":
+            return slot_codec(leaf)
+        try:
+            return make_codec(codec, bits)
+        except ValueError as error:
+            why = f"{_where(table)}: {error}"
+            if leaf != "table" and not is_codec(codec):
+                why = f"{_where(table)}: slot_{error}, or 'auto'"
+            if given == "auto" and is_codec(codec):
+                why += (
+                    "\n  bits='auto' comes to 8 for small tables, and after more restores than"
+                    f" expected\n  hint: give codec {codec!r} a number of bits, such as"
+                    " bits=4, or take codec='adaptive'"
+                )
+            raise errors.OptionError(why) from error
+
+    # What the run that goes on tells.
+
+    def entry(self) -> EncodingEntry:
+        """What manifests say of it: with the defaults, so that these may change."""
+        bits = self.bits
+        if isinstance(bits, NotGiven):
+            bits = _BITS if self._has_use("") else None
+        return EncodingEntry(
+            codec=_stored(self._codec_named("", "table")),
+            bits=bits,
+            expected_restores=float(self.assumed_restores) if self.expects else None,
+            slot_codec=_stored(self._codec_named("", "slot")),
+            compression=self.packing,
+            tables={
+                name: TableEncodingEntry(
+                    **{n: _stored(getattr(own, n)) for n in _OF_TABLES}
+                )
+                for name, own in self.tables.items()
+                if own != _NOTHING
+            },
+        )
+
+    def inheriting(self, stored: EncodingEntry, tables: Collection[str]) -> Encoding:
+        """The same with what is not given as in a run that goes on.
+
+        Args:
+            stored: of the run.
+            tables: names of those there are now; what the run says of others is left out.
+
+        Raises:
+            OptionError: if bits are given, but only codecs are inherited that have none; or if a
+                codec of the run is not known here.
+        """
+        found: dict[str, Any] = {}
+        for name in (*_OF_TABLES, "expected_restores", "compression"):
+            said = getattr(stored, name)
+            if not _given(getattr(self, name)) and (said is not None or name == _PACKS):
+                found[name] = _taken(said, name)
+        of_tables = {
+            table: {
+                name: _taken(said, name, table)
+                for name in _OF_TABLES
+                if not _given(self._value(table, name))
+                and (said := getattr(own, name)) is not None
+            }
+            for table, own in stored.tables.items()
+            if table in tables
+        }
+        whole = self._with(found, of_tables)
+        # Widths that no codec takes any more, because another one is given.
+        for table, own in (("", found), *of_tables.items()):
+            if "bits" in own and not whole._has_use(table):
+                del own["bits"]
+        whole = self._with(found, of_tables)
+        if "expected_restores" in found and not whole._is_auto_anywhere():
+            del found["expected_restores"]
+            whole = self._with(found, of_tables)
+        try:
+            whole.check_bits_of(self)
+            whole._check_codecs()
+        except errors.OptionError as error:
+            told = ", ".join(whole.told(whole.inherited))
+            raise errors.OptionError(
+                f"{error}\n  inherited from the run: {told}"
+            ) from None
+        return whole
+
+    def _with(
+        self, found: Mapping[str, Any], of_tables: Mapping[str, Mapping[str, Any]]
+    ) -> Encoding:
+        own = {
+            table: dataclasses.replace(self.tables.get(table, _NOTHING), **values)
+            for table, values in of_tables.items()
+            if values
+        }
+        named = [f"tables.{t}.{n}" for t, values in of_tables.items() for n in values]
+        return dataclasses.replace(
+            self,
+            **found,
+            tables={**self.tables, **own},
+            inherited=(*found, *named),
+        )
+
+    def told(self, names: Collection[str]) -> Iterator[str]:
+        """Such as `codec='raw'`, of options by their names as in `inherited`."""
+        for name in names:
+            # Tables may have dots in their names.
+            table, _, own = name.removeprefix("tables.").rpartition(".")
+            yield f"{name}={self._value(table, own)!r}"
+
+    def differing(self, stored: EncodingEntry) -> Iterator[str]:
+        """What is given otherwise than a run that goes on had it, such as `bits=8 (was 4)`."""
+        known = self.entry()
+        for name in (*_OF_TABLES, _PACKS):
+            was, now = getattr(stored, name), getattr(known, name)
+            if (
+                _given(getattr(self, name))
+                and name not in self.inherited
+                and was != now
+            ):
+                yield f"{name}={getattr(self, name)!r} (was {_shown(was)})"
+
+
+def _given(value: Any) -> bool:
+    return value is not NOT_GIVEN
+
+
+def _stored(value: Any) -> Any:
+    """A value of an option as manifests hold it; None: it is not given."""
+    if isinstance(value, NotGiven) or value is None:
+        return None
+    if isinstance(value, str | int):
+        return value
+    name, configuration = configuration_of(value)
+    return NamedConfiguration(name=name, configuration=configuration)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, NamedConfiguration):
+        return f"{value.name} {dict(value.configuration)}"
+    return repr(value)
+
+
+def _taken(value: Any, name: str, table: str = "") -> Any:
+    """A value of an option that a manifest holds.
+
+    Raises:
+        OptionError: if it is a codec that is not known here.
+    """
+    if not name.endswith("codec"):
+        return value
+    try:
+        if isinstance(value, NamedConfiguration):
+            return codec_from(value.name, value.configuration, whole=False)
+        if is_codec(value) or (value == "auto" and name == "slot_codec"):
+            return value
+        why = f"codec {value!r} is not known"
+    except errors.FormatError as error:
+        why = str(error).partition("\n")[0]
+    given = f"{name}="
+    if table:
+        given = f"tables={{{table!r}: cnr_jax.TableOptions({name}=...)}}"
+    raise errors.OptionError(
+        f"{_where(table)}: the {name} of the run that goes on cannot be inherited: {why}\n"
+        f"  hint: give {given}, or save with the version of cnr_jax that knows it"
+    )
+
+
+def _where(table: str) -> str:
+    return f"table {table!r}" if table else "options"

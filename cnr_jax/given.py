@@ -1,0 +1,53 @@
+"""What options give, and what they leave open: to the run that goes on, or to a default."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection
+from typing import Any, Final, Literal
+
+from cnr_jax.integers import take_integers
+from cnr_jax.rows.codecs import Codec
+
+
+class NotGiven(enum.Enum):
+    """The type of `NOT_GIVEN`."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        """As programs write it."""
+        return self.name
+
+    def __bool__(self) -> bool:
+        """False: nothing was given."""
+        return False
+
+
+NOT_GIVEN: Final = NotGiven.NOT_GIVEN
+"""In the place of an option: as in the run that goes on, else the default."""
+
+
+def unset_nones(options: Any, names: Collection[str]) -> None:
+    """Makes None, which programs pass for what they leave open, what it stands for."""
+    for name in names:
+        if getattr(options, name) is None:
+            object.__setattr__(options, name, NOT_GIVEN)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """Options of one table, where they differ from those of the run.
+
+    What is not given is as in the run that goes on for this table, else as for all tables. None is
+    taken for not given.
+    """
+
+    codec: str | Codec | NotGiven | None = NOT_GIVEN
+    bits: int | Literal["auto"] | NotGiven | None = NOT_GIVEN
+    slot_codec: str | Codec | NotGiven | None = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        unset_nones(self, ("codec", "bits", "slot_codec"))
+        take_integers(self, "bits")

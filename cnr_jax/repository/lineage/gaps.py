@@ -1,0 +1,201 @@
+"""Whether the files that checkpoints name are still there: what a writer looks at around a commit.
+
+A delta is worth what the checkpoints that it rests on are worth, and other programs may take files
+from these, as one does that cleans scratch space. A writer that trusted its memory would go on
+saving deltas that nobody can restore. So it looks at presence and size of the files, which costs a
+call each; what is in them, a restore checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository.checked import check_size, file_bytes, means_damage
+from cnr_jax.repository.files import AnyPath, is_local, size_of
+from cnr_jax.repository.layout import Place
+from cnr_jax.repository.lineage.entries import Entry
+from cnr_jax.repository.step import read_processes, read_step
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gap:
+    """A file that a checkpoint names, and that is not there as it was written.
+
+    Attributes:
+        directory: of the step.
+        path: of the file, below the root, the step directory first.
+        text: what is wrong with it, in a line.
+    """
+
+    directory: str
+    path: str
+    text: str
+
+    @property
+    def harms_chain(self) -> bool:
+        """Whether what rests on the step cannot be restored either."""
+        return self.path.split("/")[2:3] != [names.DENSE]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a checkpoint without which it, or what rests on it, cannot be restored.
+
+    Attributes:
+        rows: of manifests and rows, below the item, with their sizes in bytes.
+        dense: of dense leaves.
+    """
+
+    rows: tuple[tuple[str, int], ...]
+    dense: tuple[tuple[str, int], ...]
+
+
+class Gaps:
+    """What was found missing of the checkpoints of one root.
+
+    It may be looked for in any thread, one at a time; what was found is taken by the one that
+    plans the next save.
+
+    Attributes:
+        is_stale: whether the root was read anew, so that what was found before is forgotten.
+    """
+
+    def __init__(self) -> None:
+        # Of checkpoints that a save looked at after its commit, by uuid: manifests are read once.
+        self._files: dict[str, _Files] = {}
+        self._found: dict[str, Gap] = {}
+        self.is_stale = False
+
+    @property
+    def found(self) -> Sequence[Gap]:
+        """What was found and not taken yet, one of each step."""
+        return tuple(self._found.values())
+
+    def take(self) -> tuple[Gap, ...]:
+        """What was found since it was taken last."""
+        found, self._found = self._found, {}
+        return tuple(found.values())
+
+    def know(
+        self,
+        manifest: Manifest,
+        processes: Sequence[ProcessManifest],
+        manifest_bytes: int,
+    ) -> None:
+        """Notes the files of a checkpoint that was just written, which need not be read for it."""
+        self._files[manifest.uuid] = _files_of(manifest, processes, manifest_bytes)
+
+    def look(
+        self, place: Place, entries: Iterable[Entry], *, dense: bool = True
+    ) -> Gap | None:
+        """Looks whether checkpoints are complete.
+
+        Args:
+            place: of a save: its root and item are meant.
+            entries: committed checkpoints, the most important first.
+            dense: whether dense leaves are looked for too; what rests on a checkpoint needs
+                none of its own.
+
+        Returns:
+            The first gap; `found` has one of each checkpoint.
+        """
+        first: Gap | None = None
+        looked: dict[str, _Files] = {}
+        for entry in entries:
+            if entry.manifest is None:
+                continue
+            gap = self._gap_of(place, entry, looked, dense=dense)
+            if gap is not None:
+                self._found.setdefault(entry.directory, gap)
+                first = first or gap
+        if dense:
+            self._files, self.is_stale = looked, False
+        else:
+            self._files |= looked
+        return first
+
+    def _gap_of(
+        self, place: Place, entry: Entry, looked: dict[str, _Files], *, dense: bool
+    ) -> Gap | None:
+        item = place.root / entry.directory / place.item
+        try:
+            files = self._files.get(entry.uuid) or _read(place, entry)
+            looked[entry.uuid] = files
+            for path, size in _missing(item, files.rows):
+                check_size(item / path, size)
+            for path, size in _missing(item, files.dense) if dense else ():
+                check_size(item / path, size)
+        except (errors.CnrError, OSError) as error:
+            if not means_damage(error):
+                # What storage does not give out is not known to be missing.
+                _log.debug("step %s was not looked at: %s", entry.directory, error)
+                return None
+            file = getattr(error, "path", None) or os.fspath(item / names.MANIFEST)
+            above = os.fspath(place.root).rstrip("/") + "/"
+            text = str(error).partition("\n")[0].removeprefix(above)
+            return Gap(entry.directory, file.removeprefix(above), text)
+        return None
+
+
+def _read(place: Place, entry: Entry) -> _Files:
+    """The files of a checkpoint, from its manifests.
+
+    Raises:
+        CnrError: if these are damaged, or another checkpoint is in its place.
+        OSError: if storage does not give them out.
+    """
+    item = place.root / entry.directory / place.item
+    manifest = read_step(place.root, entry.directory, place.item)
+    if manifest.uuid != entry.uuid:
+        where = os.fspath(item / names.MANIFEST)
+        raise errors.IntegrityError(
+            f"{where} is of another checkpoint\n"
+            f"  got uuid {manifest.uuid}, expected {entry.uuid}",
+            kind="foreign_step",
+            path=where,
+        )
+    return _files_of(
+        manifest, read_processes(item, manifest), size_of(item / names.MANIFEST)
+    )
+
+
+def _files_of(
+    manifest: Manifest, processes: Sequence[ProcessManifest], manifest_bytes: int
+) -> _Files:
+    rows = [(names.MANIFEST, manifest_bytes)]
+    rows += [(digest.path, digest.bytes) for digest in manifest.processes]
+    for process in processes:
+        folder = names.rows_directory(process.process)
+        for name, array in process.arrays.items():
+            sizes = enumerate(file_bytes(array))
+            rows += [(f"{folder}/{name}/c/{i}", size) for i, size in sizes]
+    dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
+    return _Files(tuple(rows), tuple(dense))
+
+
+def _missing(
+    item: AnyPath, files: Iterable[tuple[str, int]]
+) -> Iterator[tuple[str, int]]:
+    """Files that are not seen to be what they must be; plain calls, as there may be thousands."""
+    if not is_local(item):
+        yield from files
+        return
+    above = os.fspath(item)
+    for path, size in files:
+        try:
+            found = os.stat(f"{above}/{path}")
+        except OSError:
+            yield path, size
+            continue
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            yield path, size
