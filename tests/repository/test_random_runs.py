@@ -21,7 +21,7 @@ from cnr_jax.repository.lineage.entries import Entry, branch_of, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Planner, Request
 from cnr_jax.repository.lineage.retention import ChainPreservation
-from cnr_jax.repository.lineage.runs import Origin
+from cnr_jax.repository.lineage.runs import Origin, RestoredRun
 
 from .conftest import make_manifest, table
 
@@ -162,7 +162,7 @@ class Root:
             origin=Origin(
                 root="root",
                 touched=(program.lineage, program.clock),
-                restored=known[0] if known else None,
+                restored=RestoredRun("root", known[0], None) if known else None,
                 new_run=program.new_run,
             ),
         )
