@@ -51,6 +51,7 @@ class Encoding:
 
     Attributes:
         tables: of single tables.
+        may_be_named: whether a policy may name the codec of a save, which takes bits then.
         inherited: what of it is of the run that goes on: names of options, of a table such as
             `tables.user.bits`.
     """
@@ -61,6 +62,7 @@ class Encoding:
     slot_codec: str | Codec | NotGiven = NOT_GIVEN
     compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
+    may_be_named: bool = False
     inherited: tuple[str, ...] = ()
 
     # What is given.
@@ -131,6 +133,9 @@ class Encoding:
         heirs = [name]
         if not name:
             heirs += [t for t in self.tables if not _given(self._value(t, "bits"))]
+        # A policy names it for all but tables with one of their own.
+        if self.may_be_named and (not name or not _given(self._value(name, "codec"))):
+            return True
         # That of slots by their names has bits of its own.
         return any(
             (codec := self._codec_named(heir, leaf)) != "auto"
