@@ -43,6 +43,7 @@ _LEAVES = ("table", "slot")
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
+_OF_ALL = (*_OF_TABLES, "expected_restores", _PACKS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +296,7 @@ class Encoding:
                 codec of the run is not known here.
         """
         found: dict[str, Any] = {}
-        for name in (*_OF_TABLES, "expected_restores", "compression"):
+        for name in _OF_ALL:
             said = getattr(stored, name)
             if not _given(getattr(self, name)) and (said is not None or name == _PACKS):
                 found[name] = _taken(said, name)
@@ -354,7 +355,7 @@ class Encoding:
     def differing(self, stored: EncodingEntry) -> Iterator[str]:
         """What is given otherwise than a run that goes on had it, such as `bits=8 (was 4)`."""
         known = self.entry()
-        for name in (*_OF_TABLES, _PACKS):
+        for name in _OF_ALL:
             was, now = getattr(stored, name), getattr(known, name)
             if (
                 _given(getattr(self, name))
