@@ -43,6 +43,7 @@ _LEAVES = ("table", "slot")
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
+_OF_ALL = (*_OF_TABLES, "expected_restores", _PACKS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Encoding:
 
     Attributes:
         tables: of single tables.
+        may_be_named: whether a policy may name the codec of a save, which takes bits then.
         inherited: what of it is of the run that goes on: names of options, of a table such as
             `tables.user.bits`.
     """
@@ -61,6 +63,7 @@ class Encoding:
     slot_codec: str | Codec | NotGiven = NOT_GIVEN
     compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
+    may_be_named: bool = False
     inherited: tuple[str, ...] = ()
 
     # What is given.
@@ -131,6 +134,9 @@ class Encoding:
         heirs = [name]
         if not name:
             heirs += [t for t in self.tables if not _given(self._value(t, "bits"))]
+        # A policy names it for all but tables with one of their own.
+        if self.may_be_named and (not name or not _given(self._value(name, "codec"))):
+            return True
         # That of slots by their names has bits of its own.
         return any(
             (codec := self._codec_named(heir, leaf)) != "auto"
@@ -290,7 +296,7 @@ class Encoding:
                 codec of the run is not known here.
         """
         found: dict[str, Any] = {}
-        for name in (*_OF_TABLES, "expected_restores", "compression"):
+        for name in _OF_ALL:
             said = getattr(stored, name)
             if not _given(getattr(self, name)) and (said is not None or name == _PACKS):
                 found[name] = _taken(said, name)
@@ -349,7 +355,7 @@ class Encoding:
     def differing(self, stored: EncodingEntry) -> Iterator[str]:
         """What is given otherwise than a run that goes on had it, such as `bits=8 (was 4)`."""
         known = self.entry()
-        for name in (*_OF_TABLES, _PACKS):
+        for name in _OF_ALL:
             was, now = getattr(stored, name), getattr(known, name)
             if (
                 _given(getattr(self, name))

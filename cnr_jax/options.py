@@ -18,7 +18,16 @@ from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.telemetry import SaveReport
 
-_NUMBERS = "bits expected_restores audit_bytes min_fulls max_staging_bytes timeout_secs"
+_INTEGERS = (
+    "bits",
+    "expected_restores",
+    "audit_bytes",
+    "min_fulls",
+    "max_staging_bytes",
+    "timeout_secs",
+)
+# They name no codecs; one of the user's own may.
+_POLICIES = (Full, OneShot, Consecutive, Intermittent)
 _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 
 
@@ -44,7 +53,8 @@ class Options:
             tables, those of fewest elements that together have at most 1 % of those at "auto",
             have 8: their rows are looked up most, and cost next to nothing. Codecs that are
             objects keep bits of their own, and so do tables with a number here or in `tables`.
-            Refused where no codec takes them, of slots or single tables neither.
+            Refused where no codec takes them, of slots or single tables neither, unless a policy
+            of the user's own may name one.
         expected_restores: how often the whole run will be restored, for `bits="auto"`: a
             number, such as `cnr_jax.expected_restores` gives; in a new run 20, hence 4 bits.
             Counted are the restores behind the state that is saved: whoever goes back to an
@@ -164,7 +174,7 @@ class Options:
 
     def __post_init__(self) -> None:
         unset_nones(self, ("codec", "bits", "expected_restores"))
-        take_integers(self, *_NUMBERS.split())
+        take_integers(self, *_INTEGERS)
         self._check_policy()
         self._check_kinds()
         self._check_tracking()
@@ -192,6 +202,7 @@ class Options:
             slot_codec=self.slot_codec,
             compression=self.compression,
             tables=self.tables,
+            may_be_named=type(self.policy) not in _POLICIES,
         )
 
     def _check_policy(self) -> None:
@@ -199,7 +210,7 @@ class Options:
         policy: Any = self.policy
         if not isinstance(policy, type) and callable(getattr(policy, "decide", None)):
             return
-        ours = {kind.name: kind for kind in (Full, OneShot, Consecutive, Intermittent)}
+        ours = {kind.name: kind for kind in _POLICIES}
         kind = ours.get(policy, Intermittent) if isinstance(policy, str) else policy
         kind = kind if kind in ours.values() else Intermittent
         raise errors.OptionError(

@@ -168,7 +168,7 @@ class Saved:
     def manager(self, tables: cnr.Tables) -> cnr.CheckpointManager:
         options = cnr.Options(
             codec=self.codec,
-            bits=BITS,
+            bits=None if self.codec == "raw" else BITS,
             staging=self.staging,
             tracking=self.tracking,
             policy=cnr.Consecutive(),

@@ -137,18 +137,42 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
     assert run.manifest(manager, 2).restores == 2
     caplog.clear()
     with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.widening"):
-        manager = restart(run, opened, bits="auto")
+        manager = restart(run, opened, bits="auto", expected_restores=20)
         run.run(manager, [3, 4])
     assert widths(manager, 3) == widths(manager, 4) == both(4)
-    assert said(caplog) == [
-        "bits='auto' without expected_restores: saves take 4 bits, for up to 20 restores"
+    assert said(caplog)[1:] == [
+        "options were given otherwise than at step 2: expected_restores=20 (was 0.5)",
+        "saves take 4 bits, for 20 restores",
     ]
-    # The state of step 0 was never restored: this is the first time.
-    manager = restart(run, opened, 0, bits="auto", expected_restores=1)
-    run.salt = 1
+    # Not given again, it is the one of the run; three restores were not too many for that.
+    manager = restart(run, opened, bits="auto")
     run.run(manager, [5])
-    assert run.manifest(manager, 5).restores == 1
-    assert widths(manager, 5) == both(2)
+    assert widths(manager, 5) == both(4)
+    assert "expected_restores" in manager.last_report.inherited
+    # The state of step 0 was never restored: this is the first time.
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
+        manager = restart(run, opened, 0, bits="auto", expected_restores=1)
+    assert "compiling for codes of 2 bits" in caplog.text, "eight were to be expected"
+    run.salt = 1
+    run.run(manager, [6])
+    assert run.manifest(manager, 6).restores == 1
+    assert widths(manager, 6) == both(2)
+
+
+def test_twenty_restores_are_expected_where_neither_options_nor_run_say_so(
+    tiny_run: Any, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    run.run(opened(run, bits=8), [0])
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.widening"):
+        manager = restart(run, opened, bits="auto")
+        run.run(manager, [1])
+    assert widths(manager, 1) == both(4)
+    assert said(caplog)[1:] == [
+        "options were given otherwise than at step 0: bits='auto' (was 8)",
+        "bits='auto' without expected_restores: saves take 4 bits, for up to 20 restores",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +229,6 @@ def test_fixed_widths_and_raw_rows_know_nothing_of_restores(
 ) -> None:
     for root, options in (("fixed", {"bits": 3}), ("raw", {"codec": "raw"})):
         run = tiny_run()
-        if root == "raw":
-            options |= {"bits": "auto", "expected_restores": 0}
         manager = opened(run, root, **options)
         run.run(manager, [0])
         run.restore(manager, 0)
@@ -282,4 +304,4 @@ def test_state_that_never_was_restored_takes_few_bits_in_a_root_that_was(
     with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
         fresh.run(manager, [2])
     assert widths(manager, 2) == both(2)
-    assert "compiling for codes of 2 bits" in caplog.text, "eight were to be expected"
+    assert "compiling" not in caplog.text, "a new run is foreseen"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def save(
     restore: int | None = None,
     state: Any = STATE,
     exact: bool = False,
+    full: bool = True,
     **asked: Any,
 ) -> cnr.SaveReport:
     """Begins a run, or goes on with one as a program does that is started again."""
@@ -59,7 +61,7 @@ def save(
         if not begin:
             args = cnr.args.Restore(state, **asked)
             state, touched = manager.restore(restore, args=args)
-        manager.save(step, args=cnr.args.Save(state, touched, full=True, exact=exact))
+        manager.save(step, args=cnr.args.Save(state, touched, full=full, exact=exact))
         manager.wait_until_finished()
         assert manager.last_report is not None
         return manager.last_report
@@ -264,6 +266,27 @@ def test_bits_that_do_not_go_with_an_inherited_codec_are_refused(
     for kinds in ({"tables": TABLES, "orbax_options": reads}, {}):
         with cnr.CheckpointManager(root, options=options, **kinds) as manager:
             manager.restore(None)
+
+
+class Rounding(cnr.Full):
+    """Names a codec for each save that it is asked for."""
+
+    def decide(self, history: Any) -> cnr.Decision:
+        return dataclasses.replace(super().decide(history), codec="asymmetric")
+
+
+def test_bits_are_those_of_a_codec_that_a_policy_names_in_an_exact_run(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 0, cnr.Options(codec="raw"), begin=True)
+    # The second time they are inherited themselves.
+    for step, given in ((1, {"bits": 2}), (2, {})):
+        options = cnr.Options(policy=Rounding(), **given)
+        report = save(tmp_path, step, options, full=False)
+        assert codecs(report) == each("asymmetric 2 bits", "asymmetric 2 bits")
+    # Without that policy they are for nothing.
+    report = save(tmp_path, 3)
+    assert codecs(report) == each("raw", "raw") and "bits" not in report.inherited
 
 
 @each_of("codec", ["residual", {"name": "cnr.residual", "configuration": {"bits": 4}}])

@@ -143,6 +143,10 @@ def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
     assert widths >= {3, 8}
 
 
+class Naming(cnr.Consecutive):
+    """A policy that may name a codec for any save."""
+
+
 @each_of(
     ("options", "message"),
     [
@@ -171,6 +175,14 @@ def test_auto_bits_that_choose_something_are_taken(options: Any) -> None:
             {"codec": Asymmetric(bits=8), "bits": 4},
             "options: bits=4 has no effect: Asymmetric.* has bits of its own",
         ),
+        # A policy names the codec of tables that have none of their own.
+        (
+            {
+                "policy": Naming(),
+                "tables": {"user": cnr.TableOptions(codec="raw", bits=4)},
+            },
+            "table 'user': bits=4 has no effect: codec 'raw' has no bits",
+        ),
     ],
 )
 def test_bits_that_reach_no_codec_are_refused(options: Any, message: str) -> None:
@@ -195,6 +207,13 @@ def test_bits_that_reach_no_codec_are_refused(options: Any, message: str) -> Non
         },
         # They say the same.
         {"codec": Asymmetric(bits=8), "bits": 8},
+        {"codec": "raw", "bits": 4, "policy": Naming()},
+        {**AUTO, "codec": "raw", "policy": Naming()},
+        {
+            "codec": "raw",
+            "policy": Naming(),
+            "tables": {"user": cnr.TableOptions(bits=4)},
+        },
     ],
 )
 def test_bits_that_reach_a_codec_are_taken(options: Any) -> None:
