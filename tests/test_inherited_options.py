@@ -424,6 +424,30 @@ def test_a_run_that_starts_from_another_root_inherits_nothing(tmp_path: Path) ->
     assert codecs(report) == each("adaptive 4 bits", "adaptive 4 bits")
 
 
+def test_a_loop_that_begins_again_in_a_run_that_went_on_inherits_nothing(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 5, cnr.Options(codec="raw"), begin=True)
+    with cnr.CheckpointManager(tmp_path, tables=TABLES) as manager:
+        restored = manager.restore(None, args=cnr.args.Restore(STATE))
+        runs, found = [], []
+        for step, (state, touched) in (
+            (6, restored),
+            (1, (STATE, cnr.init_touched(STATE, TABLES))),
+        ):
+            manager.save(step, args=cnr.args.Save(state, touched, full=True))
+            manager.wait_until_finished()
+            report = manager.last_report
+            assert report is not None
+            runs.append(report.run)
+            found.append((bool(report.inherited), codecs(report)))
+    assert runs[0] != runs[1]
+    assert found == [
+        (True, each("raw", "raw")),
+        (False, each("adaptive 4 bits", "adaptive 4 bits")),
+    ]
+
+
 def test_an_adopted_step_of_orbax_gives_nothing_to_inherit(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave(STATE))

@@ -211,7 +211,7 @@ class Planner:
                 generation=generation,
                 step=request.step,
             ),
-            encoding=self.runs.encoding,
+            encoding=self.runs.encoding_of(run),
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:

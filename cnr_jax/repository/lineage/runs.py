@@ -95,13 +95,13 @@ class Runs:
 
     Attributes:
         current: the run that was restored or saved last; None: neither was done here.
-        encoding: of rows in that run, when it was taken over; None: it began here.
     """
 
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
         self.current: str | None = None
-        self.encoding: EncodingEntry | None = None
+        # How rows are stored in runs that were taken over; none of those that began here.
+        self._encodings: dict[str, EncodingEntry | None] = {}
         # Whether that was restored, so that no other can begin here.
         self._is_restored = False
         self._is_new_run_refused = False
@@ -115,7 +115,12 @@ class Runs:
     def restored(self, lineage: str, run: str, encoding: EncodingEntry | None) -> None:
         """Notes that a step of a run goes on as `lineage`, with rows stored as they were there."""
         self.saved(lineage, run)
-        self._is_restored, self.encoding = True, encoding
+        self._is_restored = True
+        self._encodings[run] = encoding
+
+    def encoding_of(self, run: str) -> EncodingEntry | None:
+        """How rows of a run are stored, as it told when it was taken over; None: it began here."""
+        return self._encodings.get(run)
 
     def check_origin(self, ledger: Ledger, origin: Origin) -> None:
         """Makes sure that a save of a state from there is of a run that may save here.
@@ -143,13 +148,14 @@ class Runs:
         """
         self.check_origin(ledger, origin)
         if self.current is None:
-            self.encoding = None
             if origin.new_run:
                 there = [*origin.others, *ledger.checkpoints()]
                 return uuid, [ledger.movable(name) for name in there]
             known = self._joinable(ledger, origin)
-            self.encoding = _encoding_of(ledger, origin)
-            return (uuid if known is None else known), []
+            if known is None:
+                return uuid, []
+            self._encodings[known] = _encoding_of(ledger, origin)
+            return known, []
         if origin.new_run and self._is_restored and not self._is_new_run_refused:
             _log.warning(
                 "new_run=True is ignored: a step of %s was restored, and its run goes on",
@@ -157,6 +163,8 @@ class Runs:
             )
             self._is_new_run_refused = True
         whose = self._whose(ledger, origin)
+        if whose is not None and whose not in (self.current, *self._encodings):
+            self._encodings[whose] = _encoding_of(ledger, origin)
         if whose is not None or origin.touched is None:
             return (self.current if whose is None else whose), []
         later = self._later(ledger, step)
@@ -195,7 +203,7 @@ class Runs:
 
 
 def _encoding_of(ledger: Ledger, origin: Origin) -> EncodingEntry | None:
-    """How rows are stored in the run that a first save joins; None if it joins none."""
+    """How rows are stored in the run that a save joins; None if it joins none."""
     if origin.restored is not None:
         return origin.restored.encoding
     saved = _saved_with(ledger, *origin.touched) if origin.touched else None
