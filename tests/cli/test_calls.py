@@ -44,7 +44,7 @@ def call(*words: Any) -> tuple[int, str, str]:
 def as_json(*words: Any) -> tuple[int, Any]:
     code, out, err = call(*words, "--json")
     document = json.loads(out)
-    assert document["schema"] == 1 and ("error" in document) == bool(err)
+    assert document["schema"] == 2 and ("error" in document) == bool(err)
     if err:
         assert err == f"cnr-jax: {document['error']['message']}\n"
     return code, document

@@ -64,7 +64,7 @@ def call(*words: Any) -> tuple[int, str, str]:
 def as_json(*words: Any) -> tuple[int, Any]:
     code, out, _ = call(*words, "--json")
     document = json.loads(out)
-    assert (document["schema"], document["verb"]) == (1, words[0])
+    assert (document["schema"], document["verb"]) == (2, words[0])
     return code, document
 
 

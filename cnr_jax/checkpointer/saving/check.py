@@ -73,9 +73,10 @@ def check(
             )
     _check_alive(state, "state")
     arrays, dense = split(state, tables)
-    leaves = dense_leaves(dense)
+    of_dense = flatten_paths(dense)
+    leaves = dense_leaves(of_dense)
     if tables.forms is not None:
-        _check_structure(dense, tables.forms)
+        _check_structure(of_dense, tables.forms)
     if tracking != "fingerprint":
         if touched is None:
             raise errors.TouchedError(
@@ -88,13 +89,15 @@ def check(
     return CheckedState(arrays=arrays, dense=dense, dense_leaves=leaves)
 
 
-def _check_structure(dense: Mapping[str, Any], forms: Mapping[Path, Form]) -> None:
+def _check_structure(
+    dense: Sequence[tuple[Path, Any]], forms: Mapping[Path, Form]
+) -> None:
     """Checks that the dense leaves are those of the state in which the tables were found.
 
     Raises:
         StateMismatchError: naming each that is missing, new, or of another shape or dtype.
     """
-    problems = differences(forms, flatten_paths(dense))
+    problems = differences(forms, dense)
     if problems:
         raise errors.StateMismatchError(
             "the state has not the structure in which the tables were found"
@@ -203,14 +206,14 @@ def table_entries(tables: Tables) -> tuple[TableEntry, ...]:
     )
 
 
-def dense_leaves(dense: Mapping[str, Any]) -> tuple[DenseLeaf, ...]:
-    """Describes every leaf that is not part of a table.
+def dense_leaves(dense: Sequence[tuple[Path, Any]]) -> tuple[DenseLeaf, ...]:
+    """Describes every leaf that is not part of a table, given by path.
 
     Raises:
         StateMismatchError: if one is of a kind that cannot be saved, or two would be stored in one
             place.
     """
-    leaves = tuple(_dense_leaf(path, leaf) for path, leaf in flatten_paths(dense))
+    leaves = tuple(_dense_leaf(path, leaf) for path, leaf in dense)
     _check_places(leaves)
     return leaves
 
