@@ -335,6 +335,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             flight.made, flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )
+            self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
             flight.note_commit()
             self.lifecycle.look_before()
         finally:

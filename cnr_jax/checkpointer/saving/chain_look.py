@@ -79,8 +79,6 @@ def look_after(
     """
     if flight.manifest is None:
         return
-    if flight.processes and flight.manifest_bytes is not None:
-        writer.gaps.know(flight.manifest, flight.processes, flight.manifest_bytes)
     # What stays in the place of a full checkpoint that goes, or that `min_fulls` counts.
     stay = [entry for entry in flight.beside if entry.step not in leaving]
     if len(stay) == len(flight.beside):

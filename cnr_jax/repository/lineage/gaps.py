@@ -71,7 +71,7 @@ class Gaps:
     """
 
     def __init__(self) -> None:
-        # Of checkpoints that a save looked at after its commit, by uuid: manifests are read once.
+        # Of checkpoints that were written here or looked at, by uuid: manifests are read once.
         self._files: dict[str, _Files] = {}
         self._found: dict[str, Gap] = {}
         # By uuid and path: what is known needs no second look, nor a word each time.
@@ -99,7 +99,7 @@ class Gaps:
         processes: Sequence[ProcessManifest],
         manifest_bytes: int,
     ) -> None:
-        """Notes the files of a checkpoint that was just written, which need not be read for it."""
+        """Notes the files of a checkpoint that was just written: its manifests need not be read."""
         self._files[manifest.uuid] = _files_of(manifest, processes, manifest_bytes)
 
     def look(
