@@ -38,8 +38,6 @@ WIDEST = 1 << 16
 # Where nothing is given, and no run goes on.
 _CODEC, _BITS, _SLOT_CODEC = "adaptive", 4, "raw"
 _LEAVES = ("table", "slot")
-
-
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"

@@ -80,12 +80,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     Attributes:
         writer: of the root that saves go to.
-        widening: knows the width of codes where options leave it to the restores.
+        widening: knows how rows are stored.
         channel: to the other processes.
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         barriers: of Orbax's saves with several processes.
-        inherits: whether saves can follow a restore, and go on as its run did.
+        may_save: whether saves can come, and go on as the run of a restore did.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
@@ -104,7 +104,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             lambda: jax.process_index() == 0, adopts=self.options.adopt
         )
         self.guarded = False
-        self.inherits = tables is not None
+        self.may_save = tables is not None
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
         self._planner = Planner(self.options.policy, min_fulls=self.options.min_fulls)
@@ -113,7 +113,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.channel = Channel(self.options.timeout_secs)
         self.barriers = Barriers(self.channel)
         self._dense, self._tracker = DenseStore(), Tracker(self.options)
-        self._has_said_too_wide = False
+        self._has_said_at_first = False
         self._launcher = Launcher(
             self._tracker, self._dense, self.widening, self.channel, self.options
         )
@@ -155,7 +155,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last committed save did."""
+        """What the save that was committed or dropped last did."""
         return self.lifecycle.report
 
     def guard(self) -> None:
@@ -181,8 +181,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
         ledger, checked, changed = self._find_changes(place, args)
-        if not self._has_said_too_wide:
-            self._has_said_too_wide = True
+        if not self._has_said_at_first:
+            self._has_said_at_first = True
             capture.say_at_first(checked.arrays, self.tables, self.widening.encoding)
         request = Request(
             step=step_number(place.directory),
@@ -388,7 +388,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         else:
             parts |= {"channel": self.channel, "tables": self._entries}
             resume(
-                resumption, **parts, widening=self.widening if self.inherits else None
+                resumption, **parts, widening=self.widening if self.may_save else None
             )
 
     def uses(self, touched: Touched | None) -> bool:

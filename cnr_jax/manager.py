@@ -111,11 +111,11 @@ class CheckpointManager(ocp.CheckpointManager):
         self._course = Course(orbax, handler.uses, self._channel, options)
         self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
         self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
-        handler.inherits &= not orbax_options.read_only
+        handler.may_save &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
         safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
         with as_root_errors(self._root):
-            made = self._listing.open(item, writes=handler.inherits)
+            made = self._listing.open(item, writes=handler.may_save)
             super().__init__(self._root, options=safe, handler_registry=registry)
         shorten_logs()
         self._ending.replace_deleter()
@@ -360,8 +360,8 @@ class CheckpointManager(ocp.CheckpointManager):
         state = restored.get(item) if is_named else restored
         ours = isinstance(state, Restored)
         if ours:
-            writes = self._handler.tables is not None and not self._orbax.is_read_only
-            root = self._root if writes and directory is None else None
+            is_own = self._handler.may_save and directory is None
+            root = self._root if is_own else None
             self._handler.lifecycle.listener.tell(state.report, root)
         if directory is None and ours:
             self._course.restored(taken, state.touched)

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.format.encodings import encoding_of
+from cnr_jax.format.encodings import encoding_told
 from cnr_jax.format.fields import dump_document
 from cnr_jax.format.manifest import to_json
 from cnr_jax.rows.codecs import Asymmetric, Log, SharedCodebook, Symmetric
@@ -320,7 +320,7 @@ def test_codec_objects_come_back_by_their_configuration(codec: Any) -> None:
         tables={"item": cnr.TableOptions(slot_codec=codec)}, codec=codec
     )
     text = json.dumps(to_json(given.encoding.entry()))
-    got = cnr.Options().encoding.inheriting(encoding_of(json.loads(text)), ["item"])
+    got = cnr.Options().encoding.inheriting(encoding_told(json.loads(text)), ["item"])
     assert (got.codec, got.tables["item"].slot_codec) == (codec, codec)
 
 

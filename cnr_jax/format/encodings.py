@@ -90,6 +90,6 @@ def _read_table_encoding(fields: Fields) -> TableEncodingEntry:
     )
 
 
-def encoding_of(document: Mapping[str, Any]) -> EncodingEntry:
+def encoding_told(document: Mapping[str, Any]) -> EncodingEntry:
     """What a process tells another one, and has read before."""
     return read_encoding(Fields(document, "encoding", []))

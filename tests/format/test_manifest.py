@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.encodings import EncodingEntry, TableEncodingEntry, encoding_of
+from cnr_jax.format.encodings import EncodingEntry, TableEncodingEntry, encoding_told
 from cnr_jax.format.fields import dump_document
 from cnr_jax.format.manifest import (
     MAX_HISTORY,
@@ -440,7 +440,7 @@ ENCODING = EncodingEntry(
 def test_an_encoding_is_read_as_it_was_written_and_may_be_absent() -> None:
     whole = dataclasses.replace(MANIFEST, encoding=ENCODING)
     assert load(dump(whole), "here") == whole
-    assert encoding_of(json.loads(dump(whole))["encoding"]) == ENCODING
+    assert encoding_told(json.loads(dump(whole))["encoding"]) == ENCODING
     assert "encoding" not in json.loads(dump(MANIFEST))
     wrong = {
         "codec": {"name": "cnr.raw", "configuration": 3},

@@ -34,8 +34,7 @@ from cnr_jax.checkpointer.restoring.match import Wanted, match
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Tracker
-from cnr_jax.format.encodings import EncodingEntry
-from cnr_jax.format.encodings import encoding_of as encoding_told
+from cnr_jax.format.encodings import EncodingEntry, encoding_told
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import entry_of, order

@@ -19,7 +19,7 @@ from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_loc
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
-from cnr_jax.format.encodings import encoding_of
+from cnr_jax.format.encodings import encoding_told
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.lineage import suspects
@@ -288,6 +288,6 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "known": tuple(document["known"]),
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
             "gaps": tuple((path, text) for path, text in document["gaps"]),
-            "encoding": encoding and encoding_of(encoding),
+            "encoding": encoding and encoding_told(encoding),
         }
     )
