@@ -101,8 +101,8 @@ def restore(
         name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
             listing.check_is_found(taken)
-        elif name and exists(root / name / item / names.MANIFEST):
-            check_restores_state(args, asked)
+        elif name:
+            _check_asked(args, asked, root / name / item)
         attempt = Attempt(passed_over=tuple(tried))
         try:
             find = functools.partial(listing.find_state, root, taken, item)
@@ -135,6 +135,17 @@ def restore(
         resume(attempt.resumption)
     chooser.warn(taken, asked_for=step is not None)
     return taken, restored, asked
+
+
+def _check_asked(args: Any, asked: str, held: AnyPath) -> None:
+    """Checks that a state of ours is not asked for by arguments of others.
+
+    Raises:
+        OptionError: if it is.
+        OSError: if it cannot be seen whose it is.
+    """
+    if not reads_state(args, asked) and exists(held / names.MANIFEST):
+        check_restores_state(args, asked)
 
 
 def _attempt(
