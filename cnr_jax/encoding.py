@@ -352,15 +352,17 @@ class Encoding:
 
     def differing(self, stored: EncodingEntry) -> Iterator[str]:
         """What is given otherwise than a run that goes on had it, such as `bits=8 (was 4)`."""
-        known = self.entry()
-        for name in _OF_ALL:
-            was, now = getattr(stored, name), getattr(known, name)
-            if (
-                _given(getattr(self, name))
-                and name not in self.inherited
-                and was != now
-            ):
-                yield f"{name}={getattr(self, name)!r} (was {_shown(was)})"
+        places = [("", name) for name in _OF_ALL]
+        places += [(table, name) for table in self.tables for name in _OF_TABLES]
+        for table, name in places:
+            said = f"tables.{table}.{name}" if table else name
+            value = self._value(table, name)
+            # What is not said of one table alone is as of all.
+            was = getattr(stored.tables.get(table), name, None)
+            was = getattr(stored, name) if was is None else was
+            is_own = _given(value) and said not in self.inherited
+            if is_own and was != _stored(value):
+                yield f"{said}={value!r} (was {_shown(was)})"
 
 
 def _given(value: Any) -> bool:
@@ -371,7 +373,7 @@ def _stored(value: Any) -> Any:
     """A value of an option as manifests hold it; None: it is not given."""
     if isinstance(value, NotGiven) or value is None:
         return None
-    if isinstance(value, str | int):
+    if isinstance(value, str | int | float):
         return value
     name, configuration = configuration_of(value)
     return NamedConfiguration(name=name, configuration=configuration)

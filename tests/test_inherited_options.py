@@ -371,6 +371,20 @@ def test_an_older_run_tells_by_the_codecs_of_its_newest_full_step(
     assert features[0] == features[1]
 
 
+def test_what_is_given_otherwise_is_told_of_single_tables_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = {"user": cnr.TableOptions(codec="raw")}
+    save(tmp_path, 0, cnr.Options(codec="asymmetric", tables=user), begin=True)
+    user = {"user": cnr.TableOptions(codec="adaptive"), "item": cnr.TableOptions()}
+    with caplog.at_level(logging.INFO, "cnr_jax"):
+        save(tmp_path, 1, cnr.Options(bits=8, tables=user))
+    (said,) = [r for r in caplog.messages if "given otherwise" in r]
+    assert said.endswith(
+        "at step 0: bits=8 (was 4), tables.user.codec='adaptive' (was 'raw')"
+    )
+
+
 def test_a_step_that_one_goes_back_to_says_what_is_inherited(tmp_path: Path) -> None:
     save(tmp_path, 0, cnr.Options(codec="raw"), begin=True)
     save(tmp_path, 1, cnr.Options(codec="asymmetric", bits=8))
