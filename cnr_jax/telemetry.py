@@ -69,8 +69,9 @@ class SaveReport:
             out. None where nothing was rounded.
         mean_row_error: of these, the mean of `||row - read|| / ||row||`; None without any.
         worst_row_error: the greatest.
-        outcome: `"committed"`; or `"dropped"`: it is not in the root, because retention did not
-            keep it or because files are gone of a checkpoint that it was to rest on.
+        outcome: `"committed"`; or `"dropped"`: it cannot be restored, because retention did not
+            keep it, or because files are gone of a checkpoint that it was to rest on, or of its
+            own, as was seen right after its commit; the latter process 0 alone tells.
         problem: why it was dropped, in a line; empty if it was not.
         damaged: the file that is missing or cut short, where that is why: a path below the root,
             the directory of its step first.
