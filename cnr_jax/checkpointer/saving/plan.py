@@ -21,6 +21,7 @@ from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
+from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, entry_of
@@ -215,14 +216,21 @@ class Planning:
         return plan
 
     def _look_again(self, ledger: Ledger, request: Request) -> None:
-        """Looks at the chain that a save may rest on, where the save before has not."""
+        """Looks at the chain that a save may rest on, where the save before has not.
+
+        Training waits: in an object store, where each file is a request, only if it has to. What
+        is not seen here is seen right before the commit.
+        """
+        place = self._writer.place
+        if place is None:
+            return
         branch = self._planner.branches.get(request.lineage)
         tip = (
             ledger.entries.get(branch.tip.directory) if branch and branch.tip else None
         )
-        is_due = self._writer.gaps.is_stale or not self._lifecycle.managed
-        if is_due and tip is not None and self._writer.place is not None:
-            self._writer.gaps.look(self._writer.place, ledger.chain(tip))
+        is_seen = self._lifecycle.managed or not is_local(place.root)
+        if tip is not None and (self._writer.gaps.is_stale or not is_seen):
+            self._writer.gaps.look(place, ledger.chain(tip))
 
     def _is_exact(self, chain: Sequence[Entry]) -> bool:
         """Whether all rows of a chain are stored raw; not if that cannot be read."""
