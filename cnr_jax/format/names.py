@@ -221,12 +221,9 @@ def may_be_step(name: str) -> bool:
         >>> may_be_step("ck_0120"), may_be_step("120.removed-00ff00ff00ff0011")
         (True, False)
     """
-    return (
-        name[-1:] in set("0123456789")
-        and TEMPORARY_SUFFIX
-        not in name  # which Orbax takes for unfinished wherever it stands
-        and kind_of_folder(name) is None
-    )
+    # Orbax takes what has the suffix for unfinished wherever that stands.
+    ends_in_digit = name[-1:] in set("0123456789")
+    return ends_in_digit and TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
 
 
 def kind_of_folder(name: str) -> str | None:
