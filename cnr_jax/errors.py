@@ -395,6 +395,7 @@ class SaveError(CnrError, OSError):
             Older steps may still be there.
 
     Attributes:
+        problem: what is missing of the chain, in a line; empty for other kinds.
         step: of the failed save; None if it had none yet.
         process: the process that failed or was silent; None if it is not known.
         errno: number of the system's error, such as `errno.ENOSPC`; None if it was another.
@@ -408,12 +409,14 @@ class SaveError(CnrError, OSError):
         *,
         kind: str | None = None,
         path: str | None = None,
+        problem: str = "",
         step: int | None = None,
         process: int | None = None,
         errno: int | None = None,
     ) -> None:
         super().__init__(message, kind=kind, path=path)
         self.step, self.process, self.errno = step, process, errno
+        self.problem = problem
 
 
 class ExportError(CnrError, OSError):

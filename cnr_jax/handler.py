@@ -337,7 +337,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
             flight.note_commit()
-            self.lifecycle.look_before()
+            if not self.lifecycle.looks_late:
+                self.lifecycle.look_before()
         finally:
             if not self.lifecycle.managed:
                 self.lifecycle.end_writing()

@@ -114,6 +114,7 @@ class CheckpointManager(ocp.CheckpointManager):
         handler.may_save &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
         safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
+        lifecycle.looks_late = safe.enable_async_checkpointing
         with as_root_errors(self._root):
             made = self._listing.open(item, writes=handler.may_save)
             super().__init__(self._root, options=safe, handler_registry=registry)

@@ -58,6 +58,7 @@ def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | 
         f"  hint: find out what takes files from {os.fspath(flight.place.root)}, such as a"
         " program that cleans scratch space",
         kind=_KIND,
+        problem=gap.text,
         path=gap.path,
         step=flight.step,
     )

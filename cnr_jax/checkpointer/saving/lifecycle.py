@@ -44,6 +44,8 @@ class Lifecycle:
 
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended.
+        looks_late: whether a manager calls `look_before` when all of a step is synced, closer to
+            its commit than the handler of the state can.
         last: the save that was decided last, also one without a state; None if there is none.
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
@@ -64,7 +66,7 @@ class Lifecycle:
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
         self.doubt = ""
-        self.managed = False
+        self.managed = self.looks_late = False
         self.last: SaveInFlight | None = None
 
     @property
@@ -168,7 +170,7 @@ class Lifecycle:
             flight.is_failure_told = True
         if flight is not None and is_dropped(error):
             flight.gap = error
-            self._report_dropped(flight, str(error).splitlines()[1].strip(), error.path)
+            self._report_dropped(flight, error.problem, error.path)
 
     def report_unwanted(self) -> None:
         """Reports the save in flight if retention has not kept it."""
@@ -186,8 +188,8 @@ class Lifecycle:
             self._has_said_dropped = True
             _log.warning(
                 "step %d was saved, and retention deleted it at once: by the rule of this run"
-                " (best_fn, or a policy of its own) other steps are to stay, so that all since"
-                " then would be lost in a crash; preservation_policy=AnyPreservationPolicy(["
+                " (best_fn, or a policy of its own) other steps are to stay, to which a crash"
+                " takes the run back; preservation_policy=AnyPreservationPolicy(["
                 "BestN(...), LatestN(1)]), of ocp.checkpoint_managers, keeps the newest too",
                 flight.step,
             )

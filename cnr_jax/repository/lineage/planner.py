@@ -439,9 +439,8 @@ class Planner:
         """Whether the branch has fewer full checkpoints that restore than it should have."""
         if branch.tip is None:
             return False
-        if (
-            self._min_fulls == 1
-        ):  # what deltas rest on is one, unless it lacks dense files
+        if self._min_fulls == 1:
+            # What deltas rest on is one, unless dense files of it are gone.
             return ledger.chain(branch.tip)[-1].uuid in ledger.spoilt
         return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
 
