@@ -97,7 +97,7 @@ def _in_child(bench: Bench, system: System, parts: Sequence[str]) -> Ended:
 def _tallies(part: str, system: System, ended: Ended) -> Iterator[Tally]:
     # A file beside those of a step, which Orbax could take for one of them, damages none: the step
     # is refused until somebody moves it away, and no older one is taken in its place.
-    newest = NEWEST | EXPLICIT if part == "extra files" else NEWEST
+    newest = NEWEST | EXPLICIT if part.endswith("extra files") else NEWEST
     for how, suffix, allowed in (
         ("explicit", "", EXPLICIT),
         ("newest", "; restore(None)", newest),
