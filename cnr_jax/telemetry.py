@@ -117,7 +117,9 @@ class SaveReport:
 
     @property
     def reduction(self) -> float:
-        """How many times smaller than a plain full save this one is."""
+        """How many times smaller than a plain full save this one is; 0 of one that was dropped."""
+        if self.outcome == "dropped":
+            return 0.0
         return self.state_bytes / max(1, self.total_bytes)
 
     @property

@@ -378,11 +378,13 @@ def test_damage_is_an_error_and_no_export(saved: Any, tmp_path: Path) -> None:
             cnr.export(copy, 1, to, form)
     done = cnr.export(copy, 1, tmp_path / "item", tables=["item"])
     assert done.leaves == ("params/item",)
-    # What Orbax itself would not mind.
-    (copy / "1/default/dense/stray").write_bytes(b"")
-    with pytest.raises(errors.IntegrityError, match="stray"):
+    # Orbax would look it up, though it is none of its files; another it would not.
+    (copy / "1/default/dense/.DS_Store").write_bytes(b"")
+    stray = copy / "1/default/dense/d" / ("0" * 32)
+    stray.write_bytes(b"")
+    with pytest.raises(errors.IntegrityError, match=stray.name):
         cnr.export(copy, 1, to, leaves=["layers/*"])
-    (copy / "1/default/dense/stray").unlink()
+    stray.unlink()
     flip(dense)
     with pytest.raises(errors.IntegrityError, match="default/dense"):
         cnr.export(copy, 1, to, leaves=["layers/*"])

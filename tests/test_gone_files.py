@@ -125,18 +125,23 @@ def test_no_save_is_committed_on_a_baseline_of_which_files_are_gone(
 
 
 def test_dense_leaves_of_a_baseline_are_not_needed_by_what_rests_on_it(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Run(tmp_path / "run") as run:
         run.save(1)
         for path in (run.root / "1" / "default" / "dense").rglob("*"):
             if path.is_file():
                 path.unlink()
-        assert run.save(2).outcome == "committed"
+        assert (run.save(2).outcome, run.told[-1].parent) == ("committed", 1)
         # The look after that commit has seen that this one does not restore by itself.
         assert run.manager.all_steps() == [2]
-        assert run.save(3).outcome == "committed"
-    assert restored(run.root) == 3
+        assert "it does not restore, but what rests on it does" in caplog.text
+        assert run.save(3).kind == "full" and "restore" in run.told[-1].reason
+        caplog.clear()
+        assert run.save(4).parent == 3
+        assert not caplog.records, "what is known is not told again"
+    assert restored(run.root, 2) == 2
+    assert restored(run.root) == 4
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -294,6 +299,7 @@ def test_a_newest_step_that_retention_does_not_keep_is_reported(
             told = run.save(step, metrics={"auc": 0.1})
             assert (told.step, told.outcome, told.damaged) == (step, "dropped", None)
             assert "retention" in told.problem and told.total_bytes == 0
+            assert told.scalars()["reduction"] == 0
         said = [r for r in caplog.records if "LatestN(1)" in r.message]
         assert [r.levelno for r in said] == [logging.WARNING]
         assert run.save(4, metrics={"auc": 0.95}).outcome == "committed"

@@ -87,7 +87,7 @@ def test_delete_removes_of_a_linked_step_the_link(
 
 @pytest.mark.parametrize(
     "name",
-    ["7.removed-0123456789abcdef", "old.removed-y", "9.orbax-checkpoint-tmp"],
+    ["7.removed-0123456789abcdef", "9.orbax-checkpoint-tmp"],
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_links_that_look_like_leftovers_lose_nothing_behind_them(

@@ -175,7 +175,7 @@ class Listing:
         # The other way round it would be listed, and Orbax would not know it.
         self._orbax.reload()
         ledger.become(found)
-        self._writer.gaps.is_stale = True
+        self._writer.gaps.forget()
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored.

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import cnr_jax as cnr
 from cnr_jax.cli import roots
 from cnr_jax.cli.app import app
+from cnr_jax.format.names import abandoned
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_latest_is_a_step_wherever_one_is_taken(root: Path, tmp_path: Path) -> N
     assert as_json("rows", root, "user", 3, "--step", "latest")[1]["step"] == 2
     assert as_json("export", root, "latest", "--to", tmp_path / "a")[1]["step"] == 2
     assert as_json("export", root, "--to", tmp_path / "b")[1]["step"] == 2
-    (tmp_path / "root" / "3.abandoned-g1-0").mkdir(parents=True)
+    (tmp_path / "root" / abandoned("3", 1, "0" * 32)).mkdir(parents=True)
     code, found = as_json("show", tmp_path / "root", "latest")
     assert (code, found["error"]["kind"]) == (13, "no_step")
 

@@ -26,6 +26,7 @@ from cnr_jax.cli.app import app
 from cnr_jax.cli.report.course import course_of
 from cnr_jax.cli.report.page import page_of
 from cnr_jax.cli.report.panels import panels_of
+from cnr_jax.format.names import abandoned
 from cnr_jax.repository.description import amount
 
 # What a page is made of. None of them loads anything; `script` and `style` go by their digests.
@@ -381,7 +382,7 @@ def test_nothing_is_replaced_nor_written_into_a_root(root: Path) -> None:
 
 
 def test_a_root_without_a_step_has_a_page(tmp_path: Path) -> None:
-    (tmp_path / "root" / "3.abandoned-g1-0").mkdir(parents=True)
+    (tmp_path / "root" / abandoned("3", 1, "0" * 32)).mkdir(parents=True)
     page = report(tmp_path / "root")
     assert page.column("saves", "step") == []
     assert "no steps" in page.texts["pre"]

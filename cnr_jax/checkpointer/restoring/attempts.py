@@ -95,16 +95,15 @@ def restore(
         all_succeed(channel, lambda: chooser.ledger)
     elif elsewhere is None:
         on_primary(channel, lambda: listing.check_exists(step))
-    tried: list[int] = []
-    deleted = 0
+    tried, deleted = list[int](), 0
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
         name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
             listing.check_is_found(taken)
-        attempt = Attempt(passed_over=tuple(tried))
-        if name and exists(root / name / item / names.MANIFEST):
+        elif name and exists(root / name / item / names.MANIFEST):
             check_restores_state(args, asked)
+        attempt = Attempt(passed_over=tuple(tried))
         try:
             find = functools.partial(listing.find_state, root, taken, item)
             restored = _attempt(
@@ -113,8 +112,7 @@ def restore(
             break
         except Exception as error:
             # Of several processes all hear of damage, but not of other errors.
-            is_damage = isinstance(error, errors.DAMAGE)
-            is_told = is_damage or jax.process_count() == 1
+            is_told = isinstance(error, errors.DAMAGE) or jax.process_count() == 1
             there = functools.partial(is_same_step, root, name, item, uuid)
             if is_told and not on_primary(channel, there):
                 deleted += 1
@@ -126,12 +124,10 @@ def restore(
                 continue
             if not isinstance(error, errors.DAMAGE):
                 raise
-            if error.kind == UNKNOWN:
-                # Nothing of the step is damaged. Passed over, it would make way for others.
-                chooser.explain(taken, error)
-                raise
-            chooser.note(taken, error)
-            if step is not None:
+            # Of such a step nothing is damaged: passed over, it would make way for others.
+            is_whole = error.kind == UNKNOWN
+            (chooser.explain if is_whole else chooser.note)(taken, error)
+            if is_whole or step is not None:
                 raise
             tried.append(taken)
             _log.debug("step %d cannot be restored", taken, exc_info=error)

@@ -95,7 +95,10 @@ def look_after(
         ):
             flight.harm = flight.harm or gap
         _log.warning(
-            "step %d is not whole any more: %s; no save rests on it from now on",
+            "step %d is not whole any more: %s; %s",
             step_number(gap.directory),
             gap.text,
+            "no save rests on it from now on"
+            if gap.harms_chain
+            else "it does not restore, but what rests on it does",
         )

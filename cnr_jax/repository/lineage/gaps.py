@@ -74,7 +74,14 @@ class Gaps:
         # Of checkpoints that a save looked at after its commit, by uuid: manifests are read once.
         self._files: dict[str, _Files] = {}
         self._found: dict[str, Gap] = {}
+        # By uuid and path: what is known needs no second look, nor a word each time.
+        self._told: set[tuple[str, str]] = set()
         self.is_stale = False
+
+    def forget(self) -> None:
+        """The root was read anew, and with it what was known to be missing is forgotten."""
+        self.is_stale = True
+        self._told.clear()
 
     @property
     def found(self) -> Sequence[Gap]:
@@ -107,7 +114,7 @@ class Gaps:
                 none of its own.
 
         Returns:
-            The first gap; `found` has one of each checkpoint.
+            The first gap; `found` has one of each checkpoint, of gaps that are new.
         """
         first: Gap | None = None
         looked: dict[str, _Files] = {}
@@ -116,7 +123,9 @@ class Gaps:
                 continue
             gap = self._gap_of(place, entry, looked, dense=dense)
             if gap is not None:
-                self._found.setdefault(entry.directory, gap)
+                if (entry.uuid, gap.path) not in self._told:
+                    self._told.add((entry.uuid, gap.path))
+                    self._found.setdefault(entry.directory, gap)
                 first = first or gap
         if dense:
             self._files, self.is_stale = looked, False

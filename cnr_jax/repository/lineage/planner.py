@@ -397,7 +397,8 @@ class Planner:
             reason = self._why_no_parent(ledger, branch, decision)
             if legal:
                 reason = (
-                    f"min_fulls={self._min_fulls}, and the branch has fewer full ones"
+                    f"min_fulls={self._min_fulls}, and the branch has fewer full ones that"
+                    " restore"
                 )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
@@ -436,8 +437,12 @@ class Planner:
 
     def _lacks_fulls(self, ledger: Ledger, branch: Branch) -> bool:
         """Whether the branch has fewer full checkpoints that restore than it should have."""
-        if self._min_fulls == 1 or branch.tip is None:
-            return False  # what a delta rests on is one
+        if branch.tip is None:
+            return False
+        if (
+            self._min_fulls == 1
+        ):  # what deltas rest on is one, unless it lacks dense files
+            return ledger.chain(branch.tip)[-1].uuid in ledger.spoilt
         return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
 
     def _parent(
