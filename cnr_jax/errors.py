@@ -210,7 +210,9 @@ class IntegrityError(CnrError):
         foreign_step: the folder is of another step than the manifest in it.
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.
-        not_ours: plain Orbax has saved this step; docs/guides/from-orbax.md.
+        not_ours: no item of it is a checkpoint of ours: plain Orbax has saved it, our item is
+            gone, or of several items of Orbax it is not clear which is the state;
+            docs/guides/from-orbax.md.
         orbax_unreadable: plain Orbax has saved this step, and cannot read it any more.
         process_missing: not all processes have written their part of it.
         rows_missing: a full checkpoint does not hold all rows of a table.
