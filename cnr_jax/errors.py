@@ -360,10 +360,10 @@ class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work.
 
     An unknown name, options of the wrong library, a state given by position, a step that is no
-    integer or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no folder or
-    in another store, `rename` or `ids` of a restore that are no dicts of names or of lists of
-    integers. Bits that reach no codec which takes any: by a restore, if the codec of the run is one
-    without. The hint names the form that works.
+    integer, negative or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no
+    folder or in another store, `rename` or `ids` of a restore that are no dicts of names or of
+    lists of integers. Bits that reach no codec which takes any: by a restore, if the codec of the
+    run is one without. The hint names the form that works.
 
     Kinds:
         no_table: there is no table of that name.

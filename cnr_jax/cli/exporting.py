@@ -34,8 +34,9 @@ def export(
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
-    """Write a step in full precision, for programs without cnr_jax.
+    """Write a step as plain arrays, for programs without cnr_jax.
 
+    Rows are as a restore gives them: where a save has rounded them, they stay so.
     Changes nothing in the root. This imports jax and Orbax, which takes seconds.
     """
     from cnr_jax.cli.roots import read_root, step_of, use_cpu
