@@ -87,10 +87,12 @@ class Encoding:
                 )
         self.check_bits_of(self)
         if _given(self.expected_restores) and not self._is_auto_anywhere():
+            got = f"bits={self.bits!r}" if _given(self.bits) else "no bits"
             raise errors.OptionError(
-                f"expected_restores={self.expected_restores!r} has no effect: got"
-                f" bits={self.bits if _given(self.bits) else _BITS!r}, expected bits='auto'"
-                " here or for a table"
+                f"expected_restores={self.expected_restores!r} has no effect: got {got},"
+                " expected bits='auto' here or for a table\n"
+                f"  hint: bits='auto', expected_restores={self.expected_restores!r}; both, in a"
+                " run that goes on too"
             )
         self._check_codecs()
 

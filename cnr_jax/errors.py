@@ -210,7 +210,9 @@ class IntegrityError(CnrError):
         foreign_step: the folder is of another step than the manifest in it.
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.
-        not_ours: plain Orbax has saved this step; docs/guides/from-orbax.md.
+        not_ours: no item of it is a checkpoint of ours: plain Orbax has saved it, our item is
+            gone, or of several items of Orbax it is not clear which is the state;
+            docs/guides/from-orbax.md.
         orbax_unreadable: plain Orbax has saved this step, and cannot read it any more.
         process_missing: not all processes have written their part of it.
         rows_missing: a full checkpoint does not hold all rows of a table.
@@ -358,10 +360,10 @@ class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work.
 
     An unknown name, options of the wrong library, a state given by position, a step that is no
-    integer or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no folder or
-    in another store, `rename` or `ids` of a restore that are no dicts of names or of lists of
-    integers. Bits that reach no codec which takes any: by a restore, if the codec of the run is one
-    without. The hint names the form that works.
+    integer, negative or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no
+    folder or in another store, `rename` or `ids` of a restore that are no dicts of names or of
+    lists of integers. Bits that reach no codec which takes any: by a restore, if the codec of the
+    run is one without. The hint names the form that works.
 
     Kinds:
         no_table: there is no table of that name.

@@ -194,7 +194,7 @@ class SaveReport:
             )
         return (
             f"step {self.step}: {kind}, {self.rows:,} rows{rounded},{bits}"
-            f" {self.total_bytes / 1e6:.2f} MB ({self.reduction:.1f}x smaller),"
+            f" {self.total_bytes / 1e6:.2f} MB ({_compared(self.reduction)}),"
             f" stall {self.blocking_secs * 1e3:.1f} ms"
         )
 
@@ -374,6 +374,12 @@ def _numbers(document: dict[str, Any]) -> dict[str, float]:
         for name, value in part.items()
         if isinstance(value, int | float) and (prefix or name != "step")
     }
+
+
+def _compared(reduction: float) -> str:
+    """A save beside a plain full one, such as `28.1x smaller`, or `1.3x larger`."""
+    larger = 0 < reduction < 1
+    return f"{1 / reduction if larger else reduction:.1f}x {'larger' if larger else 'smaller'}"
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, on its way to a terminal, a log or a page.
+"""Text that somebody else wrote, on its way to a terminal, a log or a page; and numbers of things.
 
 Names of tables, folders and items, and what crafted files say, are of whoever wrote the root. They
 leave the library in its errors, its log and its tables of text, and each of these passes here.
@@ -39,6 +39,21 @@ def visible_lines(text: str) -> str:
     if text.isprintable():
         return text
     return "\n".join(map(visible, _OWN_LINE.split(text)))
+
+
+def count_of(number: int, what: str, several: str = "") -> str:
+    """How many there are of something.
+
+    Args:
+        number: of them.
+        what: one of them is called.
+        several: they are called; without it with an `s`.
+
+    Example:
+        >>> count_of(1, "step"), count_of(1200, "step"), count_of(2, "leaf", "leaves")
+        ('1 step', '1,200 steps', '2 leaves')
+    """
+    return f"{number:,} {what if number == 1 else several or f'{what}s'}"
 
 
 def logger(name: str) -> logging.Logger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -261,6 +262,38 @@ def test_every_value_that_an_option_may_have_is_in_its_entry_and_docstring() -> 
         assert re.search(r"by\s+platform\s+and\s+size", text)
 
 
+def kinds_of_problems() -> set[str]:
+    """The kinds of what `verify` finds, as far as they are said where it makes a problem."""
+    found: set[str] = set()
+    for name in ("verify", "verify_item"):
+        path = ROOT / f"cnr_jax/repository/upkeep/{name}.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            given: list[ast.expr] = []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in KINDS_AT:
+                given = node.args[KINDS_AT[ast.unparse(node.func)] :][:1]
+            elif (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "meanings"
+            ):
+                assert isinstance(node.value, ast.Dict)
+                given = [key for key in node.value.keys if key]
+            elif isinstance(node, ast.Assign):
+                names = getattr(node.targets[0], "elts", node.targets)
+                values = getattr(node.value, "elts", [node.value])
+                pairs = zip(names, values, strict=False)
+                given = [v for n, v in pairs if ast.unparse(n) == "kind"]
+            found |= {
+                each.value
+                for each in given
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            }
+    return found
+
+
+# Which argument is the kind.
+KINDS_AT = {"Problem": 2, "Finding": 1, "cls": 1}
+
+
 def test_every_error_and_every_kind_has_an_entry(modules_in: Any) -> None:
     generate = modules_in(ROOT / "docs")("generate")
     assert (ROOT / "docs/reference/errors.md").read_text() == generate.page(), (
@@ -282,6 +315,15 @@ def test_every_error_and_every_kind_has_an_entry(modules_in: Any) -> None:
     assert "foreign_chunk" in raised["IntegrityError"]
     for name in classes:
         assert raised.get(name, set()) <= kinds[name], name
+    # Those of what `verify` finds are kinds of errors too, or stand in a table of their own.
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    shown = page.partition("## Kinds of a `Problem`")[2]
+    found = kinds_of_problems()
+    assert {"no_checkpoint", "orbax", "generation", "abandoned"} <= found
+    others = found - set.union(*kinds.values())
+    assert others == set(
+        re.findall(r'`"(\w+)"`', shown.partition("\n\n<")[0].partition("|\n\n")[0])
+    )
     literals = " ".join(p.read_text() for p in (ROOT / "cnr_jax").rglob("*.py"))
     for name, some in kinds.items():
         assert all(f'"{kind}"' in literals for kind in some), name

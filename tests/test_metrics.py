@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -151,6 +152,15 @@ def test_a_restore_tells_what_it_read_and_how_far_off_rows_are(run: Run) -> None
     text = str(report)
     assert text.startswith("step 1 restored: chain 0, 1, ") and "\n" not in text
     assert "rows rounded by" in text
+
+
+def test_a_save_that_is_larger_than_a_plain_one_says_so(run: Run) -> None:
+    report = run.reports[0]
+    for state_bytes, said in ((3, "3.0x smaller"), (1, "1.0x smaller")):
+        same = dataclasses.replace(report, state_bytes=state_bytes * report.total_bytes)
+        assert f"({said})" in str(same)
+    half = dataclasses.replace(report, state_bytes=report.total_bytes // 2)
+    assert "(2.0x larger)" in str(half) and "smaller" not in str(half)
 
 
 def test_reports_are_values_of_json(run: Run) -> None:

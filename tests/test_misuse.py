@@ -265,6 +265,28 @@ def test_touched_rows_are_not_said_to_be_unused_where_fingerprints_were_asked_fo
     assert not warnings_in(caplog, "touched rows")
 
 
+def test_touched_rows_that_a_restore_gave_may_go_on_unless_rows_were_recorded_in_them(
+    tmp_path: Path, state: Any, tables: cnr.Tables, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cnr.CheckpointManager(tmp_path / "one", tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    for root in ("one", "another"):
+        with cnr.CheckpointManager(tmp_path / root, tables=tables) as manager:
+            base = manager.restore(
+                None, directory=tmp_path / "one", args=cnr.args.Restore(state)
+            )
+            for step in (1, 2):
+                manager.save(step, args=cnr.args.Save(*base))
+            manager.wait_until_finished()
+            report = manager.last_report
+            assert report is not None and report.tracking == "fingerprint"
+            assert not warnings_in(caplog, "touched rows")
+            touched = cnr.record(base.touched, {"user": jnp.array([1])})
+            manager.save(3, args=cnr.args.Save(base.state, touched))
+        assert warnings_in(caplog, "touched rows")
+        caplog.clear()
+
+
 def test_rows_too_wide_for_a_codec_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -223,7 +223,7 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
     run.run(manager, range(2))
     root = Path(manager.directory)
     for ids, said in (
-        ([0, 64], r"1 row ids of table 'user' are out of range\n  got 64 at \[1\]"),
+        ([0, 64], r"1 row id of table 'user' is out of range\n  got 64 at \[1\]"),
         ([[0], [-65]], r"got -65 at \[1, 0\], expected 0 to 63, or -64 to -1 from"),
         ([-(2**63)], "out of range"),
         (np.array([2**63], np.uint64), "out of range"),

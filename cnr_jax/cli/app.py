@@ -16,6 +16,7 @@ from cnr_jax.cli.printing import print_lines, print_text, progress
 from cnr_jax.cli.pruning import prune
 from cnr_jax.cli.rows import rows, rows_json, rows_lines
 from cnr_jax.cli.trying import simulate
+from cnr_jax.texts import count_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -218,7 +219,6 @@ def verify(
 
     check_root(root)
     use_cpu()
-    from cnr_jax.repository.description import count_of
     from cnr_jax.repository.layout import open_root
     from cnr_jax.repository.upkeep import verify as verifying
 

@@ -15,11 +15,11 @@ from cnr_jax.repository.description import (
     StepDescription,
     aligned,
     amount,
-    count_of,
 )
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.lineage.entries import records
 from cnr_jax.repository.step import read_step
+from cnr_jax.texts import count_of
 
 # Lines of a table of saves, its header included.
 _SHOWN = 14

@@ -10,6 +10,7 @@ import typer
 from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.texts import count_of
 
 
 def export(
@@ -33,12 +34,13 @@ def export(
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
-    """Write a step in full precision, for programs without cnr_jax.
+    """Write a step as plain arrays, for programs without cnr_jax.
 
+    Rows are as a restore gives them: where a save has rounded them, they stay so.
     Changes nothing in the root. This imports jax and Orbax, which takes seconds.
     """
     from cnr_jax.cli.roots import read_root, step_of, use_cpu
-    from cnr_jax.repository.description import amount, count_of
+    from cnr_jax.repository.description import amount
 
     found = read_root(root, item)
     chosen = step_of(found, step.number if step else None)

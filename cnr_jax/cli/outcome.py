@@ -122,7 +122,9 @@ class Verbs(TyperGroup):
                 return Exit.USAGE
             hint = f"{error.ctx.command_path} --help" if error.ctx else "--help"
             kind, code = "usage", Exit.USAGE
-            message = f"{error.format_message()}\n  hint: {hint}"
+            # Typer's newer versions say so before what is wrong with a choice.
+            told = error.format_message().replace(": Value error, ", ": ")
+            message = f"{told}\n  hint: {hint}"
         except Exception as error:
             kind, code, message = _told(error), code_of(error), str(error)
             if kind == "unexpected":

@@ -11,6 +11,7 @@ import typer
 from cnr_jax.cli.arguments import AsJson, Force, Item, Output, Root
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines
+from cnr_jax.texts import count_of
 
 
 def report(
@@ -103,7 +104,7 @@ def _written(
         told = {"output": os.fspath(output), "bytes": len(data), "saves": saves}
         print_json(verb, told)
         return Exit.FINE
-    from cnr_jax.repository.description import amount, count_of
+    from cnr_jax.repository.description import amount
 
     line = f"{output}: {count_of(saves, 'save')}, {amount(len(data))}"
     print_lines([(line, "")])

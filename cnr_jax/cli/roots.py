@@ -8,13 +8,14 @@ import sys
 from cnr_jax import errors
 from cnr_jax.cli.printing import progress
 from cnr_jax.repository.describe import describe
-from cnr_jax.repository.description import RootDescription, StepDescription, count_of
+from cnr_jax.repository.description import RootDescription, StepDescription
 from cnr_jax.repository.layout import (
     check_can_be_read,
     is_checkpoint,
     open_root,
     step_directories,
 )
+from cnr_jax.texts import count_of
 
 
 def read_root(root: str, item: str | None) -> RootDescription:

@@ -40,7 +40,8 @@ def rows(
 ) -> Exit:
     """Show single rows of a table and of its slots, as a restore gives them.
 
-    Only chunks with these rows are read; this imports jax, which takes seconds.
+    Without the number of a step the first line says which was read. Only chunks with these rows are
+    read; this imports jax, which takes seconds.
     """
     from cnr_jax.cli.roots import read_root, step_of, use_cpu
 
@@ -59,7 +60,10 @@ def rows(
         told = {"step": chosen.step, "table": table, "ids": wanted}
         print_json("rows", {**told, "leaves": rows_json(decoded)})
     else:
-        print_lines([(line, "") for line in rows_lines(decoded, wanted)])
+        # Which one "the newest" is has to be said.
+        head = [] if step and step.number is not None else [f"step {chosen.step}"]
+        lines = [(line, "") for line in rows_lines(decoded, wanted)]
+        print_lines([*((line, "bold") for line in head), *lines])
     return Exit.FINE
 
 

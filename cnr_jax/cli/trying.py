@@ -68,7 +68,7 @@ def simulate(
     head, *rest = str(found).splitlines()
     told = (
         f"{found.rows:,} rows, of which an interval touches {100 * found.touched_share:.1f} %"
-        " in the mean"
+        " on average"
     )
     print_lines([(head, "bold"), *((line, "") for line in rest), (told, "dim")])
     return Exit.FINE

@@ -76,8 +76,10 @@ def export(
     shard_bytes: int = 5_000_000_000,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Writes a step in full precision, in a form that needs no `cnr_jax` to be read.
+    """Writes a step as plain arrays, in a form that needs no `cnr_jax` to be read.
 
+    Rows are as a restore gives them: where a save has rounded them, they stay so, and what is
+    returned names these leaves.
     Tables are decoded, a block of at most 8 MiB at a time, and hold as many rows as they have,
     in the order of their ids, whatever their layout. Nothing in the root is changed; what is read
     of it is compared with its checksums. The folder is written under another name beside its own,

@@ -28,6 +28,7 @@ from cnr_jax.format.fields import (
     open_document,
     read_alike,
 )
+from cnr_jax.texts import count_of
 
 Kind = Literal["full", "delta"]
 Tracking = Literal["recorded", "fingerprint", "audited"]
@@ -271,10 +272,8 @@ def load(data: bytes, where: str) -> Manifest:
     if manifest.kind == "full" and manifest.parent is not None:
         fields.problems.append("parent: a full checkpoint has no parent")
     if fields.problems:
-        count = len(fields.problems)
-        raise errors.ManifestError(
-            f"{where} is not valid ({count} problems)", fields.problems
-        )
+        count = count_of(len(fields.problems), "problem")
+        raise errors.ManifestError(f"{where} is not valid ({count})", fields.problems)
     return manifest
 
 

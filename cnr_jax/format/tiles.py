@@ -21,6 +21,7 @@ from cnr_jax.format.manifest import (
     read_named,
     to_json,
 )
+from cnr_jax.texts import count_of
 
 _FORMS = ("all", "none", "bitmap", "gaps")
 # How chunks may be compressed; each is a required feature of the same name.
@@ -213,7 +214,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:
         raise errors.ManifestError(
-            f"{where} is not valid ({len(problems)} problems)", problems
+            f"{where} is not valid ({count_of(len(problems), 'problem')})", problems
         )
     return manifest
 

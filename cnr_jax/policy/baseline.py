@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from cnr_jax.errors import OptionError
 from cnr_jax.integers import integer, take_integers
+from cnr_jax.texts import count_of
 
 Kind = Literal["full", "delta"]
 """What a checkpoint holds: everything, or the rows that its parent does not have."""
@@ -201,7 +202,7 @@ class Consecutive:
         if not cycle:
             return full_because(NO_BASELINE)
         if self.max_chain is not None and len(cycle) > self.max_chain:
-            held = count_of(len(cycle) - 1)
+            held = count_of(len(cycle) - 1, "delta")
             return full_because(f"the chain has {held}, max_chain is {self.max_chain}")
         return delta_on(cycle[-1], "rows since the last save")
 
@@ -216,11 +217,6 @@ def delta_on(parent: SaveRecord, what: str) -> Decision:
     return Decision(
         kind="delta", parent=parent.step, reason=f"{what} (step {parent.step})"
     )
-
-
-def count_of(deltas: int) -> str:
-    """Returns the number of deltas in words for a reason."""
-    return "1 delta" if deltas == 1 else f"{deltas} deltas"
 
 
 def _check_kind(kind: str) -> None:

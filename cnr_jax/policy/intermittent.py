@@ -18,12 +18,12 @@ from cnr_jax.policy.baseline import (
     NO_BASELINE,
     Decision,
     SaveRecord,
-    count_of,
     delta_on,
     full_because,
     since_baseline,
     take_limit,
 )
+from cnr_jax.texts import count_of
 
 Cost = Literal["bytes", "secs"]
 """What the saves of a cycle should have least of."""
@@ -95,7 +95,7 @@ class Intermittent:
             return full_because(NO_BASELINE)
         baseline, deltas = cycle[0], cycle[1:]
         if self.max_deltas is not None and len(deltas) >= self.max_deltas:
-            held = count_of(len(deltas))
+            held = count_of(len(deltas), "delta")
             return full_because(
                 f"the baseline has {held}, max_deltas is {self.max_deltas}"
             )

@@ -38,6 +38,7 @@ from cnr_jax.repository.files import (
     names_in,
     size_of,
 )
+from cnr_jax.texts import count_of
 
 # What the kernel says of files that are gone or spoilt, beside "no such file". Of everything
 # else (no permission, too many open files, a server that does not answer) the files know nothing.
@@ -323,8 +324,8 @@ def _refuse_mistakable(item: AnyPath, named: Sequence[FileDigest]) -> None:
     if found:
         raise damage(
             item / found[0],
-            f"{MISTAKABLE}\n  {len(found)} such files, which {names.MANIFEST} does not name; all"
-            " that it names are right\n  hint: move them away",
+            f"{MISTAKABLE}\n  {count_of(len(found), 'such file')}, which {names.MANIFEST} does not"
+            " name; all that it names are right\n  hint: move them away",
             UNKNOWN,
         )
 

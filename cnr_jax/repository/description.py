@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
-from cnr_jax.texts import visible
+from cnr_jax.texts import count_of, visible
 
 # Folders of abandoned steps that a text names.
 _SHOWN_ASIDE = 10
@@ -354,13 +354,3 @@ def age(passed: datetime.timedelta) -> str:
         if secs >= length:
             return f"{secs // length} {unit}"
     return f"{secs} s"
-
-
-def count_of(number: int, what: str) -> str:
-    """How many there are of something.
-
-    Example:
-        >>> count_of(1, "step"), count_of(1200, "step")
-        ('1 step', '1,200 steps')
-    """
-    return f"{number:,} {what}{'s' * (number != 1)}"

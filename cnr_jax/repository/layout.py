@@ -136,8 +136,11 @@ def _path_of(url: str) -> str:
 
 def _local(text: str, given: str) -> epath.Path:
     """The absolute path of a local root that all who write below it call the same."""
-    why = "" if text else "it is empty, which would be the current folder"
-    text = os.path.abspath(text)
+    if not text:
+        raise errors.OptionError(
+            f"{given!r} is no root: it is empty\n  hint: '.' is the current folder"
+        )
+    why, text = "", os.path.abspath(text)
     if "\0" in text:
         why = "no path holds a NUL"
     elif "\\" in text:

@@ -36,6 +36,7 @@ from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few
+from cnr_jax.texts import count_of
 
 _SHOWN = 10
 _FORMS = (
@@ -313,8 +314,11 @@ def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
     wrong = wrong | (found < 0) | (found >= entry.rows)
     if wrong.any():
         first = tuple(int(at) for at in np.argwhere(wrong)[0])
+        count = int(np.count_nonzero(wrong))
+        ids = count_of(count, "row id")
+        verb = "is" if count == 1 else "are"
         raise errors.OptionError(
-            f"{np.count_nonzero(wrong):,} row ids of table {entry.name!r} are out of range\n"
+            f"{ids} of table {entry.name!r} {verb} out of range\n"
             f"  got {given[first]} at {list(first)}, expected 0 to {entry.rows - 1}, or"
             f" {-end} to {-1 - (end - entry.rows)} from the end",
             kind="no_row",

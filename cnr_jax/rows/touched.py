@@ -47,7 +47,7 @@ CLOCK_LIMIT = 2**30
     data_fields=["stamps", "clock", "lineage"],
     meta_fields=["tables"],
 )
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Touched:
     """When each row was last looked up; a pytree that travels beside the train state.
 
@@ -68,6 +68,11 @@ class Touched:
     clock: jax.Array
     lineage: jax.Array
     tables: tuple[StampedTable, ...]
+
+    def __repr__(self) -> str:
+        """Of which tables; stamps are as many as rows, and may be traced or on other hosts."""
+        tables = (f"{t.name}: {t.padded_rows:,} rows" for t in self.tables)
+        return f"<Touched {', '.join(tables)}>"
 
 
 def init_touched(state: Any, tables: Tables) -> Touched:

@@ -32,6 +32,7 @@ from cnr_jax.state.table import (
     dense_lines,
     flatten_paths,
 )
+from cnr_jax.texts import count_of
 
 # Those of numbers that TensorStore stores in zarr v3 and rows can be hashed in. Of what has fewer
 # bits than a byte each element is stored as a byte.
@@ -81,7 +82,7 @@ def find_tables(
         ...     "opt_state": {"sum_of_squares": {"user": jnp.zeros((8, 2))}},
         ... }
         >>> print(find_tables(state, ["user"]))
-        1 tables, 1 slots: 0.00 MiB; 1 dense leaves
+        1 table, 1 slot: 0.00 MiB; 1 dense leaf
         table 'user': 8 rows
           table  params/user  float32[8, 2] 0.00 MiB
           slot   opt_state/sum_of_squares/user  float32[8, 2] 0.00 MiB
@@ -204,7 +205,7 @@ def _choose(index: PathIndex, mirrors: Mirrors, name: str, path: str) -> StateLe
     hint = f"did you mean {', '.join(close)}?" if close else "print the state's paths."
     raise TableError(
         f"table {name!r}: no leaf of the state matches path {path!r}\n"
-        f"  got {len(index.entries)} leaves\n  hint: {hint}"
+        f"  got {count_of(len(index.entries), 'leaf', 'leaves')}\n  hint: {hint}"
     )
 
 
@@ -354,7 +355,7 @@ def _listed_slots(
 def _check_slot(name: str, leaf: Leaf, slot: Leaf) -> None:
     if slot.shape[:1] != leaf.shape[:1]:
         raise TableError(
-            f"table {name!r}: slot {'/'.join(slot.path)} has not the table's rows\n"
+            f"table {name!r}: slot {'/'.join(slot.path)} does not have the table's rows\n"
             f"  got shape {list(slot.shape)}, expected [{leaf.shape[0]}, ...]"
         )
     missing = _uncovered_rows(leaf, slot)

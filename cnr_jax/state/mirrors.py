@@ -56,6 +56,11 @@ def _below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
 
+def _with_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In the place of a shape: a matrix of as many rows, whatever its columns."""
+    return (*shape[:1], -1)
+
+
 class Mirrors:
     """What repeats the leaves of one state.
 
@@ -74,20 +79,23 @@ class Mirrors:
     def __init__(self, index: PathIndex) -> None:
         self._index = index
         self.trees = Trees(index)
-        # Arrays by their shape; and what lies in fields of optax's states, by the path below the
-        # field, or of a single array by its shape.
+        # Arrays by their shape, matrices by their rows too; and what lies in fields of optimizers'
+        # states, by the path below the field, or of a single array by `_shape_of_owner`.
         self._arrays: dict[tuple[int, ...], list[StateLeaf]] = defaultdict(list)
         self._in_fields: dict[tuple, list[Mirror]] = defaultdict(list)
         self._owners: dict[Path, Path | None] = {}
         self._slots: dict[Path, list[StateLeaf]] = {}
         for entry in index.entries:
             if entry.ndim:
-                self._arrays[shape_of(entry.value)].append(entry)
+                shape = shape_of(entry.value)
+                self._arrays[shape].append(entry)
+                if len(shape) == 2:
+                    self._arrays[_with_rows(shape)].append(entry)
             field = self._field(entry.path)
             if field is not None:
                 rest = rest_of(entry, field)
                 prefix = entry.parts[: len(entry.parts) - len(rest)]
-                key = rest or shape_of(entry.value)
+                key = rest or self._shape_of_owner(entry)
                 self._in_fields[key].append(Mirror(entry, prefix, field))
         self._flat = self._flat_states()
 
@@ -236,7 +244,8 @@ class Mirrors:
         for size in range(len(entry.parts) + 1):
             rest = entry.parts[len(entry.parts) - size :]
             root = self._root_of(entry, rest)
-            for mirror in self._in_fields.get(rest or shape, []):
+            keys = [rest] if rest else [shape, _with_rows(shape)]
+            for mirror in [m for key in keys for m in self._in_fields.get(key, [])]:
                 slot = mirror.entry.value
                 if shape_of(slot)[:1] != shape[:1]:
                     continue
@@ -260,10 +269,24 @@ class Mirrors:
                 return path[: end + 1]
         return None
 
+    def _shape_of_owner(self, slot: StateLeaf) -> tuple[int, ...]:
+        """What the shape of a parameter is known by of which a state has this one array.
+
+        It is that of the slot. Row optimizers take matrices only, and may keep one number for
+        each row of one.
+        """
+        shape, field = shape_of(slot.value), self._field(slot.path)
+        by_row = field is not None and field[:-1] in self._index.row_optimizer_states
+        return _with_rows(shape) if by_row and len(shape) == 1 else shape
+
     def _models(self, rest: Path, slot: StateLeaf) -> list[Path]:
         """Roots of parameters below which one has this path, and may be what a slot is of."""
         shape = shape_of(slot.value)
-        alike = self._index.by_suffix.get(rest, []) if rest else self._arrays[shape]
+        alike = (
+            self._index.by_suffix.get(rest, [])
+            if rest
+            else self._arrays[self._shape_of_owner(slot)]
+        )
         return [
             root
             for other in alike

@@ -82,11 +82,12 @@ def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _is_optimizer_state(kind: type) -> bool:
+def _maker(kind: type) -> str:
+    """The library of whose optimizers a class is the state: `optax`, `cnr_jax`, or neither."""
     # By name: a state need not have been made in this program. Lookahead's parameters are none.
     made_by = kind.__module__.split(".")
     known = made_by[0] == "optax" or made_by[:2] == ["cnr_jax", "optim"]
-    return known and not kind.__name__.endswith("Params")
+    return made_by[0] if known and not kind.__name__.endswith("Params") else ""
 
 
 def _entry(path: Path, value: Any, params: Collection[Path]) -> StateLeaf:
@@ -114,6 +115,7 @@ class PathIndex:
         by_parts: by normalised path.
         by_suffix: by each end of the normalised path but the empty one.
         optimizer_states: paths of nodes whose classes are states of optax or of `cnr_jax.optim`.
+        row_optimizer_states: of these, those of `cnr_jax.optim`.
 
     Example:
         >>> index = PathIndex({"params": {"user": {"w": 1}}, "opt": {"user": 2}})
@@ -124,8 +126,10 @@ class PathIndex:
     def __init__(self, tree: Any) -> None:
         flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_nnx_param)[0]
         params = {key_strings(keys) for keys, node in flat if _is_nnx_param(node)}
-        self.optimizer_states = frozenset(
-            path for path, kind in named_tuples(tree) if _is_optimizer_state(kind)
+        makers = {path: _maker(kind) for path, kind in named_tuples(tree)}
+        self.optimizer_states = frozenset(p for p, maker in makers.items() if maker)
+        self.row_optimizer_states = frozenset(
+            path for path, maker in makers.items() if maker == "cnr_jax"
         )
         self.entries = [_entry(p, leaf, params) for p, leaf in flatten_paths(tree)]
         # The shortest path first: parameters before the slots that repeat them.

@@ -18,6 +18,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.state.layouts import Identity, RowLayout
+from cnr_jax.texts import count_of
 
 Path = tuple[str, ...]
 _PRINTED_DENSE_LEAVES = 12  # arbitrary: enough to spot a table that was missed
@@ -178,14 +179,16 @@ class Tables(Mapping[str, Table]):
         return Tables, (self._tables, self.dense, self._dense_lines)
 
     def __repr__(self) -> str:
-        return f"<Tables {', '.join(self)}; {len(self.dense)} dense leaves>"
+        return f"<Tables {', '.join(self)}; {self._dense_count()}>"
+
+    def _dense_count(self) -> str:
+        return count_of(len(self.dense), "dense leaf", "dense leaves")
 
     def __str__(self) -> str:
         leaves = [leaf for table in self.values() for leaf in table.leaves]
         lines = [
-            f"{len(self)} tables, {len(leaves) - len(self)} slots: "
-            f"{sum(leaf.nbytes for leaf in leaves) / _MIB:.2f} MiB; "
-            f"{len(self.dense)} dense leaves"
+            f"{count_of(len(self), 'table')}, {count_of(len(leaves) - len(self), 'slot')}: "
+            f"{sum(leaf.nbytes for leaf in leaves) / _MIB:.2f} MiB; {self._dense_count()}"
         ]
         for table in self.values():
             lines.append(f"table {table.name!r}: {_rows(table)}")

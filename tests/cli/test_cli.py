@@ -151,6 +151,9 @@ def test_rows_shows_those_that_are_asked_for(root: Path) -> None:
     assert call("rows", root, "user", 5, "--step", 9)[0] == 13
     for wrong in ("x", "5:2", "3:3", "1:", "\u0663"):
         assert call("rows", root, "user", wrong)[0] == 2, wrong
+    for newest in ([], ["--step", "latest"]):
+        head, columns, _ = call("rows", root, "user", 40, *newest)[1].splitlines()
+        assert head == "step 3" and columns.split()[:2] == ["row", "table"]
     lose(root, 3)
     assert as_json("rows", root, "user", 5)[1]["step"] == 2
     code, out, err = call("rows", root, "user", 5, "--step", 3)

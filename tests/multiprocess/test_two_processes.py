@@ -190,7 +190,7 @@ def test_states_that_differ_between_processes_are_refused_alike_on_all(
     for path, line in zip(paths, refusals, strict=False):
         assert line.startswith("StateMismatchError state_mismatch"), line
         if path == "extra":  # of one process alone, whose state all are told of
-            assert "not the structure in which the tables were found" in line
+            assert "does not have the structure in which the tables" in line
         else:
             assert f"differ between process 0 and process 1 |   {path} |" in line
     assert refusals[6].startswith("AuditError audit table 'user': 1 row "), refusals[6]

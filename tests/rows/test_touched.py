@@ -84,6 +84,13 @@ def test_init_gives_zero_stamps_per_stored_row_and_clock_zero():
     assert clock_of(touched) == 0
 
 
+def test_touched_prints_its_tables_and_no_rows_also_where_it_is_traced():
+    touched, seen = fresh(user=12_000, item=5), []
+    jax.jit(lambda given: seen.append(repr(given)) or given)(touched)
+    assert repr(touched) == "<Touched item: 5 rows, user: 12,000 rows>" == seen[0]
+    assert repr(jax.eval_shape(lambda: touched)) == seen[0]
+
+
 def test_every_init_draws_another_lineage():
     state = state_of({"user": 4})
     tables = tables_of(state)

@@ -694,7 +694,7 @@ def test_printed_table_shows_every_match():
     state = {"params": params(), "opt": ADAGRAD.init(params())}
     spec = {"user": TableSpec("params/user/embedding", rows=10)}
     text = str(find_tables(state, spec))
-    assert "1 tables, 1 slots" in text
+    assert "1 table, 1 slot: " in text
     assert "table 'user': 10 rows and 6 of padding\n" in text
     assert "  table  params/user/embedding  float32[16, 4] 0.00 MiB" in text
     assert "  slot   opt/0/sum_of_squares/user/embedding  float32[16, 4]" in text

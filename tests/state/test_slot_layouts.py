@@ -113,6 +113,47 @@ def test_states_of_our_row_optimizers_are_known_by_their_classes() -> None:
         assert want and found({"p": tables, "s": state}) == {"user": want, "item": want}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        cnr_jax.optim.rowwise_adagrad,
+        cnr_jax.optim.lazy_adam,
+        cnr_jax.optim.lazy_sgd,
+    ],
+)
+def test_states_of_single_tables_are_theirs(make: Any) -> None:
+    optimizer = make(0.1)
+    user, item, alike = (jnp.ones((n, DIM)) for n in (USERS, ITEMS, USERS))
+    of = {"user": optimizer.init(user), "item": optimizer.init(item)}
+    fields = [f for f in of["user"]._fields if f != "count"]
+    by_table = {
+        name: [f"slots/{name}/{field}" for field in fields] for name in ("user", "item")
+    }
+    params = {"user": user, "item": item}
+    dense = {"w": jnp.ones((USERS + 1, 3)), "b": jnp.ones(USERS)}
+    assert found({"params": params, "slots": of}) == by_table
+    assert found({**params, "slots": of}) == by_table
+    assert found({"params": {**params, "dense": dense}, "slots": of}) == by_table
+    beside_copies = found({"params": params, "ema": params, "slots": of})
+    assert beside_copies == {n: ["ema", *slots] for n, slots in by_table.items()}
+    twins = {"user": user, "item": alike}
+    of_twins = {name: optimizer.init(table) for name, table in twins.items()}
+    assert found({**twins, "slots": of_twins}) == by_table
+    one = [f"slots/{field}" for field in fields]
+    assert found({"user": user, "slots": of["user"]}, ["user"]) == {"user": one}
+    # Whose they are of two that are alike cannot be told from where they lie.
+    unclear = {**twins, "one": of_twins["user"], "two": of_twins["item"]}
+    assert found(unclear) == {"user": [], "item": []}
+    tables = find_tables({"user": user, "slots": of["user"]}, ["user"])
+    assert tables["user"].rows == USERS and not tables.doubts
+
+
+def test_a_vector_in_a_state_of_optax_is_not_of_a_matrix() -> None:
+    state = optax.adagrad(0.1).init(jnp.ones(USERS))
+    whole = {"user": jnp.ones((USERS, DIM)), "slots": state}
+    assert found(whole, ["user"]) == {"user": []}
+
+
 ONE, OTHER = params(USERS, ITEMS, "one"), params(USERS, ITEMS, "other")
 USER, ITEM = P["user"], P["item"]
 MODEL = nnx.Dict(

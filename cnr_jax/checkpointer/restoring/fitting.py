@@ -17,7 +17,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense
 from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.dtypes import converted, holds, holds_all
-from cnr_jax.texts import logger
+from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
 _PYTHON = (bool, int, float)  # in this order, as a bool is an int
@@ -123,7 +123,7 @@ def mismatch(
     hints = [*(hints if problems else ()), *([_CAST_HINT] if casts else ())]
     lines = [*problems, *casts]
     return errors.StateMismatchError(
-        f"the state does not match checkpoint {step} ({len(lines)} differences)"
+        f"the state does not match checkpoint {step} ({count_of(len(lines), 'difference')})"
         + "".join(f"\n  {line}" for line in lines)
         + "".join(f"\n  hint: {hint}" for hint in hints)
     )

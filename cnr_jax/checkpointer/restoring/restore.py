@@ -79,7 +79,8 @@ class Restored:
 
     Attributes:
         state: in the structure that was asked for; nested dicts by path if none was.
-        touched: goes on with the state: pass both to the next train step.
+        touched: goes on with the state: pass both to the next train step. Each restore gives
+            some. A run by fingerprints does not look at them, and `Save` may have them or not.
         report: what was read, and how far off rows of each table are.
     """
 

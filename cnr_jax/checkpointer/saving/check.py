@@ -27,6 +27,7 @@ from cnr_jax.repository.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.structure import Form, differences
 from cnr_jax.state.table import Path, Tables, flatten_paths, nest, split
+from cnr_jax.texts import count_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +101,8 @@ def _check_structure(
     problems = differences(forms, dense)
     if problems:
         raise errors.StateMismatchError(
-            "the state has not the structure in which the tables were found"
-            f" ({len(problems)} differences)\n  "
+            "the state does not have the structure in which the tables were found"
+            f" ({count_of(len(problems), 'difference')})\n  "
             + "\n  ".join(problems)
             + "\n  hint: save what the train step returns, whole; where the model or the"
             " optimizer changed, make a manager with find_tables of the new state"

@@ -204,7 +204,7 @@ def _say_rounding(
     _log.log(
         logging.WARNING if unasked else logging.INFO,
         "step %d: rows of tables are not saved exactly but rounded, to %s bits an element:"
-        " relative error of a row %s in the mean, %s at worst, of %s sampled rows.%s",
+        " relative error of a row %s on average, %s at worst, of %s sampled rows.%s",
         flight.step,
         " or ".join(map(str, bits)),
         percent(found.mean),

@@ -113,6 +113,8 @@ class Tracker:
         self._rotation: Rotation | None = None
         self._last: Moment | None = None
         self._is_of_restored = False
+        # Of the touched rows that the last restore gave.
+        self._given = _NEVER
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
@@ -138,7 +140,7 @@ class Tracker:
         mode = self.mode(touched)
         recorded = None if mode == "fingerprint" else _moment(touched)
         if recorded is None and touched is not None:
-            self._say_unused()
+            self._say_unused(touched)
         tiles = _tiles(tables, arrays, touched if recorded else None)
         shards = shards_of(arrays)
 
@@ -180,9 +182,15 @@ class Tracker:
             secs=secs,
         )
 
-    def _say_unused(self) -> None:
-        """Says once that touched rows are not used, unless that was asked for."""
-        if self._options.tracking is None and not self._has_said_unused:
+    def _say_unused(self, touched: Touched) -> None:
+        """Says once that touched rows are not used, unless that was asked for.
+
+        Those of a restore, into which nobody has recorded, are not worth a word: each restore
+        gives some, and a program may hand on both that it was given.
+        """
+        if self._options.tracking is not None or self._has_said_unused:
+            return
+        if touched.clock.is_deleted() or _moment(touched) != self._given:
             self._has_said_unused = True
             _log.warning(
                 "the touched rows of Save(state, touched) are not used: this run finds rows"
@@ -355,7 +363,7 @@ class Tracker:
         self.close()
         # Past the clocks of all that `touched` may be compared with, so that a save that
         # knows no rows chooses all.
-        self._prints = _moment(touched)
+        self._prints = self._given = _moment(touched)
         if self._mode is None:
             self._is_of_restored = mode is not None
         self._mode = self._mode or mode

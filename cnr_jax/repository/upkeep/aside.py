@@ -23,7 +23,7 @@ from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
-from cnr_jax.texts import logger
+from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
 
@@ -212,12 +212,13 @@ def check_is_here(root: AnyPath) -> None:
         "dead": f"it was cut short, as its process has ended: {writer}",
         "unknown": f"it is under way, or was cut short: {writer}",
     }[writer.process.state()]
+    held = count_of(len(away), "step or folder", "steps and folders")
     rest = "that folder can be read as a root"
     if len(away) < len(moved):
         rest = f"{len(moved) - len(away)} others are still here"
     raise errors.NoStepError(
         f"steps of {os.fspath(root)} are away: the save of step {aside.directory}, which"
-        f" begins a new run, has moved {len(away)} steps and folders, and is not committed\n"
+        f" begins a new run, has moved {held}, and is not committed\n"
         f"  they are in {os.fspath(folder)}; {rest}\n"
         f"  {state}\n"
         "  hint: look again when it is over. After a kill a manager with tables brings them back"

@@ -13,7 +13,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
-from cnr_jax.repository.description import aligned, amount, count_of
+from cnr_jax.repository.description import aligned, amount
 from cnr_jax.repository.files import (
     AnyPath,
     exists,
@@ -35,6 +35,7 @@ from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import count_of
 
 _BY_ORBAX = "plain Orbax has saved it"
 FateKind = Literal["full", "delta", "orbax", "unreadable", "aside", "earlier run"]
