@@ -539,7 +539,7 @@ def slowly(*case: str) -> Any:
 
 # Whatever the policy, the first save is full.
 @pytest.mark.parametrize(
-    "policy", [slowly("full"), "one_shot", "consecutive", "intermittent"]
+    "policy", [slowly("full"), slowly("one_shot"), "consecutive", "intermittent"]
 )
 @_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)

@@ -20,7 +20,8 @@ NAMES = [
     "quickstart.py",
     "train_linen.py",
     "evaluate.py",
-    "sweep.py",
+    # As the guide on sweeps, whose code runs.
+    pytest.param("sweep.py", marks=pytest.mark.slow),
     pytest.param("drop_in.py", marks=pytest.mark.slow),
 ]
 

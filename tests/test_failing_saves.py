@@ -743,6 +743,7 @@ def failing_calls(
     assert "INJECTED" in out.read_text(), "nothing was hit"
 
 
+@pytest.mark.slow
 def test_a_file_system_that_returns_errors_for_a_while(tmp_path: Path) -> None:
     with worker(tmp_path / "root", "--asks") as child:
         said(child, "ready")

@@ -170,7 +170,9 @@ def wait_for_threads() -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [save, wait, restore, pytest.param(close, marks=pytest.mark.slow)]
+)
 def test_after_an_interrupt_the_manager_goes_on(
     tiny_run: Any, tmp_path: Path, call: Callable[..., None]
 ) -> None:

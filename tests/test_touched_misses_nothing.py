@@ -227,7 +227,11 @@ def fails_to_save(
 
 @pytest.mark.parametrize(
     "policy",
-    ["consecutive", "one_shot", pytest.param("intermittent", marks=pytest.mark.slow)],
+    [
+        pytest.param("consecutive", marks=pytest.mark.slow),
+        "one_shot",
+        pytest.param("intermittent", marks=pytest.mark.slow),
+    ],
 )
 def test_every_restored_step_of_a_run_with_failing_saves_is_true(
     policy: str, tmp_path: Path

@@ -309,6 +309,7 @@ def what_holds_hashes() -> list[Any]:
     return [found for found in gc.get_objects() if isinstance(found, kept)]
 
 
+@pytest.mark.slow
 def test_fingerprints_take_twelve_bytes_a_row(world: Any) -> None:
     before = what_holds_hashes()
     run = world()

@@ -83,7 +83,10 @@ def test_root_whose_path_is_a_pattern_works_under_a_manager_of_orbax(
 # ---- saves ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", FEW_ERRORS)
+# After each EIO storage is asked several times, which takes its time.
+@pytest.mark.parametrize(
+    "error", [pytest.param("EIO", marks=pytest.mark.slow), *FEW_ERRORS[1:]]
+)
 def test_save_that_cannot_see_its_dense_part_fails(
     tmp_path: Path, tiny_run: Any, error: str
 ) -> None:

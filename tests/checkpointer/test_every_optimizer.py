@@ -596,7 +596,17 @@ def _rows_changed(tables: cnr.Tables, saves: list[Saved]) -> dict[str, set[int]]
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those that take longest, whose kinds others stand for.
+LONGEST = {"lbfgs", "lookahead", "adafactor, factored", "MultiSteps, sgd", "monitor"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in LONGEST))
+        for name in CASES
+    ],
+)
 def test_no_optimizer_passes_silently_wrong(name: str, tmp_path: Path) -> None:
     seed = zlib.crc32(name.encode())
     trainer = Trainer(CASES[name], seed)

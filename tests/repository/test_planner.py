@@ -332,6 +332,7 @@ def growing(policy: Any, sizes: Sequence[int], bounded: bool) -> int:
     return len(sizes)
 
 
+@pytest.mark.slow
 @each_of(
     "policy",
     [
