@@ -626,3 +626,46 @@ def test_numbers_past_any_array_are_refused(two_fulls: Any) -> None:
         with case_of(key), pytest.raises(cnr.errors.ManifestError, match="not valid"):
             read_manifest(item)
     is_refused(run, root, "is not valid")
+
+
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"restores": LARGEST},
+        {"generation": LARGEST},
+        {
+            "history": [
+                {"step": 1, "kind": kind, "bytes": LARGEST, "rows": LARGEST}
+                | {"secs": 0.5, "saves": 1}
+                for kind in ["full", *["delta"] * 47]
+            ]
+        },
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_counters_at_their_limit_give_no_save_that_cannot_be_read(
+    tiny_run: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    run = tiny_run()
+    policy = cnr.Consecutive(max_chain=200)
+    with run.open(tmp_path, policy=policy) as manager:
+        run.run(manager, [1, 2])
+    at = "2" if "generation" in changes else "1"  # then a branch needs a higher one
+    path = tmp_path / at / "default" / "manifest.json"
+    document = json.loads(path.read_bytes())
+    del document["sha256"]
+    path.write_bytes(dump_document({**document, **changes}))
+    with run.open(tmp_path, policy=policy) as manager:
+        run.restore(manager, 1)
+        saved = {1}
+        for step in (3, 4):
+            run.train(step)
+            with contextlib.suppress(cnr.errors.SaveError):
+                run.save(manager, step)
+                manager.wait_until_finished()
+                saved.add(step)
+    with run.open(tmp_path) as manager:
+        assert saved <= {*manager.all_steps()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -28,6 +29,7 @@ from cnr_jax.format.fields import (
     open_document,
     read_alike,
 )
+from cnr_jax.integers import LARGEST
 from cnr_jax.texts import count_of
 
 Kind = Literal["full", "delta"]
@@ -157,10 +159,11 @@ def bounded_history(history: Sequence[HistoryEntry]) -> tuple[HistoryEntry, ...]
             HistoryEntry(
                 step=newer.step,
                 kind="delta",
-                bytes=older.bytes + newer.bytes,
-                rows=older.rows + newer.rows,
-                secs=round(older.secs + newer.secs, 6),
-                saves=older.saves + newer.saves,
+                # Not more than manifests hold, whatever an earlier one says.
+                bytes=min(older.bytes + newer.bytes, LARGEST),
+                rows=min(older.rows + newer.rows, LARGEST),
+                secs=min(round(older.secs + newer.secs, 6), sys.float_info.max),
+                saves=min(older.saves + newer.saves, LARGEST),
             )
         ]
     return tuple(found)

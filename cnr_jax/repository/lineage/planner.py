@@ -16,6 +16,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import Fork, HistoryEntry, Kind, ParentRef, TableEntry
+from cnr_jax.integers import LARGEST
 from cnr_jax.policy import Decision, Policy
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.lineage.entries import (
@@ -248,7 +249,7 @@ class Planner:
         tip = chain[-1]
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run, encoding)
-        branch = Branch(tip=tip, restores=tip.manifest.restores + 1)
+        branch = Branch(tip=tip, restores=min(tip.manifest.restores + 1, LARGEST))
         self.end_lineages(branch.restores)
         if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
@@ -316,6 +317,9 @@ class Planner:
 
         Unreadable steps may be of the head's generation and newer, or each of a later one: a
         restored branch must stay the highest, should they become readable again.
+
+        Raises:
+            SaveError: if there is none that manifests can hold.
         """
         head, tip = ledger.head(), branch.tip
         highest = head.generation if head is not None else 0
@@ -323,6 +327,12 @@ class Planner:
         if head is not None and tip is not None and tip.uuid == head.uuid:
             if not unknown or tip.uuid.startswith(self._nonce):
                 return head.generation
+        if highest + unknown >= LARGEST:
+            raise errors.SaveError(
+                "nothing can be saved here: no generation is left, and saves of this branch"
+                f" could not be read\n  got generation {highest}, expected less than {LARGEST}\n"
+                "  hint: save into another root; cnr_jax.verify(root) tells of its steps"
+            )
         return highest + unknown + 1
 
     def _in_the_way(
