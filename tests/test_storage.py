@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.testing import inprocess
 
 from .conftest import Keep
 
@@ -651,3 +653,35 @@ def test_steps_that_others_took_away_are_no_parents(
         assert run.manifest(manager, 3).kind == "full"
         assert set(manager.all_steps()) == {1, 3}
         run.check(manager, 3)
+
+
+@pytest.mark.parametrize("new_run", [False, True])
+def test_a_plain_manager_knows_its_first_save_again_after_an_outage_of_reads(
+    tmp_path: Path, new_run: bool
+) -> None:
+    state = {"user": jnp.arange(400.0).reshape(100, 4), "step": jnp.int32(0)}
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(codec="raw", new_run=new_run)
+    registry = cnr.handler_registry(tables, options)
+    touched, is_out = cnr.init_touched(state, tables), False
+
+    def deny(call: inprocess.Call) -> None:
+        if is_out and "/1/" in str(call):
+            raise OSError(errno.EIO, "out of order")
+
+    with (
+        inprocess.watching(tmp_path, before=deny, looks=True),
+        ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager,
+    ):
+        for step in (1, 2, 3, 4):
+            is_out = step == 2
+            args = cnr.args.Save({**state, "step": jnp.int32(step)}, touched)
+            if is_out:
+                with pytest.raises(cnr.errors.SaveError, match="save of step 1"):
+                    manager.save(step, args=args)
+            else:
+                manager.save(step, args=args)
+                manager.wait_until_finished()
+    assert steps_in(tmp_path) == {1, 3, 4} and not list(tmp_path.glob("earlier-*"))
+    with cnr.CheckpointManager(tmp_path, tables=tables) as reader:
+        assert reader.all_steps() == [1, 3, 4]

@@ -16,6 +16,7 @@ from typing import Any
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
+from cnr_jax.repository.checked import UNREAD
 from cnr_jax.repository.files import AnyPath, exists, is_gone, is_local
 from cnr_jax.repository.layout import (
     Place,
@@ -55,6 +56,7 @@ class Ledger:
         strange: those of the unreadable ones that neither this library nor Orbax has saved.
         of_orbax: those of the unreadable ones that plain Orbax saved.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
+        doubtful: these, and those that storage failed to read, as it may not do again.
         doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
@@ -73,6 +75,7 @@ class Ledger:
         self.strange: set[str] = set()
         self.of_orbax: set[str] = set()
         self.withheld: set[str] = set()
+        self.doubtful: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
         # Of these, those that storage failed to read, which it may do once and not again.
@@ -159,8 +162,10 @@ class Ledger:
     def match(self, root: AnyPath, item: str, directories: Iterable[str]) -> bool:
         """Knows of exactly these step directories afterwards; reads those that are new.
 
+        And again those that storage did not let be read: a save of this run may be among them.
+
         Returns:
-            Whether others were known before.
+            Whether others were known before, or less of them.
         """
         known, found = self.directories(), set(directories)
         say = _log.info if self.run is None else _log.warning  # readers expect it
@@ -170,7 +175,10 @@ class Ledger:
         for directory in sorted(found - known):
             say("step %s has appeared in the root", directory)
             self.read(root, directory, item)
-        return known != found
+        doubtful = sorted(self.doubtful & known)
+        for directory in doubtful:
+            self.read(root, directory, item)
+        return known != found or not self.doubtful.issuperset(doubtful)
 
     def directories(self) -> set[str]:
         """All step directories that are known, readable or not."""
@@ -178,6 +186,7 @@ class Ledger:
 
     def read(self, root: AnyPath, directory: str, item: str) -> None:
         """Reads a step directory, replacing what was known; one that is deleted by now is none."""
+        told = self._unreadable.get(directory)
         self.forget(directory)
         try:
             found = orbax_step(root, directory, item) if self.adopts else None
@@ -189,6 +198,9 @@ class Ledger:
             self._unreadable[directory] = str(error)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
+                self.doubtful.add(directory)
+            elif error.kind == UNREAD:
+                self.doubtful.add(directory)
             elif is_foreign(root / directory):
                 self.foreign.add(directory)
             if not is_checkpoint(root / directory):
@@ -197,7 +209,7 @@ class Ledger:
                 self.of_orbax.add(directory)
                 text = "step %s is not looked at: plain Orbax saved it, and no Options(adopt=True)"
                 _log.info(text, directory)
-            else:
+            elif str(error) != told:
                 _log.warning("step %s cannot be restored: %s", directory, error)
         else:
             self.add(entry)
@@ -266,10 +278,10 @@ class Ledger:
         """Drops a step directory that is gone or about to be."""
         self._drop(directory)
         self._unreadable.pop(directory, None)
-        self.foreign.discard(directory)
-        self.strange.discard(directory)
+        for kind in (self.foreign, self.strange, self.of_orbax):
+            kind.discard(directory)
         self.withheld.discard(directory)
-        self.of_orbax.discard(directory)
+        self.doubtful.discard(directory)
 
     def _drop(self, directory: str) -> None:
         """Drops an entry, if there is one."""
@@ -287,7 +299,7 @@ class Ledger:
         self._entries, self._unreadable = fresh._entries, fresh._unreadable
         self.foreign, self.strange = fresh.foreign, fresh.strange
         self.of_orbax = fresh.of_orbax
-        self.withheld = fresh.withheld
+        self.withheld, self.doubtful = fresh.withheld, fresh.doubtful
         self._damaged, self._spoilt, self._unread = {}, {}, set()
         self._version += 1
 

@@ -167,6 +167,7 @@ class Planner:
         self._attempt += 1
         uuid = f"{self._nonce}{self._attempt:08x}"
         run, left = self.runs.of_save(ledger, request.origin, request.step, uuid)
+        self.runs.tries(request.directory)
         branch = self._branch(request)
         branch.forget_parents(ledger.entries)
         generation = self._generation(ledger, branch)

@@ -105,6 +105,8 @@ class Runs:
         # Whether that was restored, so that no other can begin here.
         self._is_restored = False
         self._is_new_run_refused = False
+        # Where a save of this process may be that it does not know to be committed.
+        self._tried: set[str] = set()
         # Of each lineage that was saved or restored here, for as long as this process lives.
         self._known: dict[str, str] = {}
 
@@ -122,14 +124,30 @@ class Runs:
         """How rows of a run are stored, as it told when it was taken over; None: it began here."""
         return self._encodings.get(run)
 
+    def tries(self, directory: str) -> None:
+        """Notes that a save to this step directory is planned."""
+        self._tried.add(directory)
+
     def check_origin(self, ledger: Ledger, origin: Origin) -> None:
         """Makes sure that a save of a state from there is of a run that may save here.
 
         Raises:
             UsedRootError: if the root holds checkpoints, and neither was one restored, nor
                 does the state come from there, nor is a new run asked for.
+            SaveError: if storage does not say whether a save of this process is there.
         """
-        if self.current is not None or origin.new_run:
+        if self.current is not None:
+            return
+        doubtful = sorted(self._tried & ledger.doubtful)
+        if doubtful:
+            name = doubtful[0]
+            raise errors.SaveError(
+                f"nothing can be saved: storage does not say whether the save of step {name},"
+                f" with which this run began, is committed\n  {ledger.unreadable[name]}\n"
+                "  hint: save again once storage is well; what is committed is untouched",
+                path=f"{origin.root}/{name}",
+            )
+        if origin.new_run:
             return
         there = [*origin.others, *ledger.checkpoints()]
         if there and self._joinable(ledger, origin) is None:
@@ -144,11 +162,11 @@ class Runs:
         A new run is called after the save that it begins with.
 
         Raises:
-            UsedRootError: see `check_origin`.
+            UsedRootError, SaveError: see `check_origin`.
         """
         self.check_origin(ledger, origin)
         if self.current is None:
-            if origin.new_run:
+            if origin.new_run and not self._own(ledger):
                 there = [*origin.others, *ledger.checkpoints()]
                 return uuid, [ledger.movable(name) for name in there]
             known = self._joinable(ledger, origin)
@@ -183,9 +201,12 @@ class Runs:
 
     def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
         """The run that a first save joins; None if there is none that it goes on with."""
-        # A save of this planner may be there, though storage did not show it at first.
-        own = [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
+        own = self._own(ledger)
         return own[-1] if own else self._whose(ledger, origin)
+
+    def _own(self, ledger: Ledger) -> list[str]:
+        """Runs of the saves of this process that storage did not show at first."""
+        return [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
 
     def _later(self, ledger: Ledger, step: int) -> list[Entry]:
         """Steps of the current run from one on, if it has got that far, dependents first.
