@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
@@ -293,7 +294,7 @@ class Encoding:
 
         Raises:
             OptionError: if bits are given, but only codecs are inherited that have none; or if a
-                codec of the run is not known here.
+                codec or the compression of the run is not known here.
         """
         found: dict[str, Any] = {}
         for name in _OF_ALL:
@@ -391,18 +392,25 @@ def _taken(value: Any, name: str, table: str = "") -> Any:
     """A value of an option that a manifest holds.
 
     Raises:
-        OptionError: if it is a codec that is not known here.
+        OptionError: if it is a codec, bits or a compression that is not known here.
     """
-    if not name.endswith("codec"):
+    if name == "expected_restores" or isinstance(value, int):
         return value
+    kind = "codec" if name.endswith("codec") else name
+    known = {
+        _PACKS: lambda: value in (None, *COMPRESSIONS),
+        "bits": lambda: value == "auto",
+    }
     try:
         if isinstance(value, NamedConfiguration):
             return codec_from(value.name, value.configuration, whole=False)
-        if is_codec(value) or (value == "auto" and name == "slot_codec"):
+        if known.get(name, lambda: is_codec(value))():
             return value
-        why = f"codec {value!r} is not known"
+        if value == "auto" and name == "slot_codec":
+            return value
+        why = f"{kind} {reprlib.repr(value)} is not known"
     except errors.FormatError as error:
-        why = str(error).partition("\n")[0]
+        why = _cut(str(error).partition("\n")[0])
     given = f"{name}="
     if table:
         given = f"tables={{{table!r}: cnr_jax.TableOptions({name}=...)}}"
@@ -410,6 +418,11 @@ def _taken(value: Any, name: str, table: str = "") -> Any:
         f"{_where(table)}: the {name} of the run that goes on cannot be inherited: {why}\n"
         f"  hint: give {given}, or save with the version of cnr_jax that knows it"
     )
+
+
+def _cut(text: str) -> str:
+    """A text of a crafted manifest, without most of it where it is long."""
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _where(table: str) -> str:

@@ -302,6 +302,24 @@ def test_a_codec_that_is_not_known_here_is_to_be_given(
     assert codecs(report) == each("asymmetric 8 bits", "asymmetric 8 bits")
 
 
+@each_of("name", ["lz4", "", "z" * 10_000])
+@each_of("field", ["compression", "bits", "codec", "slot_codec", "stored codec"])
+def test_what_is_not_known_here_is_refused_at_the_restore(
+    tmp_path: Path, field: str, name: str
+) -> None:
+    root = tmp_path / field / name[:5]
+    save(root, 0, cnr.Options(codec="asymmetric", bits=8), begin=True)
+    said: Any = name
+    if field == "stored codec":
+        field, said = "codec", {"name": name, "configuration": {}}
+    rewrite(root, lambda document: document["encoding"].update({field: said}))
+    with pytest.raises(OptionError, match=f"not known(.|\n)*give {field}=") as caught:
+        save(root, 1)
+    assert len(str(caught.value)) < 500
+    if field == "compression":
+        save(root, 1, cnr.Options(compression="zstd"))
+
+
 @each_of(
     "codec",
     [

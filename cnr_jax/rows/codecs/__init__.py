@@ -7,6 +7,7 @@ name and the meaning of its configuration never change.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ def codec_from(
     """
     if name not in _STORED:
         raise FormatError(
-            f"codec {name!r} is not known, expected one of {sorted(_STORED)}\n"
+            f"codec {reprlib.repr(name)} is not known, expected one of {sorted(_STORED)}\n"
             "  hint: a newer version of cnr_jax may have written this checkpoint."
         )
     kind = _STORED[name]
