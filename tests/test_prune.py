@@ -385,3 +385,28 @@ def test_a_folder_in_the_place_of_a_file_beside_the_steps_is_named(
         run.save(manager, 8)
         manager.wait_until_finished()
         run.check(manager, 8)
+
+
+def test_copies_that_a_new_run_has_taken_along_stay(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root, policy=cnr.Full()) as manager:
+        run.run(manager, [10, 20])
+    for name in ("backup_20", "before lr=0.1 step 10"):
+        shutil.copytree(root / name[-2:], root / name)
+    run = tiny_run()
+    with run.open(root, policy=cnr.Full(), new_run=True) as manager:
+        run.run(manager, [10, 20])
+    (earlier,) = root.glob("earlier-run-*")
+    held = {path.name for path in earlier.iterdir() if path.is_dir()}
+    plan = cnr.prune(root, keep=1, other_runs=True, delete=True, writer_is_dead=True)
+    fates = {fate.name: fate.reason for fate in plan.fates if fate.stays}
+    assert "called alike" in fates[earlier.name] and steps_in(root) == [20]
+    assert {"backup_20", "10"} <= held
+    assert held == {path.name for path in earlier.iterdir() if path.is_dir()}
+    # Once they lie elsewhere, the rest goes.
+    for name in ("backup_20", "before lr=0.1 step 10"):
+        (earlier / name).rename(tmp_path / name)
+    cnr.prune(root, keep=1, other_runs=True, delete=True, writer_is_dead=True)
+    assert not earlier.exists()

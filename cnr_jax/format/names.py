@@ -307,6 +307,20 @@ def are_alike(one: str, other: str) -> bool:
     return prefix == other_prefix and bool({*widths}.intersection(other_widths))
 
 
+def are_all_alike(directories: Iterable[str]) -> bool:
+    """Whether names can be those of steps of one root.
+
+    Example:
+        >>> are_all_alike(["8", "9", "10"]), are_all_alike(["8", "9", "backup_9"])
+        (True, False)
+    """
+    forms = [_form(name) for name in directories]
+    if len({prefix for prefix, _ in forms}) > 1:
+        return False
+    least = max((widths.start for _, widths in forms), default=0)
+    return all(least in widths for _, widths in forms)
+
+
 def _form(directory: str) -> tuple[str, range]:
     """What stands before the number of a step, and the widths that it may be filled up to."""
     prefix = directory.rstrip("0123456789")

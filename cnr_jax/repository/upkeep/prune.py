@@ -27,6 +27,7 @@ from cnr_jax.repository.layout import (
     find_item,
     is_earlier_run,
     open_root,
+    step_directories,
 )
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
@@ -148,7 +149,8 @@ def prune(
         min_fulls: full checkpoints of the newest branch that stay.
         delete: False: nothing is changed, and what would be is returned.
         other_runs: whether that is deleted too which is of another run and was set aside: the
-            roots that `Options(new_run=True)` has made of earlier runs.
+            roots that `Options(new_run=True)` has made of earlier runs. One that holds
+            steps that are not all called alike, such as copies, stays.
         writer_is_dead: the manager that saved here last has ended. Needed where that cannot
             be seen: it ran on another host, in another container, before this machine was booted,
             or in this very process; or it was of an older version, or there is no `/proc`. If it
@@ -399,6 +401,9 @@ def _beside(
         with contextlib.suppress(OSError):
             if is_earlier_run(root / name):
                 told = name, not all_runs, "it holds an earlier run"
+                # Such as `backup_5`, which a new run has taken along.
+                if not names.are_all_alike(step_directories(root / name)):
+                    told = name, True, "not all steps in it are called alike"
         fates.append(_aside(root, "earlier run", *told))
     return fates
 
