@@ -65,8 +65,10 @@ def checked_step(step: Any, hint: str = "") -> int:
         if "Tracer" in type(step).__name__:
             raise OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
         fact = f"a step is an integer, got {reprlib.repr(step)}"
-    elif found < 0:
-        fact = f"a step is at least 0, got {found}"
     else:
-        fact = f"a step is at most 2**63 - 1, as it is stored in 64 bits; got {found}"
+        # Python makes no text of integers of thousands of digits.
+        got = f"{found}" if found.bit_length() < 1000 else f"{found:#x}"[:40] + "..."
+        fact = f"a step is at most 2**63 - 1, as it is stored in 64 bits; got {got}"
+        if found < 0:
+            fact = f"a step is at least 0, got {got}"
     raise OptionError(fact + (hint and f"\n  hint: {hint}"))

@@ -604,3 +604,30 @@ def test_a_reader_of_an_adopted_root_is_not_alarmed(
         reader.restore(None, args=cnr.args.Restore(state))
     told = [r for r in caplog.records if "plain Orbax saved it" in r.getMessage()]
     assert told and not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_keys_of_one_kind_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
+    rows = jnp.ones((8, 2))
+    keys = {
+        "legacy": jax.random.PRNGKey(3),
+        "new": jax.random.key(3),
+        "rbg": jax.random.key(3, impl="rbg"),
+        "urbg": jax.random.key(3, impl="unsafe_rbg"),
+    }
+    tables = cnr.find_tables({"user": rows, "rng": keys["new"]}, ["user"])
+    for saved, key in keys.items():
+        with ocp.CheckpointManager(tmp_path / saved) as plain:
+            plain.save(1, args=ocp.args.StandardSave({"user": rows, "rng": key}))
+        options = cnr.Options(adopt=True)
+        with cnr.CheckpointManager(
+            tmp_path / saved, tables=tables, options=options
+        ) as manager:
+            for asked, given in keys.items():
+                for rng in (given, jax.ShapeDtypeStruct(given.shape, given.dtype)):
+                    args = cnr.args.Restore({"user": rows, "rng": rng})
+                    if asked == saved:
+                        got = manager.restore(1, args=args).state["rng"]
+                        assert got.dtype == key.dtype and bool((got == key).all())
+                        continue
+                    with pytest.raises(errors.StateMismatchError, match="rng: "):
+                        manager.restore(1, args=args)

@@ -420,3 +420,44 @@ def test_delta_whose_parent_is_gone_is_not_restored(run: Run) -> None:
         assert manager.latest_step() is None
         with pytest.raises(errors.ParentMissingError, match="0"):
             manager.restore(1, args=cnr.args.Restore(run.state))
+
+
+def test_numbers_and_names_that_python_itself_refuses(tmp_path: Path) -> None:
+    reader = cnr.CheckpointManager(tmp_path)
+    for huge in (10**400, 10**5000, -(10**5000)):
+        with pytest.raises(cnr.errors.OptionError, match="expected_restores is"):
+            cnr.Options(bits="auto", expected_restores=huge)
+        with pytest.raises(cnr.errors.OptionError, match="a step is at"):
+            reader.should_save(huge)
+    for spec in (np.array(1), np.array("user"), jnp.array(1)):
+        with pytest.raises(cnr.errors.TableError, match="a list or a mapping"):
+            cnr.find_tables(make_state(), spec)  # pyright: ignore[reportArgumentType]
+    reader.close()
+
+
+def test_a_leaf_of_a_dtype_that_jax_has_not_is_told(tmp_path: Path) -> None:
+    state = {"user": jnp.ones((8, 4)), "w": np.arange(3.0)}
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path / "own", tables=tables) as manager:
+        touched = cnr.init_touched(state, tables)
+        manager.save(1, args=cnr.args.Save(state, touched))
+    with ocp.CheckpointManager(tmp_path / "plain") as plain:
+        plain.save(1, args=ocp.args.StandardSave(state))
+    options = cnr.Options(adopt=True)
+    for root in ("own", "plain"):
+        with cnr.CheckpointManager(
+            tmp_path / root, tables=tables, options=options
+        ) as manager:
+            for dtype in (">f8", ">f4", np.longdouble, np.clongdouble):
+                for path, value in (
+                    ("w", jax.ShapeDtypeStruct((3,), dtype)),
+                    ("user", jax.ShapeDtypeStruct((8, 4), dtype)),
+                    ("user", np.ones((8, 4), dtype)),
+                ):
+                    args = cnr.args.Restore({**state, path: value}, cast=True)
+                    with pytest.raises(
+                        cnr.errors.StateMismatchError, match=f"{path}: .* jax has no"
+                    ):
+                        manager.restore(1, args=args)
+            args = cnr.args.Restore({**state, "w": np.ones(3, ">f8")})
+            assert manager.restore(1, args=args).state["w"].tolist() == [0, 1, 2]

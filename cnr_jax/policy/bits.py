@@ -136,10 +136,13 @@ def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -
 
 
 def _check_number(name: str, value: object) -> None:
-    # False for nan too.
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not 0 <= float(value) < math.inf
-    ):
-        raise OptionError(f"{name} is {value!r}, expected a finite number of 0 or more")
+    got = "beyond all floats"
+    try:
+        if not isinstance(value, bool) and isinstance(value, Real):
+            # False for nan too.
+            if 0 <= float(value) < math.inf:
+                return
+        got = f"{value!r}"
+    except OverflowError:
+        pass
+    raise OptionError(f"{name} is {got}, expected a finite number of 0 or more")

@@ -157,7 +157,8 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
             f"tables must be a list or a mapping of names, got {spec!r}\n"
             f"  hint: pass [{spec!r}]."
         )
-    if not isinstance(spec, Iterable):
+    # Arrays without axes say that they can be iterated over.
+    if not isinstance(spec, Iterable) or getattr(spec, "ndim", 1) == 0:
         raise TableError(
             f"tables must be a list or a mapping of names, got {spec!r}\n"
             "  hint: find_tables(state, ['user', 'item'])."

@@ -27,6 +27,7 @@ from cnr_jax.checkpointer.restoring.fitting import (
     misfit_of_number,
     mismatch,
     say_converted,
+    unknown_to_jax,
 )
 from cnr_jax.checkpointer.restoring.match import kept_leaves
 from cnr_jax.checkpointer.restoring.restore import Restored
@@ -44,6 +45,10 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched, lineage_hex, seeded, stamp_sharding
 from cnr_jax.state.table import Path, Tables, check_tables, flatten_paths
 from cnr_jax.telemetry import RestoredTable, RestoreReport
+
+_HINT = (
+    "pass the state that was saved, or Restore(..., partial=True) for what both have"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +144,8 @@ def read_adopted(
             return _adopted(state, tables, entry, place, started)
         given = dict(flatten_paths(args.state))
         numbers = _reading(place, _read_numbers, plain, stored, given)
-        wanted, kept = _match(stored, numbers, args, tables, place.directory)
+        keys = _reading(place, _read_keys, plain, stored, given)
+        wanted, kept = _match(stored, numbers, keys, args, tables, place.directory)
         into = {
             path: asked(numpy_dtype(str(stored[path].dtype)), value)
             if _is_array(stored[path], value)
@@ -149,6 +155,7 @@ def read_adopted(
         found = _reading(place, plain.restore, into, plain=plain) if into else {}
     finally:
         plain.close()
+    _check_no_keys(found, wanted, place.directory)
     found = {
         **kept,
         **{path: as_wanted(x, given[path]) for path, x in numbers.items()},
@@ -227,9 +234,40 @@ def _read_numbers(
     return {path: array.item() for path, array in found.items()}
 
 
+def _read_keys(
+    plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
+) -> dict[Path, Any]:
+    """The dtypes of what Orbax restores for the keys of a state: it alone knows their kinds."""
+    keys = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in stored.items()
+        if _is_key(given.get(path)) and _is_key_data(leaf, given[path])
+    }
+    found = plain.restore(keys) if keys else {}
+    return {path: key.dtype for path, key in found.items()}
+
+
+def _check_no_keys(
+    found: Mapping[Path, Any], wanted: Mapping[Path, Any], step: str
+) -> None:
+    """Checks that what was asked for as numbers is not the keys that were saved.
+
+    Raises:
+        StateMismatchError: with every leaf that is.
+    """
+    problems = [
+        f"{'/'.join(path)}: {x.dtype} in the checkpoint, {_said(wanted[path])} in the state"
+        for path, x in found.items()
+        if _is_key(x) and not _is_key(wanted[path])
+    ]
+    if problems:
+        raise mismatch(f"{step}, which plain Orbax saved", problems, (), [_HINT])
+
+
 def _match(
     stored: Mapping[Path, Any],
     numbers: Mapping[Path, bool | int | float],
+    keys: Mapping[Path, Any],
     args: Restore,
     tables: Tables,
     step: str,
@@ -254,7 +292,8 @@ def _match(
                 problems.append(f"{where}: not in the state")
             continue
         value = leaves.pop(path)
-        problem = _difference(leaf, value)
+        problem = _difference(leaf, value, keys.get(path))
+        problem = problem or unknown_to_jax(value, on_device=path in rows)
         if problem:
             problems.append(f"{where}: {problem}")
             is_grown |= _has_other_rows(leaf, value)
@@ -279,7 +318,7 @@ def _match(
     kept = kept_leaves(leaves, problems, args.partial)
     step = f"{step}, which plain Orbax saved"
     if problems or (casts and not args.cast):
-        hint = "pass the state that was saved, or Restore(..., partial=True) for what both have"
+        hint = _HINT
         if is_grown:
             hint = (
                 "steps of plain Orbax restore with the rows that they have: cnr_jax.import_orbax"
@@ -292,13 +331,29 @@ def _match(
 
 def _is_array(stored: Any, value: Any) -> bool:
     """Whether a leaf is an array or a number, and no PRNG key or string."""
+    return getattr(stored, "dtype", None) is not None and not _is_key(value)
+
+
+def _is_key(value: Any) -> bool:
     dtype = getattr(value, "dtype", np.dtype(object))
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return getattr(stored, "dtype", None) is not None and not is_key
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _difference(stored: Any, value: Any) -> str:
-    """Why a leaf of a state cannot take what is stored, which Orbax would not say; or nothing."""
+def _is_key_data(stored: Any, value: Any) -> bool:
+    """Whether the numbers of a key of a state have the shape and the dtype of what is stored."""
+    key = jax.eval_shape(jax.random.key_data, value)
+    shape, dtype = getattr(stored, "shape", None), getattr(stored, "dtype", None)
+    return shape == tuple(key.shape) and str(dtype) == str(key.dtype)
+
+
+def _difference(stored: Any, value: Any, key: Any) -> str:
+    """Why a leaf of a state cannot take what is stored, which Orbax would not say; or nothing.
+
+    Args:
+        stored: what Orbax says of it.
+        value: the leaf.
+        key: dtype of what it restores for a leaf that is a key; None if it is none.
+    """
     shape, dtype = getattr(stored, "shape", None), getattr(stored, "dtype", None)
     if shape is None or isinstance(value, str):
         is_text = shape is None and isinstance(value, str)
@@ -306,16 +361,10 @@ def _difference(stored: Any, value: Any) -> str:
         return (
             "" if is_text else f"{held} in the checkpoint, {_said(value)} in the state"
         )
-    own = getattr(value, "dtype", None)
-    if own is not None and jnp.issubdtype(own, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, value)
-        # The kind of key is noted elsewhere, and Orbax goes by it.
-        same = tuple(key.shape) == tuple(shape) and str(dtype) == str(key.dtype)
-        return (
-            ""
-            if same
-            else f"{dtype}{list(shape)} in the checkpoint, {own} in the state"
-        )
+    if _is_key(value):
+        held = f"{dtype}{list(shape)}" if key in (None, dtype) else str(key)
+        same = key == value.dtype
+        return "" if same else f"{held} in the checkpoint, {value.dtype} in the state"
     if tuple(np.shape(value)) != tuple(shape):
         got = list(np.shape(value))
         return f"shape {list(shape)} in the checkpoint, {got} in the state"

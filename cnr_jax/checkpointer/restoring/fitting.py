@@ -48,6 +48,25 @@ def dtype_in(value: Any, *, on_device: bool = False) -> Any:
     return np.dtype(dtype)
 
 
+def unknown_to_jax(value: Any, *, on_device: bool = False) -> str:
+    """Why a leaf of a state can be no array of jax, which it is to become; or nothing.
+
+    Args:
+        value: the leaf, whose dtype is of numpy, or a key.
+        on_device: it becomes such an array in any case.
+    """
+    dtype = getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        return ""
+    if not on_device and not isinstance(value, jax.ShapeDtypeStruct):
+        return ""
+    # Of floats of numpy alone: jax has further ones of few bits.
+    is_wide = dtype.itemsize > {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)
+    if dtype.isnative and not is_wide:
+        return ""
+    return f"{dtype} ({dtype.str}) in the state, and jax has no arrays of that dtype"
+
+
 def misfit(stored: np.dtype, value: Any, *, on_device: bool = False) -> str:
     """How a leaf of a state would change stored values of numbers, or nothing."""
     wanted = dtype_in(value, on_device=on_device)

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.args import Restore
-from cnr_jax.checkpointer.restoring.fitting import asked, dtype_in, misfit, mismatch
+from cnr_jax.checkpointer.restoring.fitting import (
+    asked,
+    dtype_in,
+    misfit,
+    mismatch,
+    unknown_to_jax,
+)
 from cnr_jax.checkpointer.restoring.moved import (
     match_ids,
     match_missing,
@@ -154,6 +160,8 @@ def _match_dense(
                 f"{'/'.join(leaf.path)}: {kind}{leaf.dtype} in the checkpoint,"
                 f" {getattr(value, 'dtype', type(value).__name__)} in the state"
             )
+        elif told := unknown_to_jax(value):
+            problems.append(f"{'/'.join(leaf.path)}: {told}")
         else:
             dense[leaf.path] = value
     return dense, texts
@@ -343,6 +351,9 @@ def _match_leaves(
                 f"to begin table {table.name!r} anew, Restore(..., partial=True,"
                 f" rename={{{entry.name!r}: None}}) leaves the stored one out"
             )
+        if told := unknown_to_jax(value, on_device=True):
+            found.problems.append(f"{where}: {told}")
+            continue
         if told := misfit(numpy_dtype(stored.dtype), value, on_device=True):
             found.casts.append(f"{where}: {told}")
         same = dtype_in(value, on_device=True).name == stored.dtype
