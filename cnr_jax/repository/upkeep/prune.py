@@ -21,10 +21,10 @@ from cnr_jax.repository.files import (
     is_gone,
     is_local,
 )
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
-    find_item,
     is_earlier_run,
     open_root,
 )
