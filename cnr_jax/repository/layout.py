@@ -421,6 +421,19 @@ def is_foreign(step: AnyPath) -> bool:
     return bool(found) and not any(map(names.is_own, found))
 
 
+def is_of_others(step: AnyPath, item: str) -> bool:
+    """Whether a folder that is called as a step is the user's, such as `2024` with plots.
+
+    It holds something, but neither what this library or Orbax saved nor the item's folder, of
+    which all else may be lost. An empty one may have been a step.
+    """
+    try:
+        held = names_in(step)
+        return bool(held) and item not in held and not _was_saved(step)
+    except OSError:
+        return False  # it is not known, and so others may rest on it
+
+
 def is_checkpoint(step: AnyPath) -> bool:
     """Whether this library or Orbax has saved a step directory, as far as can be seen.
 

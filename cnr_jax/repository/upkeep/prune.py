@@ -328,6 +328,8 @@ def _fates(
         is_orbax = name in steps and steps[name].kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
         told = _BY_ORBAX if is_orbax else reason
+        if name in ledger.of_others:
+            told = "it is no step: nothing in it is of a checkpoint"
         fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
         reason = found.reasons.get(entry.step) or odd.get(entry.directory)
@@ -378,7 +380,7 @@ def _beside(
     """What becomes of what rollbacks and new runs have set aside."""
     others = set[str]()
     reason = "a rollback has set it aside: it goes with the first step of the run"
-    if ledger.unreadable:
+    if ledger.unknown:
         reason = (
             "a rollback has set it aside; folders that cannot be read may rest on it"
         )
