@@ -100,7 +100,8 @@ def verify(
             that were looked at, and of all.
 
     Returns:
-        Problems with a `consequence` make steps unrestorable, those without do no harm.
+        Problems with a `consequence` make steps unrestorable, those without do no harm. Of the
+        chunks of an array 32 are listed, and one more problem says of how many that holds too.
 
     Raises:
         NoStepError: if there is no such root, or a save that is not committed has moved its
