@@ -15,10 +15,10 @@ from cnr_jax.format.names import step_number
 from cnr_jax.manager import CheckpointManager
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.files import AnyPath, exists, is_directory, names_in
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
     check_is_no_file,
-    find_item,
     lies_in,
     open_root,
     step_directories,

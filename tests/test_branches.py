@@ -178,7 +178,7 @@ def test_full_ones_that_only_an_unreadable_folder_keeps_do_not_count(
     tiny_run: Any, opened: Any, tmp_path: Path
 ) -> None:
     run, root = tiny_run(), tmp_path / "root"
-    (root / "15" / "notes").mkdir(parents=True)
+    (root / "15" / "default").mkdir(parents=True)
     keeps = ocp.checkpoint_managers.CustomSteps([20])
     manager = opened(run, policy=cnr.Full(), preservation_policy=keeps, min_fulls=2)
     run.run(manager, [10, 20, 30])

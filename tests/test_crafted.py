@@ -515,6 +515,30 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.parametrize(("level", "chunks"), [("data", 200), ("structure", 100_000)])
+def test_of_many_chunks_that_are_not_there_some_are_listed(
+    two_fulls: Any, level: Any, chunks: int
+) -> None:
+    _, root, item = two_fulls
+    claimed = {"length": chunks, "chunk": 1, "crc32c": [1] * chunks}
+    changed: list[str] = []
+
+    def of_process(process: dict[str, Any]) -> None:
+        changed.extend(name for name in process["arrays"] if name != "row_ids")
+        for name in changed:
+            process["arrays"][name] |= claimed
+
+    resealed(item, of_process=of_process)
+    found = [p for p in cnr.verify(root, level) if "/rows.p00000/" in p.file]
+    assert all(p.consequence == ("1",) for p in found) and changed
+    for name in changed:
+        of_array = [p for p in found if name in p.file.split("/")]
+        single = [p for p in of_array if "/c/" in p.file]
+        (others,) = [p for p in of_array if p not in single]
+        assert len(single) == 32
+        assert others.message.startswith(f"{chunks - 32:,} more chunks are not listed")
+
+
 @pytest.mark.parametrize("codec", ["raw", "adaptive"])
 @pytest.mark.parametrize("claim", [claim_rows, claim_columns, claim_arrays])
 def test_single_rows_that_are_promised_but_not_stored_take_no_memory(

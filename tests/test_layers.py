@@ -66,6 +66,7 @@ PLAIN = (
     "description",
     "dtypes",
     "files",
+    "items",
     "layout",
     "lineage",
     "metrics",

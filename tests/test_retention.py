@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import shutil
 import types
@@ -429,7 +430,11 @@ def test_nothing_older_than_a_step_without_manifest_is_deleted(
 
 @pytest.mark.parametrize(
     ("folder", "hint"),
-    [("item/theirs", "a name that does not end in a digit"), (".", "verify says what")],
+    [
+        ("default/theirs", "a name that does not end in a digit"),
+        (".", "verify says what"),
+        ("default/dense/d", "a name that does not end in a digit"),
+    ],
 )
 def test_retention_that_a_folder_switches_off_says_so_once(
     tiny_run: Any,
@@ -459,6 +464,38 @@ def test_retention_that_a_folder_switches_off_says_so_once(
         run.run(manager, [5])
         assert on_disk(tmp_path) == {5}
         assert "retention deletes" not in caplog.text
+
+
+def test_a_folder_of_others_does_not_stop_retention(
+    tiny_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    options = cnr.Options(
+        policy=cnr.Full(), preservation_policy=ocp.checkpoint_managers.LatestN(1)
+    )
+    root = tmp_path / "root"
+    for name in ("2024/plot.png", "2025/plots/1.png"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("x")
+    with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
+        run.run(manager, [1, 2])
+        (root / "2026" / "plots").mkdir(parents=True)
+        run.run(manager, [3, 4])
+        assert "retention deletes none" not in caplog.text
+        for step in (2024, 2025):
+            with pytest.raises(cnr.errors.DependentsExistError):
+                manager.save(step, args=cnr.args.Save(run.state, run.touched))
+    assert on_disk(root) == {4, 2024, 2025, 2026}
+    options = dataclasses.replace(options, preservation_policy=None)
+    with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
+        run.restore(manager, None)
+        run.run(manager, [5, 6])
+        manager.delete(5)
+    assert on_disk(root) == {4, 6, 2024, 2025, 2026}
+    assert [fate.step for fate in cnr.prune(root, keep=1).fates if not fate.stays] == [
+        4
+    ]
+    assert (root / "2024" / "plot.png").exists()
 
 
 @pytest.mark.parametrize(

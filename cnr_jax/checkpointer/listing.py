@@ -23,12 +23,12 @@ from cnr_jax.repository.files import (
     missing_directories,
     sync_made,
 )
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
     check_is_free,
     check_is_no_file,
     check_is_root,
-    find_item,
     hint_of_names,
     is_own_item,
     naming_hint,

@@ -155,8 +155,8 @@ def is_component(name: str) -> bool:
     """
     if not name.isascii():
         try:
-            name.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # half of a pair: no file system has such a name
+            name.encode()
+        except UnicodeEncodeError:  # TensorStore takes only paths of UTF-8
             return False
     return name not in ("", ".", "..") and _SEPARATOR.search(name) is None
 
@@ -217,13 +217,17 @@ def is_replacing(name: str) -> bool:
 def may_be_step(name: str) -> bool:
     """Whether a name may be that of a committed step: it ends in a digit, and says nothing else.
 
+    None that is not UTF-8 is: no array could be stored there, nor read.
+
     Example:
         >>> may_be_step("ck_0120"), may_be_step("120.removed-00ff00ff00ff0011")
         (True, False)
     """
     # Orbax takes what has the suffix for unfinished wherever that stands.
     ends_in_digit = name[-1:] in set("0123456789")
-    return ends_in_digit and TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
+    if not ends_in_digit or not (name.isascii() or is_component(name)):
+        return False
+    return TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
 
 
 def kind_of_folder(name: str) -> str | None:

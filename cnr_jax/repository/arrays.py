@@ -77,8 +77,17 @@ def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context
 def spec_of(
     path: AnyPath, dtype: str, length: int, chunk: int, compression: str | None = None
 ) -> dict[str, Any]:
-    """What TensorStore has to know of an array to open it."""
+    """What TensorStore has to know of an array to open it.
+
+    Raises:
+        OptionError: if it does not take the path.
+    """
     where = os.fspath(path)
+    if any("\ud800" <= letter <= "\udfff" for letter in where):
+        raise errors.OptionError(
+            f"{where!r} holds no arrays: TensorStore takes only paths of UTF-8\n"
+            "  hint: rename the folder that is called so"
+        )
     store: str | dict[str, str] = where if where.endswith("/") else f"{where}/"
     if is_local(path):
         store = {"driver": "file", "path": f"{os.path.abspath(where)}/"}

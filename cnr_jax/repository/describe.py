@@ -38,10 +38,10 @@ from cnr_jax.repository.files import (
     is_local,
     size_of,
 )
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
-    find_item,
     open_root,
     step_directories,
 )
@@ -74,8 +74,8 @@ def describe(
 
     Args:
         root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
-        item: the item of each step to look at; None: the one that holds a checkpoint of this
-            library.
+        item: the item of each step to look at; None: the one in which most of the newest steps
+            hold a checkpoint of this library.
         on_step: called after each step with the number of steps that were looked at, and of
             all.
 

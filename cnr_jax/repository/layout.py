@@ -180,7 +180,7 @@ def check_is_root(root: AnyPath) -> None:
         return
     # Orbax leaves a file in each step: a root costs two looks, however many steps it has.
     if exists(root / names.ORBAX_METADATA):
-        step, held = root, _items(root)
+        step, held = root, folders_in(root)
     elif exists(root / names.MANIFEST) and exists(root.parent / names.ORBAX_METADATA):
         step, held = root.parent, [root]
     else:
@@ -271,7 +271,7 @@ def check_can_be_read(root: AnyPath, item: str | None = None) -> None:
     if item is not None and not (isinstance(item, str) and names.is_component(item)):
         raise errors.OptionError(
             f"an item is the name of one folder of each step, got {item!r}\n"
-            "  hint: without one the only item that this library saved is taken"
+            "  hint: without one, that which most of the newest steps have is taken"
         )
     check_is_no_file(root)
     check_is_there(root)
@@ -392,26 +392,6 @@ def options_of_names(directories: Collection[str]) -> str:
     return said
 
 
-def find_item(root: AnyPath) -> str | None:
-    """The item of a root's steps that holds a checkpoint of this library, if any does.
-
-    Rather one that holds a manifest than one of which only other files are left.
-
-    Raises:
-        OSError: if the root or a step in it cannot be seen or listed.
-    """
-    if not exists(root):
-        return None
-    items: list[AnyPath] = []
-    for step in sorted(root.iterdir(), key=lambda path: path.name, reverse=True):
-        for item in _items(step) if _is_step(step) else ():
-            # Mostly in the first step that is looked into.
-            if exists(item / names.MANIFEST):
-                return item.name
-            items.append(item)
-    return next((item.name for item in items if is_own_item(item)), None)
-
-
 def is_own_item(item: AnyPath) -> bool:
     """Whether a folder of a step holds anything that this library alone writes.
 
@@ -421,9 +401,10 @@ def is_own_item(item: AnyPath) -> bool:
     return any(map(names.is_own, names_in(item)))
 
 
-def _items(step: AnyPath) -> list[AnyPath]:
-    """The folders in a step directory, sorted."""
-    return [step / name for name in names_in(step) if is_directory(step / name)]
+def folders_in(step: AnyPath) -> list[AnyPath]:
+    """The folders in a step directory that may be items, sorted."""
+    found = [step / name for name in names_in(step) if names.is_component(name)]
+    return [path for path in found if is_directory(path)]
 
 
 def _is_step(path: AnyPath) -> bool:
@@ -434,10 +415,23 @@ def _is_step(path: AnyPath) -> bool:
 def is_foreign(step: AnyPath) -> bool:
     """Whether a step directory holds something, but nothing that this library writes."""
     try:
-        found = [name for item in _items(step) for name in names_in(item)]
+        found = [name for item in folders_in(step) for name in names_in(item)]
     except OSError:
         return True  # it is not known, and so left alone
     return bool(found) and not any(map(names.is_own, found))
+
+
+def is_of_others(step: AnyPath, item: str) -> bool:
+    """Whether a folder that is called as a step is the user's, such as `2024` with plots.
+
+    It holds something, but neither what this library or Orbax saved nor the item's folder, of
+    which all else may be lost. An empty one may have been a step.
+    """
+    try:
+        held = names_in(step)
+        return bool(held) and item not in held and not _was_saved(step)
+    except OSError:
+        return False  # it is not known, and so others may rest on it
 
 
 def is_checkpoint(step: AnyPath) -> bool:
@@ -454,7 +448,7 @@ def is_checkpoint(step: AnyPath) -> bool:
 def _was_saved(step: AnyPath) -> bool:
     if names.ORBAX_METADATA in names_in(step):
         return True
-    return any(map(is_own_item, _items(step)))
+    return any(map(is_own_item, folders_in(step)))
 
 
 def is_earlier_run(folder: AnyPath) -> bool:

@@ -14,10 +14,10 @@ from cnr_jax.format.names import step_number
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.checked import about
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     Place,
     check_can_be_read,
-    find_item,
     open_root,
     step_directories,
 )

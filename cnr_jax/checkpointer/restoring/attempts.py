@@ -36,7 +36,8 @@ from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
 from cnr_jax.repository.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.files import AnyPath, exists
-from cnr_jax.repository.layout import find_item, naming_hint, open_root
+from cnr_jax.repository.items import find_item
+from cnr_jax.repository.layout import naming_hint, open_root
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger

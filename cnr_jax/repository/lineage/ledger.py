@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cnr_jax.repository.layout import (
     Place,
     is_checkpoint,
     is_foreign,
+    is_of_others,
     step_directories,
 )
 from cnr_jax.repository.lineage.entries import (
@@ -54,6 +55,7 @@ class Ledger:
     Attributes:
         foreign: those of the unreadable ones that hold something, but nothing of this library.
         strange: those of the unreadable ones that neither this library nor Orbax has saved.
+        of_others: those of the strange ones of which it is sure that no step rests on them.
         of_orbax: those of the unreadable ones that plain Orbax saved.
         withheld: those of the unreadable ones that may be whole: storage did not give them out.
         doubtful: these, and those that storage failed to read, as it may not do again.
@@ -73,6 +75,7 @@ class Ledger:
         self._unreadable: dict[str, str] = {}
         self.foreign: set[str] = set()
         self.strange: set[str] = set()
+        self.of_others: set[str] = set()
         self.of_orbax: set[str] = set()
         self.withheld: set[str] = set()
         self.doubtful: set[str] = set()
@@ -97,11 +100,16 @@ class Ledger:
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """Step directories whose manifest is missing or damaged, with the reason.
+        """Step directories whose manifest is missing or damaged, with the reason."""
+        return types.MappingProxyType(self._unreadable)
+
+    @property
+    def unknown(self) -> Set[str]:
+        """Those of the unreadable ones that may be steps.
 
         Nothing older than these may be deleted: they might depend on it.
         """
-        return types.MappingProxyType(self._unreadable)
+        return self._unreadable.keys() - self.of_others
 
     @property
     def damaged(self) -> Mapping[str, str]:
@@ -196,12 +204,14 @@ class Ledger:
             if is_gone(root / directory):
                 return
             self._unreadable[directory] = str(error)
+            if is_of_others(root / directory, item):
+                self.of_others.add(directory)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
                 self.doubtful.add(directory)
             elif error.kind == UNREAD:
                 self.doubtful.add(directory)
-            elif is_foreign(root / directory):
+            elif directory in self.of_others or is_foreign(root / directory):
                 self.foreign.add(directory)
             if not is_checkpoint(root / directory):
                 self.strange.add(directory)
@@ -278,7 +288,7 @@ class Ledger:
         """Drops a step directory that is gone or about to be."""
         self._drop(directory)
         self._unreadable.pop(directory, None)
-        for kind in (self.foreign, self.strange, self.of_orbax):
+        for kind in (self.foreign, self.strange, self.of_orbax, self.of_others):
             kind.discard(directory)
         self.withheld.discard(directory)
         self.doubtful.discard(directory)
@@ -298,7 +308,7 @@ class Ledger:
         """Takes over what was read anew; of a save that is being written nothing changes."""
         self._entries, self._unreadable = fresh._entries, fresh._unreadable
         self.foreign, self.strange = fresh.foreign, fresh.strange
-        self.of_orbax = fresh.of_orbax
+        self.of_others, self.of_orbax = fresh.of_others, fresh.of_orbax
         self.withheld, self.doubtful = fresh.withheld, fresh.doubtful
         self._damaged, self._spoilt, self._unread = {}, {}, set()
         self._version += 1

@@ -100,7 +100,7 @@ def kept_steps(
             reasons[step] = f"{min_fulls} full checkpoints are to be kept"
             held.append(step)
     # What steps up to the newest unreadable one rest on is not known.
-    newest = max(map(step_number, ledger.unreadable), default=-1)
+    newest = max(map(step_number, ledger.unknown), default=-1)
     spared = [s for s in sorted(known) if s <= newest and s not in reasons]
     text = f"folders up to {newest} cannot be read, and may rest on it"
     reasons |= dict.fromkeys(spared, text)
@@ -110,7 +110,7 @@ def kept_steps(
         wanted=wanted,
         left=set(left),
         spared=spared,
-        crowded=not wanted.issuperset([*left, *led]) and not ledger.unreadable,
+        crowded=not wanted.issuperset([*left, *led]) and not ledger.unknown,
         fulls=sorted(held),
     )
 
@@ -216,7 +216,7 @@ class ChainPreservation:
 
     def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
         """Says that the disk fills, why, and what to do."""
-        blamed = [name for name in ledger.unreadable if step_number(name) >= spared[0]]
+        blamed = [name for name in ledger.unknown if step_number(name) >= spared[0]]
         if frozenset(blamed) in self._told:
             return
         self._told.add(frozenset(blamed))
@@ -296,7 +296,7 @@ def blockers(ledger: Ledger, directory: str) -> list[str]:
     step = step_number(directory)
     unknown = [
         other
-        for other in ledger.unreadable
+        for other in ledger.unknown
         if other != directory and step_number(other) > step
     ]
     found = {*known, *named, *unknown}

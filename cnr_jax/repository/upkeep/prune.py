@@ -21,10 +21,10 @@ from cnr_jax.repository.files import (
     is_gone,
     is_local,
 )
+from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
-    find_item,
     is_earlier_run,
     open_root,
     step_directories,
@@ -330,6 +330,8 @@ def _fates(
         is_orbax = name in steps and steps[name].kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
         told = _BY_ORBAX if is_orbax else reason
+        if name in ledger.of_others:
+            told = "it is no step: nothing in it is of a checkpoint"
         fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
         reason = found.reasons.get(entry.step) or odd.get(entry.directory)
@@ -380,7 +382,7 @@ def _beside(
     """What becomes of what rollbacks and new runs have set aside."""
     others = set[str]()
     reason = "a rollback has set it aside: it goes with the first step of the run"
-    if ledger.unreadable:
+    if ledger.unknown:
         reason = (
             "a rollback has set it aside; folders that cannot be read may rest on it"
         )

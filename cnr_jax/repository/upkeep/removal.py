@@ -316,7 +316,7 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
         abandoned=held["abandoned"],
         earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
-        unreadable=tuple(sorted(set(ledger.unreadable) - ledger.of_orbax)),
+        unreadable=tuple(sorted(ledger.unknown - ledger.of_orbax)),
         claims=tuple(name for name in replacing if not is_directory(root / name)),
     )
 

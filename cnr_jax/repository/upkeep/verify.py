@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, get_args
 
 from cnr_jax import errors
@@ -25,6 +25,7 @@ from cnr_jax.repository.files import (
     names_in,
     read_small,
 )
+from cnr_jax.repository.items import find_item, items_of
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
@@ -99,7 +100,8 @@ def verify(
             that were looked at, and of all.
 
     Returns:
-        Problems with a `consequence` make steps unrestorable, those without do no harm.
+        Problems with a `consequence` make steps unrestorable, those without do no harm. Of the
+        chunks of an array 32 are listed, and one more problem says of how many that holds too.
 
     Raises:
         NoStepError: if there is no such root, or a save that is not committed has moved its
@@ -123,7 +125,7 @@ def verify(
     path = open_root(root)
     check_can_be_read(path, item)
     check_is_here(path)
-    steps = {name: _items(path, name) for name in step_directories(path)}
+    steps = items_of(path, step_directories(path), item or find_item(path))
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
     wanted = sorted(every if item is None else every & {item})
@@ -142,7 +144,7 @@ def verify(
         is_alike = items or any(names.are_alike(name, other) for other in known)
         if not is_alike and not is_checkpoint(path / name):
             continue
-        found += _unknown(path, name) if items else [_without_item(path, name)]
+        found += _unknown(path, name, items) if items else [_without_item(path, name)]
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
     return tuple(sorted(each for each in found if is_named(path / each.directory)))
@@ -174,25 +176,16 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
         yield Problem(step, file, "orbax_metadata", (), message)
 
 
-def _unknown(root: AnyPath, step: str) -> Iterator[Problem]:
+def _unknown(root: AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
     """Files of a step beside its items, and folders that are none of these, as far as is known."""
     held = items_of_orbax(root / step)
     for name in names_in(root / step):
-        if name in (names.ORBAX_METADATA, names.COMMITTED, *held):
+        if name in (names.ORBAX_METADATA, names.COMMITTED, *held, *items):
             continue
         path = root / step / name
-        if not is_directory(path) or (held and not is_own_item(path)):
+        if held or not is_directory(path) or is_own_item(path):
             message = "is not of this checkpoint; it is never read"
             yield Problem(step, name, UNKNOWN, (), message)
-
-
-def _items(root: AnyPath, step: str) -> list[str]:
-    """Items of a step that this library wrote."""
-    return [
-        name
-        for name in names_in(root / step)
-        if is_directory(root / step / name) and is_own_item(root / step / name)
-    ]
 
 
 def _beside(root: AnyPath) -> Iterator[Problem]:
@@ -245,7 +238,7 @@ class _Item:
                 parent = manifest.parent if manifest else None
                 for name in (step, *([parent.directory] if parent else [])):
                     found.pop(name, None)
-                    if self._item in _items(self._root, name):
+                    if is_own_item(self._root / name / self._item):
                         found[name] = self._look(name)
             if not stale:
                 return

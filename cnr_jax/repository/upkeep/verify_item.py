@@ -9,7 +9,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +49,10 @@ Harm = Literal["none", "step", "chain"]
 
 # Files that are read at the same time: enough to keep a disk busy while others are checked.
 _AT_ONCE = 8
+# Problems of an array that are listed: a manifest of some megabytes can name more chunks that are
+# not there than anybody would read of. In so many portions are its chunks looked at.
+_LISTED = 32
+_PORTIONS = 1024
 # What Orbax puts into an item beside what its handler wrote.
 _BY_ORBAX = {names.COMMITTED}
 
@@ -108,10 +113,11 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
     with _noted(found, item, names.DENSE, "step"):
         check_dense_index(manifest.dense_leaves, manifest.dense_files, item)
     checks: list[Check] = []
+    passed: list[tuple[str, int]] = []
     for process in processes:
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
-            checks += _array_checks(item, f"{rows}/{name}", entry, data)
+            checks += _array_checks(item, f"{rows}/{name}", entry, passed, data)
         look = partial(_check_tiles, item, manifest, process, data)
         checks.append((names.process_manifest(process.process), "chain", look))
     for digest in manifest.dense_files:
@@ -122,7 +128,39 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "cnr_verify") as pool:
         for findings in pool.map(partial(_findings, item), checks):
             found += findings
-    return list(dict.fromkeys(found))
+    return _listed(dict.fromkeys(found), passed)
+
+
+def _listed(
+    found: Iterable[Finding], passed: Iterable[tuple[str, int]]
+) -> list[Finding]:
+    """The first problems of each array, and one that says how many more there may be.
+
+    Args:
+        found: all.
+        passed: arrays, with how many chunks of them were not looked at.
+    """
+    listed: list[Finding] = []
+    unseen = Counter[str]()
+    for array, count in passed:
+        unseen[array] += count
+    seen, last = Counter[str](), dict[str, Finding]()
+    for finding in found:
+        array, of_chunk, _ = finding.file.partition("/c/")
+        if of_chunk:
+            seen[array] += 1
+        if not of_chunk or seen[array] <= _LISTED:
+            listed.append(finding)
+            last[array] = finding
+    for array, count in seen.items():
+        more = max(count - _LISTED, 0) + unseen[array]
+        if more:
+            text = f"{more:,} more chunks are not listed: "
+            text += (
+                f"{unseen[array]:,} of them were not looked at, the others are damaged"
+            )
+            listed.append(dataclasses.replace(last[array], file=array, message=text))
+    return listed
 
 
 def _findings(item: AnyPath, check: Check) -> list[Finding]:
@@ -146,7 +184,11 @@ def _noted(
 
 
 def _array_checks(
-    item: AnyPath, array: str, entry: ArrayEntry, data: bool
+    item: AnyPath,
+    array: str,
+    entry: ArrayEntry,
+    passed: list[tuple[str, int]],
+    data: bool,
 ) -> Iterator[Check]:
     metadata = FileDigest(
         path=f"{array}/zarr.json",
@@ -156,9 +198,32 @@ def _array_checks(
     # It is for other programs: a restore goes by the manifest.
     yield metadata.path, "none", partial(check_file, item, metadata)
     readers: list[ArrayReader] = []
-    for chunk in range(len(entry.crc32c)):
-        look = partial(_check_chunk, item / array, entry, chunk, readers, data)
-        yield f"{array}/c/{chunk}", "chain", look
+    chunks = range(len(entry.crc32c))
+    size = len(chunks) // _PORTIONS + 1
+    for first in chunks[::size]:
+        some = chunks[first : first + size]
+        look = partial(_check_chunks, item, array, entry, some, readers, passed, data)
+        yield array, "chain", look
+
+
+def _check_chunks(
+    item: AnyPath,
+    array: str,
+    entry: ArrayEntry,
+    chunks: range,
+    readers: list[ArrayReader],
+    passed: list[tuple[str, int]],
+    data: bool,
+) -> list[Finding]:
+    """What is wrong with some chunks of an array, as far as that is listed."""
+    found: list[Finding] = []
+    for done, chunk in enumerate(chunks):
+        if len(found) > _LISTED:
+            passed.append((array, len(chunks) - done))
+            break
+        with _noted(found, item, f"{array}/c/{chunk}"):
+            _check_chunk(item / array, entry, chunk, readers, data)
+    return found
 
 
 def _check_chunk(
