@@ -417,6 +417,8 @@ def test_a_run_that_follows_another_does_not_say_that_it_began_without_touched_r
         state, touched = manager.restore(None, directory=tmp_path / "old")
         state = {**STATE, "user": state["user"]}
         for step in (2, 3):
+            # Who records into them is told that nobody reads them here; who does not, nothing.
+            touched = cnr.record(touched, {"user": np.array([step])})
             manager.save(step, args=cnr.args.Save(state, touched))
         manager.wait_until_finished()
         assert manager.last_report.tracking == "fingerprint"

@@ -86,7 +86,8 @@ def test_opening_looks_into_steps_as_orbax_does_and_reads_one_file_of_each_more(
     more = ours - theirs
     manifests = [os.fspath(tmp_path / f"{i}/default/{names.MANIFEST}") for i in steps]
     assert [more.pop(path) for path in manifests] == [1] * len(steps)
-    assert sum(more.values()) <= 5, more
+    # The item is that of the newest steps, up to eight, however many there are.
+    assert sum(more.values()) <= 5 + 8, more
 
 
 def test_manifest_of_a_save_is_read_once(

@@ -34,6 +34,7 @@ from typing import Any
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.args import DEFAULT_ITEM
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.step import read_manifest
@@ -123,9 +124,9 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._see_refused()
 
     def put_folder(self, gap: int) -> None:
-        """Somebody else's folder, with a number for a name, comes to the root."""
+        """A folder comes to the root, with a number for a name, that may have been a step."""
         number = max([self._next, *self.model.steps, *self.model.foreign]) + gap
-        folder = self.root / str(number) / "notes"
+        folder = self.root / str(number) / DEFAULT_ITEM
         folder.mkdir(parents=True)
         (folder / "read.me").write_text("not a checkpoint")
         self.model.foreign.add(number)
@@ -290,11 +291,9 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _saved(self, step: int, values: Values) -> None:
         report = self.manager.last_report
-        parent = report.parent if report is not None and report.step == step else None
         if report is None or report.step != step:
-            # Retention has dropped the newest step at once. A full one would have been kept, if
-            # anything is and one lacked: so it was a delta, if one was legal.
-            parent = max(self.model.legal_parents(), default=None)
+            raise WrongError(f"there is no report of step {step}")
+        parent = report.parent
         self.model.saved(step, values, parent)
         self._note_earlier()
         self._count("full" if parent is None else "delta")
