@@ -539,7 +539,8 @@ def slowly(*case: str) -> Any:
 
 # Whatever the policy, the first save is full.
 @pytest.mark.parametrize(
-    "policy", [slowly("full"), slowly("one_shot"), "consecutive", "intermittent"]
+    "policy",
+    [slowly("full"), slowly("one_shot"), slowly("consecutive"), "intermittent"],
 )
 @_settings(3)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
@@ -619,6 +620,7 @@ def test_exact_chains_encoded_on_the_device_equal_model(
     play(data, options, st.sampled_from(DEVICE_WORLDS))
 
 
+@pytest.mark.slow
 @_settings(2)
 @hypothesis.given(data=st.data(), staging_bytes=STAGING_BYTES)
 def test_quantized_chains_encoded_on_the_device_equal_model(

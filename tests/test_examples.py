@@ -19,8 +19,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = [
     "quickstart.py",
     "train_linen.py",
-    "evaluate.py",
-    # As the guide on sweeps, whose code runs.
+    # As the guides on evaluation and sweeps, whose code runs.
+    pytest.param("evaluate.py", marks=pytest.mark.slow),
     pytest.param("sweep.py", marks=pytest.mark.slow),
     pytest.param("drop_in.py", marks=pytest.mark.slow),
 ]

@@ -390,7 +390,7 @@ def play(root: Path, seed: int, *, harmed: bool) -> Iterator[str]:
 
 @pytest.mark.parametrize("harmed", [True, False])
 def test_random_harm_costs_one_save_at_most(tmp_path: Path, harmed: bool) -> None:
-    for seed in range(8 if harmed else 2):
+    for seed in range(5 if harmed else 2):
         assert not list(play(tmp_path / str(seed), seed, harmed=harmed)), seed
 
 

@@ -171,7 +171,12 @@ def wait_for_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [save, wait, restore, pytest.param(close, marks=pytest.mark.slow)]
+    "call",
+    [
+        save,
+        restore,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (wait, close)),
+    ],
 )
 def test_after_an_interrupt_the_manager_goes_on(
     tiny_run: Any, tmp_path: Path, call: Callable[..., None]

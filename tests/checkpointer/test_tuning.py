@@ -130,6 +130,7 @@ def test_choice_is_the_same_for_every_sharding(
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.slow
 def test_only_logical_rows_are_sampled_where_their_layout_puts_them(
     values: np.ndarray, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -168,6 +168,7 @@ def test_two_processes_write_deltas_together(
     assert_same(values(out / "twin", 1), values(out / "twin", 0))
 
 
+@pytest.mark.slow
 def test_two_processes_tune_as_one_does(
     twin: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:

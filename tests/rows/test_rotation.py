@@ -49,6 +49,7 @@ def _tables(rows: list[int], dims: list[int]) -> tuple[Any, Any, Any]:
 
 
 # Each shape is a compilation.
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), max_size=5),
