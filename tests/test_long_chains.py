@@ -45,6 +45,7 @@ def manager_of(run: Any, root: Path, policy: cnr.Policy) -> cnr.CheckpointManage
     return cnr.CheckpointManager(root, tables=run.tables, options=options)
 
 
+@pytest.mark.slow
 def test_history_is_bounded_and_limits_of_chains_hold_beyond_it(
     tiny_run: Any, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def tuned(
     return options, record.getMessage()
 
 
+@pytest.mark.slow
 @each_of("codec", [Asymmetric(bits=2), KMeans(bits=2)])
 @each_of("within", [0.0, 0.01, 0.1, 10.0])
 def test_fewest_rounds_within_the_limit_are_chosen(codec: Any, within: float) -> None:

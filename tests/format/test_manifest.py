@@ -204,6 +204,7 @@ def test_bounded_history_keeps_sums_order_and_the_last_save(
     assert not left
 
 
+@pytest.mark.slow
 def test_manifests_that_were_read_leave_little_in_memory() -> None:
     def held_after(manifests: Iterable[Manifest]) -> int:
         tracemalloc.start()

@@ -217,7 +217,7 @@ RESUMED = ("consecutive", "fingerprint", "zstd")
     ("policy", "tracking", "compression", "kills"),
     [
         pytest.param("one_shot", "recorded", None, [IN_ROWS], marks=pytest.mark.slow),
-        (*RESUMED, [IN_MANIFEST]),
+        pytest.param(*RESUMED, [IN_MANIFEST], marks=pytest.mark.slow),
         pytest.param(*RESUMED, [IN_ROWS, IN_MANIFEST], marks=pytest.mark.slow),
     ],
     ids=["in rows", "in the manifest", "twice"],
