@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -601,6 +602,10 @@ def test_the_threads_of_a_save_do_what_was_asked_for_when_it_began(
     handler.may_write.clear()
     manager.save(7, args=ProbeSave())
     first = orbax._commit
+    # `save` returns once the thread is started, which may be before it has come to its work.
+    end = time.monotonic() + 60
+    while not first.has_begun and time.monotonic() < end:
+        time.sleep(0.001)
     assert orbax.is_busy() and first.has_begun and not first.is_here
     begin("second")
     handler.may_write.set()
