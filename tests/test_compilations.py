@@ -125,8 +125,8 @@ ON_HOST = {name: cnr.TableSpec() for name in ROWS}
 @pytest.mark.parametrize(
     ("staging", "codec"),
     [
-        ("host", "raw"),
         ("device", "asymmetric"),
+        pytest.param("host", "raw", marks=pytest.mark.slow),
         pytest.param("host", "asymmetric", marks=pytest.mark.slow),
         pytest.param("host", "adaptive", marks=pytest.mark.slow),
         pytest.param("device", "raw", marks=pytest.mark.slow),
