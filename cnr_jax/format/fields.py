@@ -86,6 +86,14 @@ class Fields:
         self._report(key, "a number of at least 0", value)
         return 0.0
 
+    def any_number(self, key: str) -> float:
+        """A number, which may be negative; 0.0 after a problem."""
+        value = self._value.get(key, _MISSING)
+        if is_integer(value) or (type(value) is float and math.isfinite(value)):
+            return float(value)
+        self._report(key, "a number", value)
+        return 0.0
+
     def text(self, key: str, *, choices: tuple[str, ...] = ()) -> str:
         """A string, one of `choices` where given; empty after a problem."""
         value = self._value.get(key, _MISSING)

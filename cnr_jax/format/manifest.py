@@ -189,6 +189,36 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunMotion:
+    """How far rows of a run move from restore to restore, see `SampledMotion`.
+
+    Attributes:
+        intervals: between restores, that which ends with this step the last one; at least one.
+        even_bits: of all of them together: errors add up over intervals, and so does motion.
+    """
+
+    intervals: int
+    even_bits: float
+
+    def joined(self, other: RunMotion | None) -> RunMotion:
+        """Both together.
+
+        Example:
+            >>> RunMotion(intervals=1, even_bits=3.0).joined(RunMotion(intervals=1, even_bits=3.0))
+            RunMotion(intervals=2, even_bits=3.0)
+        """
+        if other is None:
+            return self
+        both = (self, other)
+        count = min(sum(each.intervals for each in both), LARGEST)
+        # Squares of motion in units of the error: intervals of no motion add error alone.
+        motion = sum(each.intervals * 4.0**-each.even_bits for each in both)
+        return RunMotion(
+            intervals=count, even_bits=round(0.5 * math.log2(count / motion), 4)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The contents of `manifest.json`; see SPEC.md, section 5."""
 
@@ -220,6 +250,8 @@ class Manifest:
     forks: tuple[Fork, ...] | None = None
     # None: the manifest does not say.
     encoding: EncodingEntry | None = None
+    # None: it is not known.
+    motion: RunMotion | None = None
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -255,7 +287,7 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
-    for name in ("forks", "encoding"):
+    for name in ("forks", "encoding", "motion"):
         if document[name] is None:
             del document[name]
     encoding = document.get("encoding", {})
@@ -315,6 +347,15 @@ def _read_manifest(fields: Fields) -> Manifest:
         encoding=read_encoding(fields.child("encoding"))
         if fields.has("encoding")
         else None,
+        motion=_read_motion(fields.child("motion")) if fields.has("motion") else None,
+    )
+
+
+def _read_motion(fields: Fields) -> RunMotion:
+    return RunMotion(
+        intervals=fields.integer("intervals", minimum=1),
+        # Powers of two with exponents like this do not overflow.
+        even_bits=max(-400.0, min(fields.any_number("even_bits"), 400.0)),
     )
 
 

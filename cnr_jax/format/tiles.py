@@ -138,6 +138,20 @@ def joined_error(found: Iterable[SampledError | None]) -> SampledError | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledMotion:
+    """How far rows of a table have moved since the run began or was restored: a sample of them.
+
+    Attributes:
+        rows: that had moved, at least one.
+        even_bits: `log2(error / motion)`, the mean over rows: of rounding to one step over the
+            range of the row, and of the row's way.
+    """
+
+    rows: int
+    even_bits: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessManifest:
     """The contents of `manifest.pNNNNN.json`; see SPEC.md, section 6."""
 
@@ -151,6 +165,7 @@ class ProcessManifest:
     version: int = names.VERSION
     # By table; None: nothing was sampled.
     row_errors: Mapping[str, SampledError] | None = None
+    motion: Mapping[str, SampledMotion] | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -165,8 +180,9 @@ def dump_process(manifest: ProcessManifest) -> bytes:
     for entry in document["arrays"].values():
         if entry["compressed"] is None:
             del entry["compressed"]
-    if not manifest.row_errors:
-        del document["row_errors"]
+    for name in ("row_errors", "motion"):
+        if not document[name]:
+            del document[name]
     document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
     return dump_document({"format": PROCESS_FORMAT, **document})
 
@@ -210,6 +226,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         row_errors=fields.mapping("row_errors", _read_error)
         if fields.has("row_errors")
         else None,
+        motion=fields.mapping("motion", _read_motion) if fields.has("motion") else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:
@@ -224,6 +241,12 @@ def _read_error(fields: Fields) -> SampledError:
         rows=fields.integer("rows", minimum=1),
         mean=fields.number("mean"),
         worst=fields.number("worst"),
+    )
+
+
+def _read_motion(fields: Fields) -> SampledMotion:
+    return SampledMotion(
+        rows=fields.integer("rows", minimum=1), even_bits=fields.any_number("even_bits")
     )
 
 

@@ -32,12 +32,13 @@ from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import (
-    Comparison,
+    Sample,
     comparing_program,
     host_programs,
     sample_positions,
 )
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.gather.motion import FollowedRows, Key
 from cnr_jax.rows.tiling import (
     Arrays,
     LocalShards,
@@ -87,6 +88,7 @@ def capture(
     widths: Mapping[str, int],
     staging: str,
     dithered_in: str | None = None,
+    followed: FollowedRows | None = None,
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -98,6 +100,7 @@ def capture(
         widths: of codes, by table, where these are left to the number of restores.
         staging: where rows are encoded, as in options.
         dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
+        followed: rows whose motion is looked at; None: none.
     """
     codecs, way = _Codecs(encoding, widths), placing(staging)
     plans = [
@@ -114,31 +117,51 @@ def capture(
     # Rows of one group follow each other, so that they share chunks and programs.
     plans.sort(key=lambda pair: _order(*pair))
     if any(run.where == "device" for _, run in plans):
-        plans = _with_samples(plans)
+        plans = _with_samples(plans, followed)
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
     )
 
 
-def sample_of(plans: Sequence[RunPlan]) -> np.ndarray:
-    """Positions of the sampled rows among all rows of a save: rows of tables that are rounded."""
-    return sample_positions(
-        [plan.count for plan in plans],
-        [plan.width for plan in plans],
-        [is_rounded(plan) for plan in plans],
+def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample:
+    """Which rows of a save are compared with their codes, and whose motion is looked at.
+
+    Args:
+        plans: of the save, in order.
+        followed: rows whose motion is looked at; None: none.
+    """
+    counts = [plan.count for plan in plans]
+    starts = np.cumsum([0, *counts])
+    compared = sample_positions(
+        counts, [plan.width for plan in plans], [is_rounded(plan) for plan in plans]
     )
-
-
-def comparison_of(plans: Sequence[RunPlan]) -> Comparison:
-    """What is to compare the sampled rows with what their codes read as."""
-    positions = sample_of(plans)
-    ends = np.cumsum([plan.count for plan in plans])
+    found: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+    for plan, start in zip(plans, starts, strict=False):
+        key = (plan.table, plan.box)
+        if followed is not None and plan.leaf == "table" and plan.count:
+            at = followed.among(key, plan.positions)
+            if len(at):
+                in_tile = at if plan.positions is None else plan.positions[at]
+                found[key] = at + start, in_tile
+    empty = np.empty(0, np.int64)
+    ours = np.concatenate([empty, *(at for at, _ in found.values())])
+    positions = np.union1d(compared, ours)
+    of_keys, in_tile = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
+    for number, (at, own) in enumerate(found.values()):
+        where = np.searchsorted(positions, at)
+        of_keys[where], in_tile[where] = number, own
     names = sorted({plan.table for plan in plans})
     index = {name: i for i, name in enumerate(names)}
     tables = np.asarray([index[plan.table] for plan in plans], np.int64)
-    return Comparison(
-        positions, tables[np.searchsorted(ends, positions, side="right")], names
+    return Sample(
+        positions=positions,
+        tables=tables[np.searchsorted(starts[1:], positions, side="right")],
+        names=names,
+        compared=np.isin(positions, compared),
+        followed=of_keys,
+        keys=tuple(found),
+        in_tile=in_tile,
     )
 
 
@@ -147,14 +170,16 @@ def is_rounded(plan: RunPlan) -> bool:
     return not plan.is_slot and not isinstance(plan.codec, Raw)
 
 
-def _with_samples(plans: list[tuple[RunPlan, Run]]) -> list[tuple[RunPlan, Run]]:
+def _with_samples(
+    plans: list[tuple[RunPlan, Run]], followed: FollowedRows | None
+) -> list[tuple[RunPlan, Run]]:
     """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
-    positions = sample_of([plan for plan, _ in plans])
+    positions = sample_of([plan for plan, _ in plans], followed).positions
     ends = np.cumsum([plan.count for plan, _ in plans])
     parts = np.split(positions, np.searchsorted(positions, ends))
     return [
         (plan, dataclasses.replace(run, sampled=part - (end - plan.count)))
-        if len(part) and run.where == "device"
+        if len(part) and run.where == "device" and not isinstance(run.codec, Raw)
         else (plan, run)
         for (plan, run), part, end in zip(plans, parts[:-1], ends, strict=True)
     ]
