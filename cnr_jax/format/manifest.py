@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from cnr_jax import errors
@@ -189,33 +189,33 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunMotion:
-    """How far rows of a run move from restore to restore, see `SampledMotion`.
+class SampledMotion:
+    """How far rows have moved since the run began or was restored: a sample of them.
 
     Attributes:
-        intervals: between restores, that which ends with this step the last one; at least one.
-        even_bits: of all of them together: errors add up over intervals, and so does motion.
+        rows: that had moved, at least one.
+        even_bits: `log2(error / motion)`, the mean over rows: of dithered codes of one step over
+            the range of the row, and of the row's way.
     """
 
-    intervals: int
+    rows: int
     even_bits: float
 
-    def joined(self, other: RunMotion | None) -> RunMotion:
-        """Both together.
 
-        Example:
-            >>> RunMotion(intervals=1, even_bits=3.0).joined(RunMotion(intervals=1, even_bits=3.0))
-            RunMotion(intervals=2, even_bits=3.0)
-        """
-        if other is None:
-            return self
-        both = (self, other)
-        count = min(sum(each.intervals for each in both), LARGEST)
-        # Squares of motion in units of the error: intervals of no motion add error alone.
-        motion = sum(each.intervals * 4.0**-each.even_bits for each in both)
-        return RunMotion(
-            intervals=count, even_bits=round(0.5 * math.log2(count / motion), 4)
-        )
+def joined_motion(found: Iterable[SampledMotion]) -> SampledMotion | None:
+    """The motion of several samples together; None if there is none.
+
+    Example:
+        >>> few = SampledMotion(rows=1, even_bits=2.0)
+        >>> joined_motion([few, SampledMotion(rows=3, even_bits=4.0)])
+        SampledMotion(rows=4, even_bits=3.5)
+    """
+    samples = list(found)
+    rows = sum(each.rows for each in samples)
+    if not rows:
+        return None
+    total = sum(each.rows * each.even_bits for each in samples)
+    return SampledMotion(rows=rows, even_bits=round(total / rows, 4))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ class Manifest:
     # None: the manifest does not say.
     encoding: EncodingEntry | None = None
     # None: it is not known.
-    motion: RunMotion | None = None
+    motion: SampledMotion | None = None
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -347,14 +347,15 @@ def _read_manifest(fields: Fields) -> Manifest:
         encoding=read_encoding(fields.child("encoding"))
         if fields.has("encoding")
         else None,
-        motion=_read_motion(fields.child("motion")) if fields.has("motion") else None,
+        motion=read_motion(fields.child("motion")) if fields.has("motion") else None,
     )
 
 
-def _read_motion(fields: Fields) -> RunMotion:
-    return RunMotion(
-        intervals=fields.integer("intervals", minimum=1),
-        # Powers of two with exponents like this do not overflow.
+def read_motion(fields: Fields) -> SampledMotion:
+    """How far rows have moved."""
+    return SampledMotion(
+        rows=fields.integer("rows", minimum=1),
+        # Powers of two with such exponents do not overflow.
         even_bits=max(-400.0, min(fields.any_number("even_bits"), 400.0)),
     )
 

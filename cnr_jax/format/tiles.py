@@ -17,7 +17,9 @@ from cnr_jax.format import names
 from cnr_jax.format.fields import Fields, dump_document, is_integer, open_document
 from cnr_jax.format.manifest import (
     NamedConfiguration,
+    SampledMotion,
     TableEntry,
+    read_motion,
     read_named,
     to_json,
 )
@@ -138,20 +140,6 @@ def joined_error(found: Iterable[SampledError | None]) -> SampledError | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SampledMotion:
-    """How far rows of a table have moved since the run began or was restored: a sample of them.
-
-    Attributes:
-        rows: that had moved, at least one.
-        even_bits: `log2(error / motion)`, the mean over rows: of rounding to one step over the
-            range of the row, and of the row's way.
-    """
-
-    rows: int
-    even_bits: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessManifest:
     """The contents of `manifest.pNNNNN.json`; see SPEC.md, section 6."""
 
@@ -226,7 +214,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         row_errors=fields.mapping("row_errors", _read_error)
         if fields.has("row_errors")
         else None,
-        motion=fields.mapping("motion", _read_motion) if fields.has("motion") else None,
+        motion=fields.mapping("motion", read_motion) if fields.has("motion") else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:
@@ -241,12 +229,6 @@ def _read_error(fields: Fields) -> SampledError:
         rows=fields.integer("rows", minimum=1),
         mean=fields.number("mean"),
         worst=fields.number("worst"),
-    )
-
-
-def _read_motion(fields: Fields) -> SampledMotion:
-    return SampledMotion(
-        rows=fields.integer("rows", minimum=1), even_bits=fields.any_number("even_bits")
     )
 
 

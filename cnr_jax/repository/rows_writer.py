@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from cnr_jax.format import names, rowids
-from cnr_jax.format.manifest import FileDigest, NamedConfiguration
+from cnr_jax.format.manifest import FileDigest, NamedConfiguration, SampledMotion
 from cnr_jax.format.tiles import (
     ArrayEntry,
     Box,
@@ -26,7 +26,6 @@ from cnr_jax.format.tiles import (
     ProcessManifest,
     RowIds,
     SampledError,
-    SampledMotion,
     Segment,
     Tile,
     dump_process,

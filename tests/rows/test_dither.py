@@ -91,16 +91,16 @@ def test_no_element_is_a_step_off_and_rows_are_right_in_the_mean(codec: Any) -> 
     step = step_of(codec, rows)
     seeds = 200
     back = np.stack([read(codec, make_rows(), keys_of(s)) for s in range(seeds)])
-    plain = isinstance(codec, Symmetric) or getattr(codec, "refits", None) == 0
-    if plain:
-        assert (np.abs(back - rows) <= 1.01 * step).all()
+    assert (np.abs(back - rows) <= 1.01 * step).all()
     off = (back.mean(0) - rows) / step
-    # A search that clips the ends of a row leaves what it clips.
+    # Of scales and offsets in 16 bits: the ends of a row may be clipped by so much.
+    clipped = 0.0 if codec.metadata_bits == 32 else 0.3 if codec.bits < 8 else 0.0
     inside = (back.min(0) < rows) & (rows < back.max(0))
-    assert inside.mean() > (0.8 if codec.bits > 2 else 0.5)
+    assert inside.mean() > 0.8
     # At most half a step is the deviation of one draw.
     assert np.abs(off[inside]).max() < 6 * 0.5 * 1.4 / np.sqrt(seeds)
     assert abs(off[inside].mean()) < 0.005
+    assert np.abs(off[~inside]).max() < 6 * 0.5 / np.sqrt(seeds) + clipped
 
 
 @each_of("codec", CODECS)

@@ -33,8 +33,8 @@ from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
 from cnr_jax.rows.gather.encode import Comparison, RowErrors
-from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.tiling import host_device, own_settings
 from cnr_jax.telemetry import percent
 from cnr_jax.texts import logger

@@ -17,7 +17,7 @@ import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk
-from cnr_jax.rows.gather.motion import FollowedRows, Key, Motion
+from cnr_jax.rows.gather.motion import LEAST_MOVED, FollowedRows, Key, Motion
 from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
@@ -198,7 +198,7 @@ class Comparison:
         self._waiting: dict[_Group, list[tuple[np.ndarray, ...]]] = {}
         # With the tables of the rows.
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
-        self._motions: list[tuple[np.ndarray, np.ndarray]] = []
+        self._motions: dict[int, list[np.ndarray]] = {}
         # Tiles of which nothing is known yet: a run begins.
         self._new = [not followed.has(key) for key in sample.keys] if followed else []
         self._failed = False
@@ -225,20 +225,20 @@ class Comparison:
         return _joined(errors), by_table
 
     def motions(self) -> dict[str, Motion]:
-        """How far the followed rows of each table have moved, where some have."""
-        if self._failed or not self._motions:
-            return {}
-        tables, bits = map(np.concatenate, zip(*self._motions, strict=True))
-        return {
-            name: Motion(len(each), float(each.mean()))
-            for name, each in self._by_table(tables, bits)
-        }
+        """How far the followed rows of each table have moved; empty where too few have."""
+        found: dict[str, Motion] = {}
+        for table, parts in self._motions.items():
+            bits = np.concatenate(parts)
+            if len(bits):
+                found[self._sample.names[table]] = Motion(len(bits), float(bits.mean()))
+        enough = sum(each.rows for each in found.values()) >= LEAST_MOVED
+        return found if enough and not self._failed else {}
 
     def _by_table(
         self, tables: np.ndarray, values: np.ndarray
     ) -> Iterator[tuple[str, np.ndarray]]:
         for index in np.unique(tables).tolist():
-            yield self._sample.names[index], values[tables == index]
+            yield str(self._sample.names[index]), values[tables == index]
 
     def _attempt(self, work: Callable[[], object]) -> None:
         if self._failed:
@@ -288,9 +288,10 @@ class Comparison:
             if self._new[number]:
                 followed.keep(key, in_tile, rows[mine])
                 continue
-            bits = followed.moved(key, in_tile, rows[mine])
-            known = ~np.isnan(bits)
-            self._motions.append((sample.tables[which][mine][known], bits[known]))
+            # All of one tile, hence of one table.
+            table = int(sample.tables[which][mine][0])
+            moved = followed.moved(key, in_tile, rows[mine])
+            self._motions.setdefault(table, []).append(moved)
 
     def _compare(self, group: _Group) -> None:
         """Compares what waits of a group, in batches of one size."""

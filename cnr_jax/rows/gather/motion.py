@@ -1,4 +1,4 @@
-"""How far rows move from one restore to the next, against how finely codes can tell.
+"""How far rows move from one restore to the next, against the error of codes.
 
 Rounding harms a training whose rows have moved by little when they are rounded again: as often as
 the run is restored, the error comes on top of what was learnt in between. Whether that is so can
@@ -14,16 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cnr_jax.format.tiles import Box
 from cnr_jax.rows.codecs.base import DTYPES, Raw
 from cnr_jax.rows.gather.chunk import Run
 from cnr_jax.rows.gather.device import rows_of
 from cnr_jax.rows.gather.host import copied_rows
-from cnr_jax.rows.tiling import OwnTile, ShardsOf, Way
+from cnr_jax.rows.tiling import Box, OwnTile, ShardsOf, Way
 
 KEPT_BYTES = 4 << 20
 """Of float32 rows that each process keeps at most."""
 _MOST_ROWS = 16_384  # of a tile
+LEAST_MOVED = 16
+"""Rows of a process that tell anything: fewer are chance."""
 
 
 class Motion(NamedTuple):
@@ -31,10 +32,10 @@ class Motion(NamedTuple):
 
     Attributes:
         rows: that moved, and of which codes could be made.
-        even_bits: `log2(error / motion)`, the mean over these rows: of codes of one step over the
-            range of a row, rounded to nearest, and of the way that the row has gone, both as root
-            mean squares. Codes of b bits have 2**b - 1 steps, so their error comes to
-            `2**even_bits / (2**b - 1)` of the motion.
+        even_bits: `log2(error / motion)`, the mean over these rows: of the error of dithered codes
+            of one step over the range of a row, as a root mean square, and of the way that the row
+            has gone. Codes of b bits have 2**b - 1 steps: theirs is `2**even_bits / (2**b - 1)` of
+            the motion.
     """
 
     rows: int
@@ -112,24 +113,23 @@ class FollowedRows:
         return key in self._before
 
     def moved(self, key: Key, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """`even_bits` of rows, float64; NaN of those that did not move, or are in doubt.
+        """`log2(error / motion)` of rows, float64; of those alone that moved, and have both.
 
         Args:
             key: of the tile.
             positions: of the rows in it, all followed.
             rows: as they are now.
         """
-        before = self._before.get(key)
-        if before is None:
-            return np.full(len(rows), np.nan)
-        at = np.searchsorted(self._positions[key], positions)
-        # Squares of what a float holds may not fit into one.
+        before = self._before[key][np.searchsorted(self._positions[key], positions)]
+        # Squares of what a float holds may not fit into one; rows may not be finite.
         with np.errstate(all="ignore"):
             now = rows.astype(np.float64)
-            way = np.square(now - before[at]).sum(axis=1)
-            reach = np.square(now.max(axis=1) - now.min(axis=1))
-            found = 0.5 * np.log2(reach * now.shape[1] / 12 / way)
-        return np.where(np.isfinite(found), found, np.nan)
+            motion = np.square(now - before).sum(axis=1)
+            reach = now.max(axis=1) - now.min(axis=1)
+            # A sixth of a step squared: the mean of f (1 - f) over all fractions f.
+            error = np.square(reach) * (now.shape[1] / 6)
+            found = 0.5 * np.log2(error / motion)
+        return found[np.isfinite(found)]
 
     def keep(self, key: Key, positions: np.ndarray, rows: np.ndarray) -> None:
         """Keeps rows as they are, where the run has just begun: the first save has all.
@@ -145,20 +145,6 @@ class FollowedRows:
             self._before[key] = np.full((len(followed), rows.shape[1]), np.nan, "f4")
         at = np.searchsorted(followed, positions)
         self._before[key][at] = rows
-
-
-def joined_motion(found: Iterable[tuple[int, float]]) -> Motion | None:
-    """The motion of several samples together; None if no row has moved.
-
-    Example:
-        >>> joined_motion([(1, 2.0), (3, 4.0)])
-        Motion(rows=4, even_bits=3.5)
-    """
-    samples = list(found)
-    rows = sum(count for count, _ in samples)
-    if not rows:
-        return None
-    return Motion(rows, sum(count * bits for count, bits in samples) / rows)
 
 
 def _spread(rows: int, count: int) -> np.ndarray:
