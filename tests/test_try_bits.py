@@ -19,6 +19,8 @@ from scipy import stats
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.checkpointer.trying.restored import restored, row_bytes
+from cnr_jax.repository.step import read_manifest
 
 from .conftest import each_of
 
@@ -76,52 +78,66 @@ def sharded_state() -> tuple[dict[str, Any], dict[str, cnr.TableSpec]]:
     return {"params": params, "opt_state": {"nu": {"user": nu}}, "step": 7}, specs
 
 
-@each_of("bits", [2, "raw"])
+@each_of("rounding", ["auto", "dithered"])
 def test_what_is_tried_is_what_a_restore_brings(
-    bits: Any, tmp_path: Path, tiny_limits: Callable[..., None]
+    rounding: Any, tmp_path: Path, tiny_limits: Callable[..., None]
 ) -> None:
     # So that tables are of several chunks, of which the last is not full.
     tiny_limits(gathered_chunk_bytes=1 << 9, gathered_small_rows=8)
     state, specs = sharded_state()
     tables = cnr.find_tables(state, specs)
-    options = dataclasses.replace(
-        QUICK, slot_codec="auto", tables={"kind": cnr.TableOptions(bits=8)}
+    own = {"kind": cnr.TableOptions(codec="asymmetric", bits=8)}
+    options = cnr.Options(
+        codec="asymmetric",
+        bits=2,
+        rounding=rounding,
+        slot_codec="auto",
+        tables=own,
     )
-    seen: list[Any] = []
-
-    def evaluate(state: Any) -> float:
-        seen.append(jax.tree.map(np.asarray, state))
-        same = jax.tree.map(lambda x, t: x.sharding == t.sharding, state["params"], own)
-        assert all(jax.tree.leaves(same))
-        return 0.0
-
-    own = state["params"]
-    found = cnr.try_bits(
-        state, tables, evaluate, better="lower", bits=[bits], options=options
-    )
-    given = {"codec": "raw"} if bits == "raw" else {"bits": bits}
-    if bits == "raw":  # as every table with bits of its own keeps its codec
-        kind = cnr.TableOptions(codec="asymmetric", bits=8)
-        given["tables"] = {"kind": kind}
-    options = dataclasses.replace(options, **given)
-    root = tmp_path / str(bits)
+    root = tmp_path / rounding
     with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
         manager.save(0, args=cnr.args.Save(state))
         manager.wait_until_finished()
         report = manager.last_report
+        assert report is not None
         want = manager.restore(0, args=cnr.args.Restore(state)).state
-    assert len(seen) == 2
-    for got, expected in zip(seen, (state, want), strict=True):
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(a, np.asarray(b))
-    (width,) = found.widths
-    # What is stored of rows, and nothing else.
-    leaves = [table.leaves for table in report.tables]
-    assert width.table_bytes == sum(leaf[0].bytes for leaf in leaves)
-    assert width.slot_bytes == sum(x.bytes for leaf in leaves for x in leaf[1:])
-    assert width.mean_row_error == pytest.approx(report.mean_row_error, rel=1e-4)
-    assert width.worst_row_error == pytest.approx(report.worst_row_error, rel=1e-4)
-    assert found.state_bytes == report.state_bytes
+    seen: list[Any] = []
+
+    def evaluate(given: Any) -> float:
+        seen.append(given)
+        return 0.0
+
+    found = cnr.try_bits(
+        state,
+        tables,
+        evaluate,
+        better="lower",
+        bits=[2],
+        options=dataclasses.replace(QUICK, slot_codec="auto", tables=own),
+    )
+    exact, tried = seen
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, exact, state)))
+    if rounding == "dithered":  # by a seed of its own: as of that lineage
+        lineage = read_manifest(root / "0" / "default").lineage
+        tried, leaves = restored(state, tables, options.encoding, lineage)
+        off = row_bytes(leaves).off
+        mean, worst = off.errors / off.rows, off.worst
+    else:
+        (width,) = found.widths
+        mean, worst = width.mean_row_error, width.worst_row_error
+        # What is stored of rows, and nothing else.
+        of_leaves = [table.leaves for table in report.tables]
+        assert width.table_bytes == sum(each[0].bytes for each in of_leaves)
+        assert width.slot_bytes == sum(x.bytes for each in of_leaves for x in each[1:])
+        assert found.state_bytes == report.state_bytes
+    jax.tree.map(np.testing.assert_array_equal, tried, want)
+    for part in ("params", "opt_state"):
+        same = jax.tree.map(
+            lambda a, b: a.sharding == b.sharding, tried[part], state[part]
+        )
+        assert all(jax.tree.leaves(same))
+    assert mean == pytest.approx(report.mean_row_error, rel=1e-4)
+    assert worst == pytest.approx(report.worst_row_error, rel=1e-4)
 
 
 # ---- losses -----------------------------------------------------------------------------------
@@ -139,7 +155,8 @@ def test_losses_are_differences_in_the_direction_that_is_worse(
     read = codec.decode(encoded.parts, dim=DIM, dtype=jnp.float32)
     change = float(((read - state["user"]) * weights).sum())
     assert abs(change) > 0.1
-    for better, sign in (("higher", -1), ("lower", 1)):
+    ways: list[tuple[Any, int]] = [("higher", -1), ("lower", 1)]
+    for better, sign in ways:
         found = cnr.try_bits(
             state, tables, linear, better=better, bits=[2, "raw"], options=QUICK
         )
@@ -159,7 +176,7 @@ def test_the_narrowest_harmless_width_is_recommended(
     state: Any, tables: cnr.Tables
 ) -> None:
     user = state["user"]
-    metrics = {"far": "lower", "near": "higher"}
+    metrics: Any = {"far": "lower", "near": "higher"}
 
     def evaluate(state: Any) -> dict[str, Any]:
         off = distance(state, user)
@@ -167,7 +184,13 @@ def test_the_narrowest_harmless_width_is_recommended(
 
     def tried(within: Any, bits: Any = (8, 2, 4)) -> cnr.TriedBits:
         return cnr.try_bits(
-            state, tables, evaluate, better=metrics, within=within, bits=bits
+            state,
+            tables,
+            evaluate,
+            better=metrics,
+            within=within,
+            bits=bits,
+            options=QUICK,
         )
 
     losses = [each.losses["far"].mean for each in tried(1.0).widths]
@@ -283,8 +306,7 @@ def test_restores_in_turn_show_what_one_restore_does_not(
     step = 0.1 * float(np.ptp(np.asarray(state["user"]), axis=1).mean()) / 15
     train = jax.jit(lambda state, seed: {**state, "user": state["user"] + step})
 
-    def tried(restores: int) -> cnr.TriedBits:
-        options = dataclasses.replace(QUICK, codec="symmetric")
+    def tried(rounding: Any, restores: int) -> cnr.TriedBits:
         return cnr.try_bits(
             state,
             tables,
@@ -292,17 +314,35 @@ def test_restores_in_turn_show_what_one_restore_does_not(
             better="higher",
             within=step,
             bits=[4, 8],
-            seeds=2,
-            options=options,
+            options=cnr.Options(codec="symmetric", rounding=rounding),
             train=train,
             restores=restores,
         )
 
-    once, often = tried(1), tried(8)
-    assert once.recommended == 4
+    assert tried("nearest", 1).recommended == 4
+    often = tried("nearest", 8)
     assert [each.verdict for each in often.widths] == ["harmful", "harmless"]
-    # Of eight steps little more than the last is left.
+    # Of eight steps little more than the last is left; dithered, nearly all are.
     assert often.widths[0].losses["metric"].mean > 5 * step
+    for rounding in ("auto", "dithered"):
+        loss = tried(rounding, 8).widths[0].losses["metric"]
+        assert len(set(loss.values)) == 3 and loss.mean < 2 * step
+
+
+def test_dither_is_tried_with_several_seeds(state: Any, tables: cnr.Tables) -> None:
+    found = cnr.try_bits(
+        state,
+        tables,
+        lambda state: state["user"].mean(),
+        better="higher",
+        bits=[2, "raw"],
+        seeds=4,
+        options=dataclasses.replace(QUICK, rounding="dithered"),
+    )
+    two, raw = found.widths
+    assert len(set(two.losses["metric"].values)) == 4 and two.losses["metric"].random
+    assert raw.losses["metric"].values == (0.0,) * 4
+    assert "on 4 seeds, no training after the restore was tried" in found.sentence
 
 
 def test_seeds_that_tell_too_little_leave_a_width_open(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather.device import LARGE_BYTES
-from cnr_jax.rows.tiling import chunk_rows, own_settings
+from cnr_jax.rows.tiling import Box, chunk_rows, own_settings
+
+KeysOf = Callable[[Box], np.ndarray]
 
 
 class Off(NamedTuple):
@@ -73,7 +76,7 @@ class Rounded(NamedTuple):
 
 
 @own_settings()
-def rounded(codec: Codec, rows: jax.Array) -> Rounded:
+def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounded:
     """Rows as a restore would bring them, if they were saved by a codec.
 
     As in a save each device encodes the part of a row that it holds. In runs of several processes
@@ -82,6 +85,8 @@ def rounded(codec: Codec, rows: jax.Array) -> Rounded:
     Args:
         codec: any but `Raw`, for rows of this dtype.
         rows: float[rows, ...] in any sharding; stay as they are.
+        keys: of the rows of a box, uint32[rows], by which codes are dithered; None: they are the
+            nearest.
 
     Example:
         >>> from cnr_jax.rows.codecs import make_codec
@@ -96,40 +101,51 @@ def rounded(codec: Codec, rows: jax.Array) -> Rounded:
     size = min(shape[0], chunk_rows(width, rows.dtype.itemsize, limit_bytes))
     # The shards one below the other: one program for all devices, whatever the sharding.
     below = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
-    stacked = jax.make_array_from_single_device_arrays(
-        (len(devices) * shape[0], *shape[1:]),
-        below,
-        # Their memory may be another one than that of what programs take and return.
-        [jax.device_put(each.data, each.device) for each in rows.addressable_shards],
-    )
-    out, found = _program(codec, size, below, stacked)
+
+    def stacked(parts: list[Any]) -> jax.Array:
+        whole = (len(devices) * shape[0], *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(whole, below, parts)
+
+    shards = rows.addressable_shards
+    # Their memory may be another one than that of what programs take and return.
+    given = [stacked([jax.device_put(each.data, each.device) for each in shards])]
+    if keys is not None:
+        own = [keys(_box(each, rows.shape)) for each in shards]
+        devices_of = [each.device for each in shards]
+        given.append(stacked(list(map(jax.device_put, own, devices_of))))
+    out, found = _program(codec, size, below, *given)
     made = {each.device: each.data for each in out.addressable_shards}
     back = jax.make_array_from_single_device_arrays(
         rows.shape,
         rows.sharding,
-        [
-            jax.device_put(made[each.device], each.data.sharding)
-            for each in rows.addressable_shards
-        ],
+        [jax.device_put(made[each.device], each.data.sharding) for each in shards],
     )
-    counted = {each.device for each in rows.addressable_shards if not each.replica_id}
+    counted = {each.device for each in shards if not each.replica_id}
     mine = [each.data for each in found.addressable_shards if each.device in counted]
     return Rounded(back, tuple(mine))
 
 
+def _box(shard: jax.Shard, shape: tuple[int, ...]) -> Box:
+    """Start and stop of a shard in each dimension."""
+    bounds = [s.indices(n) for s, n in zip(shard.index, shape, strict=True)]
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _program(
-    codec: Codec, size: int, below: NamedSharding, rows: jax.Array
+    codec: Codec, size: int, below: NamedSharding, *given: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     work = functools.partial(_in_chunks, codec, size)
     one = below.spec
     mapped = jax.shard_map(
         work, mesh=below.mesh, in_specs=one, out_specs=(one, one), check_vma=False
     )
-    return mapped(rows)
+    return mapped(*given)
 
 
-def _in_chunks(codec: Codec, size: int, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _in_chunks(
+    codec: Codec, size: int, data: jax.Array, *keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """In chunks, so that what codecs need beside the rows is that of a chunk."""
     rows = data.reshape(data.shape[0], -1)
     count = rows.shape[0]
@@ -141,8 +157,10 @@ def _in_chunks(codec: Codec, size: int, data: jax.Array) -> tuple[jax.Array, jax
         out, found = carry
         # The last chunk begins among the rows of the one before: these come out the same.
         start = jnp.minimum(i * size, count - size)
-        given = lax.dynamic_slice_in_dim(rows, start, size)
-        encoded = codec.encode(given)
+        given, *own = (
+            lax.dynamic_slice_in_dim(each, start, size) for each in (rows, *keys)
+        )
+        encoded = codec.encode(given, *own)
         read = codec.decode(encoded.parts, dim=rows.shape[1], dtype=rows.dtype)
         read = jnp.where(encoded.escaped[:, None], given, read)
         out = lax.dynamic_update_slice_in_dim(out, read, start, 0)

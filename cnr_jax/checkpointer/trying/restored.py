@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from cnr_jax.checkpointer.saving.capture import can_dither, keys_of
 from cnr_jax.checkpointer.tuning import of_all
 from cnr_jax.encoding import Encoding
 from cnr_jax.rows.codecs import Raw, bytes_of
 from cnr_jax.rows.rounding import Off, Rounded, rounded
-from cnr_jax.rows.tiling import boxes_of
+from cnr_jax.rows.tiling import Box, boxes_of
 from cnr_jax.state.table import Leaf, Table, Tables, merge, split
 
 
@@ -36,7 +37,7 @@ class RowBytes(NamedTuple):
 
 
 def restored(
-    state: Any, tables: Tables, encoding: Encoding
+    state: Any, tables: Tables, encoding: Encoding, dithered_in: str | None
 ) -> tuple[Any, list[RestoredLeaf]]:
     """A state as it would be restored.
 
@@ -44,13 +45,14 @@ def restored(
         state: concrete; stays as it is. What is stored exactly is in both.
         tables: of the state.
         encoding: of its rows.
+        dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
 
     Returns:
         The state, and its tables and slots once more, to ask for `row_bytes`.
     """
     arrays, dense = split(state, tables)
     leaves = [
-        RestoredLeaf(table, leaf, arrays[name][leaf.name], encoding)
+        RestoredLeaf(table, leaf, arrays[name][leaf.name], encoding, dithered_in)
         for name, table in tables.items()
         for leaf in table.leaves
     ]
@@ -79,18 +81,32 @@ class RestoredLeaf:
 
     Attributes:
         array: its rows, sharded as they were; as they were too, where they are stored exactly.
+        is_dithered: whether its codes are dithered.
     """
 
     def __init__(
-        self, table: Table, leaf: Leaf, array: jax.Array, encoding: Encoding
+        self,
+        table: Table,
+        leaf: Leaf,
+        array: jax.Array,
+        encoding: Encoding,
+        dithered_in: str | None,
     ) -> None:
         width = math.prod(array.sharding.shard_shape(array.shape)[1:])
         codec = encoding.codec_for(table.name, leaf.name, width, leaf.dtype)
         self.table, self.leaf, self.array = table, leaf, array
         self._codec, self._width = codec, width
         self._rounded: Rounded | None = None
+        lineage = dithered_in if can_dither(leaf, codec) else None
+        self.is_dithered = lineage is not None
+
+        def keys(box: Box) -> np.ndarray:
+            assert lineage is not None
+            rows = np.arange(box[0][1] - box[0][0])
+            return keys_of(table, box, lineage)(rows)
+
         if not isinstance(codec, Raw):
-            self._rounded = rounded(codec, array)
+            self._rounded = rounded(codec, array, keys if lineage else None)
             self.array = self._rounded.rows
 
     @property

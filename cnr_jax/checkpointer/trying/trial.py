@@ -80,11 +80,13 @@ def try_bits(
             guessed: the wrong way round, the width that harms most would be recommended.
         bits: what is tried, as `Options(bits=...)` takes it; `"raw"`: tables exactly. What options
             give for single tables is theirs at every width.
-        seeds: how many trials a width gets, each with a seed of its own, from 0 on. Without
-            `train` nothing is random, and one is made.
+        seeds: how many trials a width gets, each with a seed of its own, from 0 on: for `train`,
+            and for dither. Where nothing depends on it, one is made.
         within: the largest loss that is accepted, in units of the metric; of several metrics, by
             name. None: 0.01 % of the metric of the state as it is.
-        options: of the run; None: the defaults. Their codecs are used, their bits are not.
+        options: of the run; None: the defaults. Their codecs and rounding are used, their bits
+            are not. With `rounding="auto"` the first restore is that of a run which was not
+            restored before, from nearest codes, and those after it are from dithered ones.
         train: from a state and a seed to the state after some steps. It may donate what it gets,
             and should depend on nothing else: which batches come next, the step in the state
             can tell. Needs memory for the whole state once more, else for its tables.
@@ -132,14 +134,16 @@ def try_bits(
         width: encoding_of(options, width, tables) for width in widths
     }
     trial = _Trial(state, tables, evaluate, train, restores)
-    numbers = range(seeds if trial.is_random else 1)
+    # Without training nothing but dither depends on a seed.
+    is_random = train is not None or options.encoding.dithers(0)
+    numbers = range(seeds if is_random else 1)
     exact = trial.exact(numbers)
     means = _means(exact)
     ways, most = by_metric("better", better, means), accepted(within, means)
     tried: list[TriedWidth] = []
     for width, encoding in encodings.items():
         metrics, rows = trial.rounded(width, encoding, numbers, means)
-        losses = losses_of(exact, metrics, ways, most, random=trial.is_random)
+        losses = losses_of(exact, metrics, ways, most, random=is_random)
         tried.append(_tried(width, losses, _means(metrics), rows))
         lost = ", ".join(f"{name} {loss}" for name, loss in losses.items())
         _log.info("%s tried: a loss of %s", named(width), lost)
@@ -149,7 +153,7 @@ def try_bits(
         seeds=len(numbers),
         restores=restores,
         trained=train is not None,
-        random=trial.is_random,
+        random=is_random,
         within=most,
         dense_bytes=trial.state_bytes - trial.row_bytes,
         state_bytes=trial.state_bytes,
@@ -250,11 +254,6 @@ class _Trial:
         self._check_alive(state, "the state")
 
     @property
-    def is_random(self) -> bool:
-        """Whether seeds make a difference."""
-        return self._train is not None
-
-    @property
     def state_bytes(self) -> int:
         """Of all arrays of the state, in memory."""
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._state))
@@ -266,14 +265,18 @@ class _Trial:
 
     def exact(self, seeds: Sequence[int]) -> list[Metrics]:
         """Metrics of the state as it is; of each seed, once it was trained on."""
+        if self._train is None:
+            return [self._measured(self._state, "the state as it is", None)] * len(
+                seeds
+            )
         found: list[Metrics] = []
         for seed in seeds:
-            state, what = self._state, "the state as it is"
-            if self._train is not None:
-                state, what = _copied(state), "the state trained on as it is"
-                for _ in range(self._restores):
-                    state = self._trained(state, seed)
-            found.append(self._measured(state, what, found[0] if found else None))
+            state = _copied(self._state)
+            for _ in range(self._restores):
+                state = self._trained(state, seed)
+            what, like = "the state trained on as it is", found[0] if found else None
+            found.append(self._measured(state, what, like))
+            del state
         return found
 
     def rounded(
@@ -284,16 +287,21 @@ class _Trial:
         rows: RowBytes | None = None
         what = f"the state as {named(width)} would restore it"
         for seed in seeds:
-            state = self._state
-            for _ in range(self._restores):
-                state, leaves = restored(state, self._tables, encoding)
+            state, is_random = self._state, self._train is not None
+            for i in range(self._restores):
+                lineage = f"{seed:016x}{i:016x}" if encoding.dithers(i) else None
+                state, leaves = restored(state, self._tables, encoding, lineage)
                 # Of the state that was given, the first restored.
                 rows = rows or row_bytes(leaves)
+                is_random = is_random or any(each.is_dithered for each in leaves)
                 del leaves
                 if self._train is not None:
                     state = self._trained(self._apart(state), seed)
             found.append(self._measured(state, what, like))
             del state
+            if not is_random:
+                found *= len(seeds)
+                break
         assert rows is not None
         return found, rows
 
