@@ -153,7 +153,9 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
     caplog.clear()
     with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
         manager = restart(run, opened, 0, bits="auto", expected_restores=1)
-    assert "compiling for dithered codes of 2 bits" in caplog.text, "eight were to be expected"
+    assert "compiling for dithered codes of 2 bits" in caplog.text, (
+        "eight were to be expected"
+    )
     run.salt = 1
     run.run(manager, [6])
     assert run.manifest(manager, 6).restores == 1
