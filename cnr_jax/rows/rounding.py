@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather.device import LARGE_BYTES
-from cnr_jax.rows.tiling import Box, chunk_rows, own_settings
+from cnr_jax.rows.tiling import Box, chunk_rows, own_settings, program_rows
 
 KeysOf = Callable[[Box], np.ndarray]
 
@@ -60,8 +60,8 @@ class Rounded(NamedTuple):
 
     Attributes:
         rows: like those that were given, and sharded like them.
-        found: of the parts of rows that this process is to count, float32[1, chunks, 4]: the
-            fields of `Off` of each chunk. Not waited for.
+        found: of the parts of rows that this process is to count, float32[1, 4] each: the fields
+            of `Off`. Not waited for.
     """
 
     rows: jax.Array
@@ -69,8 +69,7 @@ class Rounded(NamedTuple):
 
     def off(self) -> Off:
         """How far off those are; waits for them."""
-        chunks = [np.asarray(each)[0] for each in self.found]
-        found = np.concatenate([np.zeros((1, 4)), *chunks])
+        found = np.concatenate([np.zeros((1, 4)), *jax.device_get(self.found)])
         rows, errors, _, escaped = found.sum(axis=0)
         return Off(int(rows), float(errors), float(found[:, 2].max()), int(escaped))
 
@@ -79,8 +78,8 @@ class Rounded(NamedTuple):
 def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounded:
     """Rows as a restore would bring them, if they were saved by a codec.
 
-    As in a save each device encodes the part of a row that it holds. In runs of several processes
-    all must call it.
+    As in a save each device encodes the part of a row that it holds, in chunks, by programs that
+    all tables share. In runs of several processes all must call it.
 
     Args:
         codec: any but `Raw`, for rows of this dtype.
@@ -94,35 +93,46 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
         >>> back.rows.tolist(), back.off().rows
         ([[0.0, 1.0, 3.0]], 1)
     """
-    shape = rows.sharding.shard_shape(rows.shape)
-    devices = sorted(rows.sharding.device_set, key=lambda device: device.id)
-    limit_bytes = None if devices[0].platform == "cpu" else LARGE_BYTES
-    width = math.prod(shape[1:])
-    size = min(shape[0], chunk_rows(width, rows.dtype.itemsize, limit_bytes))
+    shape, shards = rows.sharding.shard_shape(rows.shape), rows.addressable_shards
     # The shards one below the other: one program for all devices, whatever the sharding.
+    devices = sorted(rows.sharding.device_set, key=lambda device: device.id)
     below = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
 
     def stacked(parts: list[Any]) -> jax.Array:
         whole = (len(devices) * shape[0], *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(whole, below, parts)
 
-    shards = rows.addressable_shards
     # Their memory may be another one than that of what programs take and return.
     given = [stacked([jax.device_put(each.data, each.device) for each in shards])]
     if keys is not None:
-        own = [keys(_box(each, rows.shape)) for each in shards]
+        own = [keys(_box(each, rows.shape))[:, None] for each in shards]
         devices_of = [each.device for each in shards]
         given.append(stacked(list(map(jax.device_put, own, devices_of))))
-    out, found = _program(codec, size, below, *given)
-    made = {each.device: each.data for each in out.addressable_shards}
-    back = jax.make_array_from_single_device_arrays(
-        rows.shape,
-        rows.sharding,
-        [jax.device_put(made[each.device], each.data.sharding) for each in shards],
-    )
     counted = {each.device for each in shards if not each.replica_id}
-    mine = [each.data for each in found.addressable_shards if each.device in counted]
-    return Rounded(back, tuple(mine))
+    width, count = math.prod(shape[1:]), shape[0]
+    limit_bytes = None if devices[0].platform == "cpu" else LARGE_BYTES
+    size = program_rows(count, chunk_rows(width, rows.dtype.itemsize, limit_bytes))
+    out, found = given[0], list[jax.Array]()
+    for begin in range(0, count, size):
+        # The last chunk begins among the rows of the one before: these come out the same.
+        start = max(0, min(begin, count - size))
+        chunk = [_taken(below, size, each, np.int32(start)) for each in given]
+        fresh = np.array([begin - start, count - start], np.int32)
+        read, off = _there_and_back(codec, below, fresh, *chunk)
+        if found:
+            found[
+                -1
+            ].block_until_ready()  # else what is queued would hold all rows once more
+        found += [s.data for s in off.addressable_shards if s.device in counted]
+        # The first makes another array, into which the others are put.
+        put = _put if begin else _put_first
+        out = put(below, out, read, np.int32(start))
+    made = {each.device: each.data for each in out.addressable_shards}
+    back = [jax.device_put(made[s.device], s.data.sharding) for s in shards]
+    return Rounded(
+        jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, back),
+        tuple(found),
+    )
 
 
 def _box(shard: jax.Shard, shape: tuple[int, ...]) -> Box:
@@ -131,45 +141,76 @@ def _box(shard: jax.Shard, shape: tuple[int, ...]) -> Box:
     return tuple((start, stop) for start, stop, _ in bounds)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _program(
-    codec: Codec, size: int, below: NamedSharding, *given: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    work = functools.partial(_in_chunks, codec, size)
-    one = below.spec
-    mapped = jax.shard_map(
-        work, mesh=below.mesh, in_specs=one, out_specs=(one, one), check_vma=False
-    )
-    return mapped(*given)
+def _on_each(
+    work: Callable[..., Any], below: NamedSharding, wholes: int = 0
+) -> Callable[..., Any]:
+    """What does some work on each device with its part, the last arguments being of all."""
 
-
-def _in_chunks(
-    codec: Codec, size: int, data: jax.Array, *keys: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """In chunks, so that what codecs need beside the rows is that of a chunk."""
-    rows = data.reshape(data.shape[0], -1)
-    count = rows.shape[0]
-    chunks = -(-count // size)
-
-    def work(
-        i: jax.Array, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        out, found = carry
-        # The last chunk begins among the rows of the one before: these come out the same.
-        start = jnp.minimum(i * size, count - size)
-        given, *own = (
-            lax.dynamic_slice_in_dim(each, start, size) for each in (rows, *keys)
+    def mapped(*given: Any) -> Any:
+        specs = (below.spec,) * (len(given) - wholes) + (P(),) * wholes
+        on_each = jax.shard_map(
+            work,
+            mesh=below.mesh,
+            in_specs=specs,
+            out_specs=below.spec,
+            check_vma=False,
         )
-        encoded = codec.encode(given, *own)
-        read = codec.decode(encoded.parts, dim=rows.shape[1], dtype=rows.dtype)
-        read = jnp.where(encoded.escaped[:, None], given, read)
-        out = lax.dynamic_update_slice_in_dim(out, read, start, 0)
-        new = start + jnp.arange(size) >= i * size
-        return out, found.at[i].set(_off(given, read, encoded.escaped, new))
+        return on_each(*given)
 
-    empty = jnp.zeros_like(rows), jnp.zeros((chunks, 4), jnp.float32)
-    out, found = lax.fori_loop(0, chunks, work, empty)
-    return out.reshape(data.shape), found[None]
+    return mapped
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _taken(
+    below: NamedSharding, size: int, data: jax.Array, start: jax.Array
+) -> jax.Array:
+    """Rows of each device, `[size, width]`; zeros where there are not so many."""
+
+    def take(data: jax.Array, start: jax.Array) -> jax.Array:
+        rows = data.reshape(data.shape[0], -1)
+        lacking = max(0, size - rows.shape[0])
+        rows = jnp.pad(rows, ((0, lacking), (0, 0)))
+        return lax.dynamic_slice_in_dim(rows, start, size)
+
+    return _on_each(take, below, 1)(data, start)
+
+
+def _in_place(
+    below: NamedSharding, out: jax.Array, read: jax.Array, start: jax.Array
+) -> jax.Array:
+    """The rows of each device, those from `start` on as they were read."""
+
+    def put(out: jax.Array, read: jax.Array, start: jax.Array) -> jax.Array:
+        rows = read[: out.shape[0]].reshape(-1, *out.shape[1:])
+        return lax.dynamic_update_slice_in_dim(out, rows, start, 0)
+
+    return _on_each(put, below, 1)(out, read, start)
+
+
+_put_first = jax.jit(_in_place, static_argnums=0)
+_put = jax.jit(_in_place, static_argnums=0, donate_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _there_and_back(
+    codec: Codec,
+    below: NamedSharding,
+    fresh: jax.Array,
+    rows: jax.Array,
+    *keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows as they are read, and how far off those of the range `fresh` are."""
+
+    def work(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, *keys, fresh = given
+        encoded = codec.encode(rows, *(each[:, 0] for each in keys))
+        read = codec.decode(encoded.parts, dim=rows.shape[1], dtype=rows.dtype)
+        read = jnp.where(encoded.escaped[:, None], rows, read)
+        at = jnp.arange(rows.shape[0])
+        counted = (at >= fresh[0]) & (at < fresh[1])
+        return read, _off(rows, read, encoded.escaped, counted)[None]
+
+    return _on_each(work, below, 1)(rows, *keys, fresh)
 
 
 def _off(
