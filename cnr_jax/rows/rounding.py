@@ -23,6 +23,8 @@ from cnr_jax.rows.gather.device import LARGE_BYTES
 from cnr_jax.rows.tiling import Box, chunk_rows, own_settings, program_rows
 
 KeysOf = Callable[[Box], np.ndarray]
+# Up to so many small chunks are quicker than a large one that is mostly padding.
+_SMALL_CHUNKS = 8
 
 
 class Off(NamedTuple):
@@ -111,7 +113,9 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
     counted = {each.device for each in shards if not each.replica_id}
     width, count = math.prod(shape[1:]), shape[0]
     limit_bytes = None if devices[0].platform == "cpu" else LARGE_BYTES
-    size = program_rows(count, chunk_rows(width, rows.dtype.itemsize, limit_bytes))
+    large = chunk_rows(width, rows.dtype.itemsize, limit_bytes)
+    small = program_rows(1, large)
+    size = small if count <= _SMALL_CHUNKS * small else large
     out, found = given[0], list[jax.Array]()
     for begin in range(0, count, size):
         # The last chunk begins among the rows of the one before: these come out the same.
@@ -206,7 +210,7 @@ def _there_and_back(
         encoded = codec.encode(rows, *(each[:, 0] for each in keys))
         read = codec.decode(encoded.parts, dim=rows.shape[1], dtype=rows.dtype)
         read = jnp.where(encoded.escaped[:, None], rows, read)
-        at = jnp.arange(rows.shape[0])
+        at = jnp.arange(rows.shape[0], dtype=jnp.int32)
         counted = (at >= fresh[0]) & (at < fresh[1])
         return read, _off(rows, read, encoded.escaped, counted)[None]
 

@@ -12,8 +12,9 @@ import cnr_jax as cnr
 
 from .test_cli import as_json, call
 
-ROWS, DIM = 300, 16
-OPTIONS = cnr.Options(tables={"item": cnr.TableOptions(bits=8)})
+# Columns as in tests of all verbs: they share what is compiled.
+ROWS, DIM = 300, 4
+OPTIONS = cnr.Options(codec="asymmetric", tables={"item": cnr.TableOptions(bits=8)})
 
 
 @pytest.fixture(scope="module")
