@@ -64,5 +64,5 @@ def thresholds(keys: jax.Array, width: int) -> jax.Array:
     mixed = mixed ^ (mixed >> 16)
     columns = np.arange(width, dtype=np.uint32) * _COLUMN
     # Signed, as 24 bits may be: processors turn signed integers into floats several at a time.
-    bits = (mixed[:, None] + columns) >> (32 - _FRACTION_BITS)
+    bits = (mixed[:, None] + columns[None]) >> (32 - _FRACTION_BITS)
     return bits.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-_FRACTION_BITS)
