@@ -18,7 +18,7 @@ from cnr_jax.checkpointer.tuning import of_all
 from cnr_jax.encoding import Encoding
 from cnr_jax.rows.codecs import Raw, bytes_of
 from cnr_jax.rows.rounding import Off, Rounded, rounded
-from cnr_jax.rows.tiling import Box, boxes_of
+from cnr_jax.rows.tiling import Box, boxes_of, own_settings
 from cnr_jax.state.table import Leaf, Table, Tables, merge, split
 
 
@@ -61,6 +61,7 @@ def restored(
     return merge(state, tables, arrays, dense), leaves
 
 
+@own_settings()
 def row_bytes(leaves: list[RestoredLeaf]) -> RowBytes:
     """Bytes and errors of all rows, whichever process holds them; all processes ask."""
     sums = np.zeros((jax.process_count(), len(leaves), len(Off._fields)))

@@ -37,6 +37,7 @@ from cnr_jax.encoding import Encoding
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.given import NOT_GIVEN
 from cnr_jax.options import Options, checked
+from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.table import Tables, check_tables, split
 from cnr_jax.texts import logger
 
@@ -329,7 +330,9 @@ class _Trial:
         Raises:
             OptionError: if that is not finite numbers, of the same names as before.
         """
-        metrics = checked_metrics(self._evaluate(state), what)
+        found = self._evaluate(state)
+        with own_settings():  # numbers may lie on devices
+            metrics = checked_metrics(found, what)
         if like is not None and set(metrics) != set(like):
             raise OptionError(
                 f"evaluate returned other metrics for {what}\n"
@@ -372,6 +375,7 @@ class _Trial:
                 )
 
 
+@own_settings()
 def _copied(tree: Any) -> Any:
     """The same with arrays of its own."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
