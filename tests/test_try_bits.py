@@ -101,28 +101,24 @@ def test_what_is_tried_is_what_a_restore_brings(
         report = manager.last_report
         assert report is not None
         want = manager.restore(0, args=cnr.args.Restore(state)).state
-    seen: list[Any] = []
-
-    def evaluate(given: Any) -> float:
-        seen.append(given)
-        return 0.0
-
-    found = cnr.try_bits(
-        state,
-        tables,
-        evaluate,
-        better="lower",
-        bits=[2],
-        options=dataclasses.replace(QUICK, slot_codec="auto", tables=own),
-    )
-    exact, tried = seen
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, exact, state)))
     if rounding == "dithered":  # by a seed of its own: as of that lineage
         lineage = read_manifest(root / "0" / "default").lineage
         tried, leaves = restored(state, tables, options.encoding, lineage)
         off = row_bytes(leaves).off
         mean, worst = off.errors / off.rows, off.worst
     else:
+        seen: list[Any] = []
+        quick = dataclasses.replace(QUICK, slot_codec="auto", tables=own)
+        found = cnr.try_bits(
+            state,
+            tables,
+            lambda given: len(seen.append(given) or seen),
+            better="lower",
+            bits=[2],
+            options=quick,
+        )
+        exact, tried = seen
+        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, exact, state)))
         (width,) = found.widths
         mean, worst = width.mean_row_error, width.worst_row_error
         # What is stored of rows, and nothing else.

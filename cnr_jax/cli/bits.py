@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,8 @@ from cnr_jax.cli.printing import print_lines, progress
 from cnr_jax.repository.description import aligned, amount
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from cnr_jax.repository.step_reader import StepReader
 
 _WIDTHS = (2, 3, 4, 8, None)
@@ -100,7 +102,6 @@ def bits(
 
 
 def _table(chain: Sequence[StepReader], name: str) -> BitsOfTable:
-    import jax.numpy as jnp
     import numpy as np
 
     from cnr_jax.repository.replay.picked import picked_rows
@@ -118,23 +119,22 @@ def _table(chain: Sequence[StepReader], name: str) -> BitsOfTable:
         rows=entry.rows,
         sampled_rows=len(rows),
         stored_bits=stored,
-        widths=tuple(
-            _width(jnp.asarray(rows), bits, entry.padded_rows, stored)
-            for bits in _WIDTHS
-        ),
+        widths=tuple(_width(rows, bits, entry.padded_rows, stored) for bits in _WIDTHS),
     )
 
 
-def _width(rows: Any, bits: int | None, count: int, stored: int | None) -> WidthOfRows:
+def _width(
+    rows: np.ndarray, bits: int | None, count: int, stored: int | None
+) -> WidthOfRows:
     from cnr_jax.encoding import Encoding
     from cnr_jax.rows.codecs import Raw, bytes_of
-    from cnr_jax.rows.rounding import Off, rounded
+    from cnr_jax.rows.rounding import Off, off_on_host
 
     width = rows[0].size
     encoding = Encoding(codec="raw") if bits is None else Encoding(bits=bits)
     codec = encoding.codec_for("", "table", width, rows.dtype)
     exact = isinstance(codec, Raw)
-    off = Off() if exact else rounded(codec, rows).off()
+    off = Off() if exact else off_on_host(codec, rows)
     size = count * bytes_of(codec.parts(width, rows.dtype))
     size += off.escaped * count // len(rows) * width * rows.dtype.itemsize
     known = exact or (off.rows > 0 and (stored is None or (bits or 0) < stored))

@@ -20,7 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather.device import LARGE_BYTES
-from cnr_jax.rows.tiling import Box, chunk_rows, own_settings, program_rows
+from cnr_jax.rows.tiling import (
+    Box,
+    chunk_rows,
+    host_device,
+    own_settings,
+    program_rows,
+)
 
 KeysOf = Callable[[Box], np.ndarray]
 # Up to so many small chunks are quicker than a large one that is mostly padding.
@@ -137,6 +143,17 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
         jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, back),
         tuple(found),
     )
+
+
+def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
+    """How far off rows are that lie in the memory of the host, `[rows, ...]`.
+
+    Example:
+        >>> from cnr_jax.rows.codecs import make_codec
+        >>> off_on_host(make_codec("bfloat16", 4), np.ones((3, 2), np.float32))
+        Off(rows=3, errors=0.0, worst=0.0, escaped=0)
+    """
+    return rounded(codec, jax.device_put(rows, host_device())).off()
 
 
 def _box(shard: jax.Shard, shape: tuple[int, ...]) -> Box:
