@@ -108,11 +108,16 @@ def test_what_is_tried_is_what_a_restore_brings(
         mean, worst = off.errors / off.rows, off.worst
     else:
         seen: list[Any] = []
+
+        def evaluate(given: Any) -> float:
+            seen.append(given)
+            return 0.0
+
         quick = dataclasses.replace(QUICK, slot_codec="auto", tables=own)
         found = cnr.try_bits(
             state,
             tables,
-            lambda given: len(seen.append(given) or seen),
+            evaluate,
             better="lower",
             bits=[2],
             options=quick,
@@ -498,3 +503,20 @@ def test_metrics_that_change_and_states_that_are_none_are_refused(
 
     with pytest.raises(errors.StateMismatchError, match="evaluate must not donate"):
         cnr.try_bits(state, tables, donating, **GOOD)
+
+
+def test_tables_stay_in_the_memory_that_they_are_in() -> None:
+    device = jax.devices()[0]
+    mesh = jax.make_mesh((1,), ("rows",), (AxisType.Auto,))
+    for kind in {memory.kind for memory in device.addressable_memories()}:
+        sharding = NamedSharding(mesh, P("rows"), memory_kind=kind)
+        state = {"user": jax.device_put(normal(0, ROWS, DIM), sharding)}
+        tables = cnr.find_tables(state, ["user"])
+        seen: list[str | None] = []
+
+        def evaluate(state: Any, seen: list[str | None] = seen) -> float:
+            seen.append(state["user"].sharding.memory_kind)
+            return 1.0
+
+        cnr.try_bits(state, tables, evaluate, **GOOD)
+        assert seen == [kind, kind]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax.rows.codecs import Codec
@@ -111,7 +111,11 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
         return jax.make_array_from_single_device_arrays(whole, below, parts)
 
     # Their memory may be another one than that of what programs take and return.
-    given = [stacked([jax.device_put(each.data, each.device) for each in shards])]
+    given = [
+        stacked(
+            [jax.device_put(s.data, SingleDeviceSharding(s.device)) for s in shards]
+        )
+    ]
     if keys is not None:
         own = [keys(_box(each, rows.shape))[:, None] for each in shards]
         devices_of = [each.device for each in shards]

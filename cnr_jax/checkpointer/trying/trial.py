@@ -90,7 +90,8 @@ def try_bits(
             restored before, from nearest codes, and those after it are from dithered ones.
         train: from a state and a seed to the state after some steps. It may donate what it gets,
             and should depend on nothing else: which batches come next, the step in the state
-            can tell. Needs memory for the whole state once more, else for its tables.
+            can tell. Needs memory for the whole state once more, and with several restores for
+            its tables twice; without it, once for its tables.
         restores: how often the state is restored and trained on in turn, before its metric is
             taken. More than one needs `train`.
 
