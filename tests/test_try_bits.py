@@ -248,6 +248,24 @@ def test_a_loss_is_judged_by_its_interval(
     assert loss.margin == pytest.approx((high - low) / 2)
 
 
+def test_a_width_that_is_harmless_by_chance_is_not_recommended(
+    state: Any, tables: cnr.Tables
+) -> None:
+    # Of the state as it is, then of 2, 4, 8 bits and raw.
+    figures = iter([1.0, 1.1, 1.0, 0.5, 1.0])
+    found = cnr.try_bits(
+        state,
+        tables,
+        lambda state: next(figures),
+        better="higher",
+        bits=[2, 4, 8, "raw"],
+        options=QUICK,
+    )
+    verdicts = [each.verdict for each in found.widths]
+    assert verdicts == ["harmless", "harmless", "harmful", "harmless"]
+    assert found.recommended == "raw"
+
+
 # ---- training after the restore ---------------------------------------------------------------
 
 

@@ -67,8 +67,8 @@ def try_bits(
 
     A width is `"harmless"` if the mean of its losses and half their 95 % interval are at most
     `within`, `"harmful"` if the mean is above that and can be told from zero, else `"open"`. The
-    narrowest harmless one is recommended: a loss that merely cannot be told from zero, on a few
-    seeds, may be any.
+    narrowest harmless one of which no wider one is harmful is recommended. An open one is not: a
+    loss that merely cannot be told from zero, on a few seeds, may be any.
 
     In runs of several processes all must call it, with the same arguments, and the figures of
     process 0 count.

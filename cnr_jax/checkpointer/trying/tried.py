@@ -140,11 +140,17 @@ class TriedBits:
 
     @property
     def recommended(self) -> Width | None:
-        """The narrowest width that is harmless; None if none of those tried is."""
-        harmless: list[Width] = [
-            each.bits for each in self.widths if each.verdict == "harmless"
-        ]
-        return harmless[0] if harmless else None
+        """The narrowest harmless width of which no wider one is harmful; None if there is none.
+
+        Where a wider one is, it is chance that a narrower one is not.
+        """
+        found: Width | None = None
+        for each in reversed(self.widths):
+            if each.verdict == "harmful":
+                break
+            if each.verdict == "harmless":
+                found = each.bits
+        return found
 
     def full_bytes(self, bits: Width) -> int:
         """Bytes of a full save: of tables and slots as they are stored, and of all else.
