@@ -107,46 +107,56 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
     below = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
 
     def stacked(parts: list[Any]) -> jax.Array:
+        # Shards may be in another memory than that of what programs take and return.
+        places = [SingleDeviceSharding(each.device) for each in shards]
         whole = (len(devices) * shape[0], *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(whole, below, parts)
+        placed = list(map(jax.device_put, parts, places))
+        return jax.make_array_from_single_device_arrays(whole, below, placed)
 
-    # Their memory may be another one than that of what programs take and return.
-    given = [
-        stacked(
-            [jax.device_put(s.data, SingleDeviceSharding(s.device)) for s in shards]
-        )
-    ]
+    given = [stacked([each.data for each in shards])]
     if keys is not None:
-        own = [keys(_box(each, rows.shape))[:, None] for each in shards]
-        devices_of = [each.device for each in shards]
-        given.append(stacked(list(map(jax.device_put, own, devices_of))))
-    counted = {each.device for each in shards if not each.replica_id}
-    width, count = math.prod(shape[1:]), shape[0]
+        given.append(stacked([keys(_box(s, rows.shape))[:, None] for s in shards]))
     limit_bytes = None if devices[0].platform == "cpu" else LARGE_BYTES
-    large = chunk_rows(width, rows.dtype.itemsize, limit_bytes)
+    large = chunk_rows(math.prod(shape[1:]), rows.dtype.itemsize, limit_bytes)
     small = program_rows(1, large)
-    size = small if count <= _SMALL_CHUNKS * small else large
-    out, found = given[0], list[jax.Array]()
+    size = small if shape[0] <= _SMALL_CHUNKS * small else large
+    out, offs = _in_chunks(codec, below, size, given)
+    made = {each.device: each.data for each in out.addressable_shards}
+    back = [jax.device_put(made[s.device], s.data.sharding) for s in shards]
+    counted = {each.device for each in shards if not each.replica_id}
+    parts = (part for off in offs for part in off.addressable_shards)
+    return Rounded(
+        jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, back),
+        tuple(part.data for part in parts if part.device in counted),
+    )
+
+
+def _in_chunks(
+    codec: Codec, below: NamedSharding, size: int, given: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Rows of all devices as they are read, and how far off those of each chunk are.
+
+    Args:
+        codec: of the rows.
+        below: how arrays are split over the devices.
+        size: rows of a chunk.
+        given: the rows, and their keys where codes are dithered.
+    """
+    out, offs = given[0], list[jax.Array]()
+    count = out.shape[0] // below.mesh.size
     for begin in range(0, count, size):
         # The last chunk begins among the rows of the one before: these come out the same.
         start = max(0, min(begin, count - size))
         chunk = [_taken(below, size, each, np.int32(start)) for each in given]
         fresh = np.array([begin - start, count - start], np.int32)
         read, off = _there_and_back(codec, below, fresh, *chunk)
-        if found:
-            found[
-                -1
-            ].block_until_ready()  # else what is queued would hold all rows once more
-        found += [s.data for s in off.addressable_shards if s.device in counted]
+        if offs:  # else what is queued would hold all rows once more
+            offs[-1].block_until_ready()
+        offs.append(off)
         # The first makes another array, into which the others are put.
         put = _put if begin else _put_first
         out = put(below, out, read, np.int32(start))
-    made = {each.device: each.data for each in out.addressable_shards}
-    back = [jax.device_put(made[s.device], s.data.sharding) for s in shards]
-    return Rounded(
-        jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, back),
-        tuple(found),
-    )
+    return out, offs
 
 
 def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
