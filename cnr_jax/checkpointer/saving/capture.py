@@ -41,6 +41,7 @@ from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.gather.motion import FollowedRows, Key
 from cnr_jax.rows.tiling import (
     Arrays,
+    Box,
     LocalShards,
     OwnTile,
     Program,
@@ -52,7 +53,7 @@ from cnr_jax.rows.tiling import (
     placing,
 )
 from cnr_jax.rows.touched import stamp_sharding
-from cnr_jax.state.table import Tables
+from cnr_jax.state.table import Leaf, Table, Tables
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -255,24 +256,29 @@ def _plan(
         positions=positions,
         codec=codec,
         where=way(piece.device, data.nbytes),
-        keys_of=_keys_of(tile, dithered_in)
-        if dithered_in and _dithers(tile, codec)
+        keys_of=keys_of(tile.table, piece.box, dithered_in)
+        if dithered_in and can_dither(leaf, codec)
         else None,
     )
     return plan, run
 
 
-def _dithers(tile: OwnTile, codec: Codec) -> bool:
-    """Whether codes of a tile can be dithered: of slots they are always the nearest."""
-    return tile.leaf.name == "table" and isinstance(codec, Dithering)
+def can_dither(leaf: Leaf, codec: Codec) -> bool:
+    """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
+    return leaf.name == "table" and isinstance(codec, Dithering)
 
 
-def _keys_of(tile: OwnTile, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
-    """What gives the keys of rows of a tile, by their positions in it."""
-    table, box = tile.table, tile.piece.box
+def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
+    """What gives the keys of rows of a table, by their positions in a box of it.
+
+    Args:
+        table: the table.
+        box: start and stop in each dimension, as a device encodes its rows.
+        lineage: in which codes are dithered.
+    """
     column = math.prod(start for start, _ in box[1:])
     seed = dither_seed(lineage, table.name, column)
-    first = tile.rows[0]
+    first = box[0][0]
 
     def keys(positions: np.ndarray) -> np.ndarray:
         return row_keys(seed, np.asarray(table.layout.to_logical(positions + first)))
@@ -325,7 +331,7 @@ def programs(
         width = math.prod(shape[1:])
         if leaf.name == "table" and not isinstance(codec, Raw):
             yield comparing_program(codec, leaf.dtype, width)
-        dithered = dithers and _dithers(tile, codec)
+        dithered = dithers and can_dither(leaf, codec)
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
             yield from host_programs(codec, leaf.dtype, width, dithered)
         else:
