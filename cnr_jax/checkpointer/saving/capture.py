@@ -276,7 +276,9 @@ def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.n
         box: start and stop in each dimension, as a device encodes its rows.
         lineage: in which codes are dithered.
     """
-    column = math.prod(start for start, _ in box[1:])
+    column = 0
+    for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
+        column = column * size + start
     seed = dither_seed(lineage, table.name, column)
     first = box[0][0]
 
