@@ -265,7 +265,13 @@ def _plan(
 
 def can_dither(leaf: Leaf, codec: Codec) -> bool:
     """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
-    return leaf.name == "table" and isinstance(codec, Dithering)
+    return leaf.name == "table" and _dithers(codec)
+
+
+@functools.cache
+def _dithers(codec: Codec) -> bool:
+    """Asked for each tile: to compare an object with a protocol takes as long as a plan."""
+    return isinstance(codec, Dithering)
 
 
 def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -276,14 +282,16 @@ def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.n
         box: start and stop in each dimension, as a device encodes its rows.
         lineage: in which codes are dithered.
     """
-    column = 0
-    for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
-        column = column * size + start
-    seed = dither_seed(lineage, table.name, column)
-    first = box[0][0]
 
+    # What is the same for all rows is made with the first of them, outside the blocking part of
+    # most saves, and not for tiles of which none is saved.
     def keys(positions: np.ndarray) -> np.ndarray:
-        return row_keys(seed, np.asarray(table.layout.to_logical(positions + first)))
+        column = 0
+        for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
+            column = column * size + start
+        seed = dither_seed(lineage, table.name, column)
+        rows = np.asarray(table.layout.to_logical(positions + box[0][0]))
+        return row_keys(seed, rows)
 
     return keys
 
