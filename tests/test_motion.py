@@ -190,6 +190,16 @@ def test_fixed_bits_are_warned_of_once_where_they_are_too_few(
     assert "Options(bits='auto')" in said and "bits=8" in said
 
 
+def test_where_eight_bits_are_too_few_the_warning_names_what_options_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, WIDENING):
+        run(tmp_path, 1e-4, 3, bits=8)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("rounding to 8 bits is likely to harm this training: ")
+    assert "codec='raw' would do now" in said and "bits=32" not in said
+
+
 @each_of(
     ("by", "options"),
     [(0.004, {"bits": 8}), (0.1, {}), (0.004, {"codec": "raw"})],

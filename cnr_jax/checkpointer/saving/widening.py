@@ -187,11 +187,13 @@ class Widening:
             _log.warning(
                 "rounding to %d bits is likely to harm this training: the run was restored"
                 " %s, between restores %s. Options(bits='auto') takes as many bits as that"
-                " needs, bits=%d would do now; cnr_jax.try_bits tells more",
+                " needs, %s would do now; cnr_jax.try_bits tells more",
                 bits,
                 _times(plan.restores),
                 _moved_by(motion, bits),
-                max(FALLBACK_BITS, bits_for_motion(motion.even_bits)),
+                f"bits={FALLBACK_BITS}"
+                if bits_for_motion(motion.even_bits) <= FALLBACK_BITS
+                else "codec='raw'",
             )
 
     def _fewest_fixed_bits(self, codec: str | None) -> int:
