@@ -131,6 +131,21 @@ def test_auto_takes_more_bits_before_the_first_restore_too(tmp_path: Path) -> No
     )
 
 
+def test_a_save_of_too_few_rows_takes_back_nothing(tmp_path: Path) -> None:
+    state, auto = make_state(), {"bits": "auto", "expected_restores": 1}
+    with opened(tmp_path, state, **auto) as manager:
+        save(manager, 0, state)
+        state = moved(state, 1, 0.004)
+        save(manager, 1, state)
+        few = moved(state, 2, 0.004, rows=5)
+        assert save(manager, 2, few).auto_bits == 8
+        assert read_manifest(tmp_path / "2" / "default").motion is None
+        assert save(manager, 3, moved(few, 3, 0.004, rows=5)).auto_bits == 8
+    with opened(tmp_path, state, **auto) as manager:
+        state = restore(manager, state, 2)
+        assert save(manager, 4, moved(state, 4, 0.1)).auto_bits == 8
+
+
 def test_auto_stays_with_the_expectation_where_rows_move_far(tmp_path: Path) -> None:
     reports = run(tmp_path, 0.1, 4, bits="auto", expected_restores=20)
     assert [report.auto_bits for report in reports] == [4, 4, 4, 4]
