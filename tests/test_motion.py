@@ -253,3 +253,19 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     assert sum(each.nbytes for each in kept) == motion.KEPT_BYTES
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 4 - 1)
     assert not FollowedRows(tiles, "1" * 32)._tiles, "not even one row of each"
+
+
+def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:
+    state = make_state()
+    where = state["user"].sharding
+    tables = cnr.find_tables(state, ["user"])
+    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+    followed = FollowedRows(tiles, "1" * 32)
+    tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
+    everything = followed.among(tile, None)
+    assert not len(followed.moved(tile, everything[:100], rows[:100]))
+    there = np.asarray(moved(state, 1, 0.004)["user"])
+    found = followed.moved(tile, everything, there)
+    assert len(found) == 100 and np.allclose(found, in_bits(0.004), atol=0.1)
+    back = followed.moved(tile, everything, rows)
+    assert len(back) == 200, "the others are as the second save had them"
