@@ -80,7 +80,7 @@ def test_manifests_tell_how_far_rows_moved_since_the_restore(
     tmp_path: Path, staging: str
 ) -> None:
     by, found = 0.004, []
-    for across in (1, 4):
+    for across in (1, 2):
         root, state = tmp_path / f"{across}", make_state(across)
         with opened(
             root, state, bits=8, codec="asymmetric", staging=staging
@@ -129,6 +129,21 @@ def test_auto_takes_more_bits_before_the_first_restore_too(tmp_path: Path) -> No
     assert re.search(
         r"; 8 bits: since the first save rows moved 0\.\d+ times", found[2].reason
     )
+
+
+def test_a_save_of_too_few_rows_takes_back_nothing(tmp_path: Path) -> None:
+    state, auto = make_state(), {"bits": "auto", "expected_restores": 1}
+    with opened(tmp_path, state, **auto) as manager:
+        save(manager, 0, state)
+        state = moved(state, 1, 0.004)
+        save(manager, 1, state)
+        few = moved(state, 2, 0.004, rows=5)
+        assert save(manager, 2, few).auto_bits == 8
+        assert read_manifest(tmp_path / "2" / "default").motion is None
+        assert save(manager, 3, moved(few, 3, 0.004, rows=5)).auto_bits == 8
+    with opened(tmp_path, state, **auto) as manager:
+        state = restore(manager, state, 2)
+        assert save(manager, 4, moved(state, 4, 0.1)).auto_bits == 8
 
 
 def test_auto_stays_with_the_expectation_where_rows_move_far(tmp_path: Path) -> None:
@@ -190,6 +205,16 @@ def test_fixed_bits_are_warned_of_once_where_they_are_too_few(
     assert "Options(bits='auto')" in said and "bits=8" in said
 
 
+def test_where_eight_bits_are_too_few_the_warning_names_what_options_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, WIDENING):
+        run(tmp_path, 1e-4, 3, bits=8)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("rounding to 8 bits is likely to harm this training: ")
+    assert "codec='raw' would do now" in said and "bits=32" not in said
+
+
 @each_of(
     ("by", "options"),
     [(0.004, {"bits": 8}), (0.1, {}), (0.004, {"codec": "raw"})],
@@ -228,3 +253,19 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     assert sum(each.nbytes for each in kept) == motion.KEPT_BYTES
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 4 - 1)
     assert not FollowedRows(tiles, "1" * 32)._tiles, "not even one row of each"
+
+
+def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:
+    state = make_state()
+    where = state["user"].sharding
+    tables = cnr.find_tables(state, ["user"])
+    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+    followed = FollowedRows(tiles, "1" * 32)
+    tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
+    everything = followed.among(tile, None)
+    assert not len(followed.moved(tile, everything[:100], rows[:100]))
+    there = np.asarray(moved(state, 1, 0.004)["user"])
+    found = followed.moved(tile, everything, there)
+    assert len(found) == 100 and np.allclose(found, in_bits(0.004), atol=0.1)
+    back = followed.moved(tile, everything, rows)
+    assert len(back) == 200, "the others are as the second save had them"

@@ -55,7 +55,7 @@ def distance(state: Any, user: jax.Array) -> jax.Array:
 
 def sharded_state() -> tuple[dict[str, Any], dict[str, cnr.TableSpec]]:
     """Tables with rows and columns cut, padded, out of order, replicated, and narrow floats."""
-    mesh = jax.make_mesh((4, 2), ("rows", "cols"), (AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("rows", "cols"), (AxisType.Auto,) * 2)
 
     def put(values: Any, *spec: Any) -> jax.Array:
         return jax.device_put(values, NamedSharding(mesh, P(*spec)))

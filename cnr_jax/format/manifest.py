@@ -194,8 +194,9 @@ class SampledMotion:
 
     Attributes:
         rows: that had moved, at least one.
-        even_bits: `log2(error / motion)`, the mean over rows: of dithered codes of one step over
-            the range of the row, and of the row's way.
+        even_bits: about the width of codes whose error is even with the motion: `log2(error /
+            motion)`, the mean over rows, of dithered codes of one step over the range of the row,
+            and of the row's way.
     """
 
     rows: int

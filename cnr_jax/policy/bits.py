@@ -1,8 +1,9 @@
-"""How many bits a code takes, given how often the run will be restored.
+"""How many bits a code takes, given how often the run will be restored, and how far rows then move.
 
 Error enters training only when a checkpoint is restored, so the damage grows with the number of
-restores, not of saves. The invariant to remember: once a run has been restored more often than
-was expected, all it saves takes 8 bits; the forecast has proved wrong, and nothing else is known.
+restores, not of saves; and with each of them by more where rows have moved by little since the one
+before. The invariant to remember: once a run has been restored more often than was expected, all it
+saves takes 8 bits at least; the forecast has proved wrong. What was measured only adds bits.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ def is_harmful(even_bits: float, bits: int) -> bool:
     Args:
         even_bits: of rows of the run from restore to restore.
         bits: width of a code; `RAW_BITS`: nothing is rounded.
+
+    Example:
+        >>> [is_harmful(3.0, bits) for bits in (2, 3, 4, RAW_BITS)]
+        [True, True, False, False]
     """
     return bits != RAW_BITS and error_bits(even_bits, bits) > _HARMFUL_BITS
 
@@ -121,7 +126,16 @@ def width_told(bits: int) -> str:
 
 
 def error_bits(even_bits: float, bits: int) -> float:
-    """Returns `log2(error / motion)` of codes of so many bits."""
+    """Returns `log2(error / motion)` of codes of so many bits; 0 where the two are even.
+
+    Args:
+        even_bits: of the rows, see `SampledMotion`.
+        bits: width of a code.
+
+    Example:
+        >>> round(error_bits(4.0, bits=4), 2)
+        0.09
+    """
     return even_bits - math.log2(2**bits - 1)
 
 

@@ -38,7 +38,7 @@ from cnr_jax.rows.gather.encode import (
     sample_positions,
 )
 from cnr_jax.rows.gather.host import Buffers
-from cnr_jax.rows.gather.motion import FollowedRows, Key
+from cnr_jax.rows.gather.motion import FollowedRows, TileRef
 from cnr_jax.rows.tiling import (
     Arrays,
     Box,
@@ -66,10 +66,12 @@ class Capture:
     Attributes:
         plans: one for each tile of this process; those with rows in the order of chunks.
         runs: the rows themselves; they refer to the state's buffers.
+        sample: of the rows, where devices keep it; None: it may be chosen later, by `sample_of`.
     """
 
     plans: tuple[RunPlan, ...]
     runs: tuple[Run, ...]
+    sample: Sample | None = None
 
     @property
     def on_host(self) -> bool:
@@ -117,11 +119,14 @@ def capture(
     ]
     # Rows of one group follow each other, so that they share chunks and programs.
     plans.sort(key=lambda pair: _order(*pair))
+    sample = None
     if any(run.where == "device" for _, run in plans):
-        plans = _with_samples(plans, followed)
+        sample = sample_of([plan for plan, _ in plans], followed)
+        plans = _with_samples(plans, sample)
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
+        sample=sample,
     )
 
 
@@ -137,21 +142,23 @@ def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample
     compared = sample_positions(
         counts, [plan.width for plan in plans], [is_rounded(plan) for plan in plans]
     )
-    found: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+    tiles, parts = list[TileRef](), [np.empty((3, 0), np.int64)]
     for plan, start in zip(plans, starts, strict=False):
-        key = (plan.table, plan.box)
-        if followed is not None and plan.leaf == "table" and plan.count:
-            at = followed.among(key, plan.positions)
+        if followed is not None and not plan.is_slot and plan.count:
+            tile = plan.table, plan.box
+            at = followed.among(tile, plan.positions)
             if len(at):
                 in_tile = at if plan.positions is None else plan.positions[at]
-                found[key] = at + start, in_tile
-    empty = np.empty(0, np.int64)
-    ours = np.concatenate([empty, *(at for at, _ in found.values())])
+                numbers = np.full(len(at), len(tiles))
+                parts.append(np.stack([at + start, in_tile, numbers]))
+                tiles.append(tile)
+    ours, *known = np.concatenate(parts, axis=1)
     positions = np.union1d(compared, ours)
-    of_keys, in_tile = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
-    for number, (at, own) in enumerate(found.values()):
-        where = np.searchsorted(positions, at)
-        of_keys[where], in_tile[where] = number, own
+    in_tile, of_tiles = np.full((2, len(positions)), -1)
+    where = np.searchsorted(positions, ours)
+    in_tile[where], of_tiles[where] = known
+    is_compared = np.zeros(len(positions), bool)
+    is_compared[np.searchsorted(positions, compared)] = True
     names = sorted({plan.table for plan in plans})
     index = {name: i for i, name in enumerate(names)}
     tables = np.asarray([index[plan.table] for plan in plans], np.int64)
@@ -159,9 +166,9 @@ def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample
         positions=positions,
         tables=tables[np.searchsorted(starts[1:], positions, side="right")],
         names=names,
-        compared=np.isin(positions, compared),
-        followed=of_keys,
-        keys=tuple(found),
+        compared=is_compared,
+        followed=of_tiles,
+        tiles=tiles,
         in_tile=in_tile,
     )
 
@@ -172,10 +179,10 @@ def is_rounded(plan: RunPlan) -> bool:
 
 
 def _with_samples(
-    plans: list[tuple[RunPlan, Run]], followed: FollowedRows | None
+    plans: list[tuple[RunPlan, Run]], sample: Sample
 ) -> list[tuple[RunPlan, Run]]:
     """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
-    positions = sample_of([plan for plan, _ in plans], followed).positions
+    positions = sample.positions
     ends = np.cumsum([plan.count for plan, _ in plans])
     parts = np.split(positions, np.searchsorted(positions, ends))
     return [
@@ -265,7 +272,13 @@ def _plan(
 
 def can_dither(leaf: Leaf, codec: Codec) -> bool:
     """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
-    return leaf.name == "table" and isinstance(codec, Dithering)
+    return leaf.name == "table" and _dithers(codec)
+
+
+@functools.cache
+def _dithers(codec: Codec) -> bool:
+    """Asked for each tile: to compare an object with a protocol takes as long as a plan."""
+    return isinstance(codec, Dithering)
 
 
 def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -276,14 +289,16 @@ def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.n
         box: start and stop in each dimension, as a device encodes its rows.
         lineage: in which codes are dithered.
     """
-    column = 0
-    for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
-        column = column * size + start
-    seed = dither_seed(lineage, table.name, column)
-    first = box[0][0]
 
+    # What is the same for all rows is made with the first of them, outside the blocking part of
+    # most saves, and not for tiles of which none is saved.
     def keys(positions: np.ndarray) -> np.ndarray:
-        return row_keys(seed, np.asarray(table.layout.to_logical(positions + first)))
+        column = 0
+        for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
+            column = column * size + start
+        seed = dither_seed(lineage, table.name, column)
+        rows = np.asarray(table.layout.to_logical(positions + box[0][0]))
+        return row_keys(seed, rows)
 
     return keys
 

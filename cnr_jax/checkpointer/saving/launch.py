@@ -32,7 +32,7 @@ from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
-from cnr_jax.rows.gather.encode import Comparison, RowErrors
+from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.tiling import host_device, own_settings
@@ -106,6 +106,7 @@ class Launcher:
         plan, started = flight.plan, time.perf_counter()
         try:
             encoding = self._widening.encoding_of(plan)
+            followed = self._tracker.followed
             captured = capture.capture(
                 changed.tiles,
                 changed.shards,
@@ -116,9 +117,10 @@ class Launcher:
                 self._widening.widths(plan.auto_bits, plan.codec),
                 options.staging,
                 self._widening.dithered_in(plan),
-                followed := self._tracker.followed,
+                followed,
             )
-            plans = captured.plans  # alone: the writing thread must not hold the state
+            # Alone: the writing thread must not hold the state.
+            plans, sample = captured.plans, captured.sample
             # Gathering on the host takes all cores already; on devices it waits for these.
             stage = Stage(
                 options.max_staging_bytes,
@@ -130,7 +132,7 @@ class Launcher:
                 flight,
                 directories,
                 lambda: _write_rows(
-                    flight, directory, plans, stage, encoding, followed
+                    flight, directory, plans, stage, encoding, sample, followed
                 ),
                 stage.abort,
                 self._channel,
@@ -172,10 +174,13 @@ def _write_rows(
     plans: tuple[RunPlan, ...],
     stage: Stage,
     encoding: Encoding,
+    sample: Sample | None,
     followed: FollowedRows | None,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
-    compared = Comparison(capture.sample_of(plans, followed), followed)
+    if sample is None:
+        sample = capture.sample_of(plans, followed)
+    compared = Comparison(sample, followed)
     writer = RowsWriter(
         directory,
         flight.plan.uuid,

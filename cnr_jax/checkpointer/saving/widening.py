@@ -61,6 +61,7 @@ class Widening:
         # By the codec that a policy names: it may be what makes widths follow the restores.
         self._follows: dict[str | None, bool] = {}
         self._small: dict[str | None, frozenset[str]] = {}
+        self._fixed: dict[str | None, int] = {}
 
     def inherit(self, stored: EncodingEntry | None) -> None:
         """Goes on as a run did where options do not say; None: no run goes on.
@@ -133,7 +134,7 @@ class Widening:
             self._say_bytes(plan)
             return plan
         bits = self.bits(plan.restores, plan.motion, plan.codec)
-        self._warn_of_harm(plan, bits)
+        self._warn_of_harm(plan)
         if bits is None:
             return plan
         reason, usual = plan.reason, self.encoding.auto_bits(0)
@@ -174,32 +175,42 @@ class Widening:
             return f"since the first save {moved}"
         return f"restored {_times(plan.restores)}, between restores {moved}"
 
-    def _warn_of_harm(self, plan: Plan, auto_bits: int | None) -> None:
+    def _warn_of_harm(self, plan: Plan) -> None:
         """Warns, once, of codes that are too short for how little rows move between restores."""
         motion = plan.motion
         # After one restore nobody knows how soon others come.
         if self._has_warned or motion is None or plan.restores < 2:
             return
-        widths, encoding = self.widths(auto_bits, plan.codec), self.encoding_of(plan)
-        found: set[int] = set()
-        for name, table in self._tables.items():
-            width = math.prod(table.leaf.shape[1:])
-            args = name, "table", width, table.leaf.dtype
-            if not encoding.is_auto(*args):
-                codec = encoding.codec_for(*args, widths.get(name))
-                found.add(getattr(codec, "bits", RAW_BITS))
-        bits = min(found, default=RAW_BITS)
+        bits = self._fewest_fixed_bits(plan.codec)
         if is_harmful(motion.even_bits, bits):
             self._has_warned = True
             _log.warning(
                 "rounding to %d bits is likely to harm this training: the run was restored"
                 " %s, between restores %s. Options(bits='auto') takes as many bits as that"
-                " needs, bits=%d would do now; cnr_jax.try_bits tells more",
+                " needs, %s would do now; cnr_jax.try_bits tells more",
                 bits,
                 _times(plan.restores),
                 _moved_by(motion, bits),
-                max(FALLBACK_BITS, bits_for_motion(motion.even_bits)),
+                f"bits={FALLBACK_BITS}"
+                if bits_for_motion(motion.even_bits) <= FALLBACK_BITS
+                else "codec='raw'",
             )
+
+    def _fewest_fixed_bits(self, codec: str | None) -> int:
+        """Of tables whose width is not "auto", the least; `RAW_BITS` if none is rounded.
+
+        Args:
+            codec: that the policy names, if it does.
+        """
+        if codec not in self._fixed:
+            named = self.encoding.with_codec(codec)
+            bits = RAW_BITS
+            for name, table in self._tables.items():
+                args = name, "table", math.prod(table.leaf.shape[1:]), table.leaf.dtype
+                if not named.is_auto(*args):
+                    bits = min(bits, getattr(named.codec_for(*args), "bits", RAW_BITS))
+            self._fixed[codec] = bits
+        return self._fixed[codec]
 
     def _say_bytes(self, plan: Plan) -> None:
         """Says how many bytes all rows take if all of their bits are saved."""

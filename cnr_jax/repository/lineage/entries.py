@@ -294,7 +294,8 @@ class Branch:
         no_parents: why the branch has no legal parents, where that is known.
         moved_before: how far rows had moved, since the restore before, in the step that was
             restored; None: it is not known, or none was.
-        moved: how far they have since, as the last save of this lineage saw it.
+        moved: how far they have since, as the last save of this lineage saw it that held rows
+            enough to tell.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)

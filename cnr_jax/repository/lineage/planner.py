@@ -233,7 +233,8 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
-        branch.moved = entry.manifest.motion
+        # Else of a save of too few rows: these tell nothing.
+        branch.moved = entry.manifest.motion or branch.moved
         self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.no_parents = entry.manifest.history, ""
 
@@ -262,7 +263,7 @@ class Planner:
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run, encoding)
         branch = Branch(tip=tip, restores=min(tip.manifest.restores + 1, LARGEST))
-        branch.moved_before = tip.manifest.motion
+        branch.moved_before = _motion_of(chain)
         self.end_lineages(branch.restores)
         if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
@@ -488,3 +489,13 @@ class Planner:
                         clock=branch.parents[entry.uuid],
                     )
         return None
+
+
+def _motion_of(chain: Sequence[Entry]) -> SampledMotion | None:
+    """How far rows had moved in the last step of a chain, which may hold too few to tell.
+
+    Then by the newest one before it that is of the same lineage: of others it was another way.
+    """
+    manifests = [entry.manifest for entry in reversed(chain) if entry.manifest]
+    same = (m.motion for m in manifests if m.lineage == manifests[0].lineage)
+    return next((motion for motion in same if motion is not None), None)

@@ -17,7 +17,7 @@ import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk
-from cnr_jax.rows.gather.motion import LEAST_MOVED, FollowedRows, Key, Motion
+from cnr_jax.rows.gather.motion import LEAST_MOVED, FollowedRows, Motion, TileRef
 from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
@@ -169,8 +169,8 @@ class Sample(NamedTuple):
         tables: of each of them the table, as an index into `names`.
         names: of tables.
         compared: whether it is compared with what its codes read as.
-        followed: of each of them which of `keys` it is of; -1: its motion is not looked at.
-        keys: tiles whose rows are followed.
+        followed: of each of them which of `tiles` it is of; -1: its motion is not looked at.
+        tiles: whose rows are followed, in the order of their rows.
         in_tile: of each of them its position in its tile, where it is followed.
     """
 
@@ -179,7 +179,7 @@ class Sample(NamedTuple):
     names: Sequence[str]
     compared: np.ndarray
     followed: np.ndarray
-    keys: Sequence[Key]
+    tiles: Sequence[TileRef]
     in_tile: np.ndarray
 
 
@@ -199,8 +199,6 @@ class Comparison:
         # With the tables of the rows.
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
         self._motions: dict[int, list[np.ndarray]] = {}
-        # Tiles of which nothing is known yet: a run begins.
-        self._new = [not followed.has(key) for key in sample.keys] if followed else []
         self._failed = False
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> None:
@@ -279,19 +277,17 @@ class Comparison:
     def _follow(self, rows: np.ndarray, which: slice) -> None:
         """Notes how far the followed ones among sampled rows have moved."""
         sample, followed = self._sample, self._followed
-        of_keys = sample.followed[which]
         if followed is None:
             return
-        for number in np.unique(of_keys[of_keys >= 0]).tolist():
-            mine, key = of_keys == number, sample.keys[number]
-            in_tile = sample.in_tile[which][mine]
-            if self._new[number]:
-                followed.keep(key, in_tile, rows[mine])
-                continue
+        mine = np.flatnonzero(sample.followed[which] >= 0)
+        numbers, starts = np.unique(sample.followed[which][mine], return_index=True)
+        # A chunk may hold rows of thousands of tiles, those of one side by side.
+        parts = np.split(mine, starts[1:])
+        for number, part in zip(numbers.tolist(), parts, strict=False):
+            at = part + which.start
+            moved = followed.moved(sample.tiles[number], sample.in_tile[at], rows[part])
             # All of one tile, hence of one table.
-            table = int(sample.tables[which][mine][0])
-            moved = followed.moved(key, in_tile, rows[mine])
-            self._motions.setdefault(table, []).append(moved)
+            self._motions.setdefault(int(sample.tables[at[0]]), []).append(moved)
 
     def _compare(self, group: _Group) -> None:
         """Compares what waits of a group, in batches of one size."""

@@ -32,24 +32,28 @@ class Motion(NamedTuple):
 
     Attributes:
         rows: that moved, and of which codes could be made.
-        even_bits: `log2(error / motion)`, the mean over these rows: of the error of dithered codes
-            of one step over the range of a row, as a root mean square, and of the way that the row
-            has gone. Codes of b bits have 2**b - 1 steps: theirs is `2**even_bits / (2**b - 1)` of
-            the motion.
+        even_bits: about the width of codes whose error is even with the motion of the rows:
+            `log2(error / motion)`, the mean over these rows, of the error of dithered codes of one
+            step over the range of a row, as a root mean square, and of the way that the row has
+            gone. Codes of b bits have 2**b - 1 steps: theirs is `2**even_bits / (2**b - 1)` of the
+            motion.
     """
 
     rows: int
     even_bits: float
 
 
-# A tile by its table and its place.
-Key = tuple[str, Box]
+# A tile by the name of its table and its box.
+TileRef = tuple[str, Box]
 
 
 class FollowedRows:
     """Some rows of each table of this process, and what they were at the beginning.
 
-    To be told of rows by one thread at a time.
+    What was chosen to be followed never changes. What these rows were is made by a restore before
+    anything is saved, or filled in by the thread that writes the first save; a restore begins with
+    another object, and leaves this one to a save that is still being written. Two threads get here
+    only if one of a failed save hangs: the worst is a row as either of two saves had it.
 
     Args:
         tiles: what this process saves.
@@ -70,7 +74,7 @@ class FollowedRows:
             key: _spread(tile.rows[1] - tile.rows[0], min(each, _MOST_ROWS))
             for key, tile in self._tiles.items()
         }
-        self._before: dict[Key, np.ndarray] = {}
+        self._before: dict[TileRef, np.ndarray] = {}
 
     def are_of(self, tiles: Iterable[OwnTile], lineage: str) -> bool:
         """Whether these are rows of such tiles in this lineage."""
@@ -93,14 +97,14 @@ class FollowedRows:
             found = rows_of(run) if run.where == "device" else copied_rows(run)
             self._before[key] = found.astype(np.float32)
 
-    def among(self, key: Key, positions: np.ndarray | None) -> np.ndarray:
+    def among(self, tile: TileRef, positions: np.ndarray | None) -> np.ndarray:
         """Which of the rows of a tile that are saved are followed: int64, sorted.
 
         Args:
-            key: of the tile.
+            tile: that they are of.
             positions: of the rows that are saved, sorted; None: all.
         """
-        followed = self._positions.get(key, np.empty(0, np.int64))
+        followed = self._positions.get(tile, np.empty(0, np.int64))
         if positions is None or not len(followed):
             return followed
         at = np.searchsorted(positions, followed)
@@ -108,19 +112,27 @@ class FollowedRows:
         here[here] = positions[at[here]] == followed[here]
         return at[here]
 
-    def has(self, key: Key) -> bool:
-        """Whether it is known what rows of a tile were."""
-        return key in self._before
-
-    def moved(self, key: Key, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def moved(
+        self, tile: TileRef, positions: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
         """`log2(error / motion)` of rows, float64; of those alone that moved, and have both.
 
+        Rows of which nothing was known, those that a run begins with, are kept as they are.
+
         Args:
-            key: of the tile.
+            tile: that they are of.
             positions: of the rows in it, all followed.
             rows: as they are now.
         """
-        before = self._before[key][np.searchsorted(self._positions[key], positions)]
+        followed = self._positions[tile]
+        if tile not in self._before:
+            unknown = np.full((len(followed), rows.shape[1]), np.nan, np.float32)
+            self._before[tile] = unknown
+        at = np.searchsorted(followed, positions)
+        before = self._before[tile][at]
+        is_new = np.isnan(before).all(axis=1)
+        if is_new.any():
+            self._before[tile][at[is_new]] = before[is_new] = rows[is_new]
         # Squares of what a float holds may not fit into one; rows may not be finite.
         with np.errstate(all="ignore"):
             now = rows.astype(np.float64)
@@ -130,21 +142,6 @@ class FollowedRows:
             error = np.square(reach) * (now.shape[1] / 6)
             found = 0.5 * np.log2(error / motion)
         return found[np.isfinite(found)]
-
-    def keep(self, key: Key, positions: np.ndarray, rows: np.ndarray) -> None:
-        """Keeps rows as they are, where the run has just begun: the first save has all.
-
-        Args:
-            key: of the tile.
-            positions: of the rows in it, all followed.
-            rows: as they are now.
-        """
-        followed = self._positions[key]
-        if key not in self._before:
-            # Until they have come these do not move.
-            self._before[key] = np.full((len(followed), rows.shape[1]), np.nan, "f4")
-        at = np.searchsorted(followed, positions)
-        self._before[key][at] = rows
 
 
 def _spread(rows: int, count: int) -> np.ndarray:
