@@ -325,9 +325,10 @@ def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
     """Relative errors of rows, float64[rows]; NaN of rows of zeros."""
     # As they are restored, and in double precision: the steps of the smallest numbers of a
     # dtype are part of the error, and a float may not hold squares of what it holds.
-    rows = rows.astype(np.float64)
-    # Rows that are not finite are stored as they are, whatever codes read as.
+    # Rows that are not finite are stored as they are, whatever codes read as; some NaN cannot
+    # even be converted without a warning.
     with np.errstate(all="ignore"):
+        rows = rows.astype(np.float64)
         off = rows - read
         # Sums of squares, without an array of these.
         error, norm = (np.einsum("ij,ij->i", x, x) for x in (off, rows))

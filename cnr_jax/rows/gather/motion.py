@@ -131,10 +131,10 @@ class FollowedRows:
         at = np.searchsorted(followed, positions)
         before = self._before[tile][at]
         is_new = np.isnan(before).all(axis=1)
-        if is_new.any():
-            self._before[tile][at[is_new]] = before[is_new] = rows[is_new]
         # Squares of what a float holds may not fit into one; rows may not be finite.
         with np.errstate(all="ignore"):
+            if is_new.any():
+                self._before[tile][at[is_new]] = before[is_new] = rows[is_new]
             now = rows.astype(np.float64)
             motion = np.square(now - before).sum(axis=1)
             reach = now.max(axis=1) - now.min(axis=1)
