@@ -42,7 +42,9 @@ _LEAVES = ("table", "slot")
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
-_OF_ALL = (*_OF_TABLES, "expected_restores", _PACKS)
+_ROUNDS = "rounding"
+_OF_ALL = (*_OF_TABLES, "expected_restores", _ROUNDS, _PACKS)
+ROUNDINGS = ("auto", "nearest", "dithered")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Encoding:
     bits: int | Literal["auto"] | NotGiven | None = NOT_GIVEN
     expected_restores: float | NotGiven | None = NOT_GIVEN
     slot_codec: str | Codec | NotGiven = NOT_GIVEN
+    rounding: Literal["auto", "nearest", "dithered"] | NotGiven | None = NOT_GIVEN
     compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
     may_be_named: bool = False
@@ -77,6 +80,11 @@ class Encoding:
             raise errors.OptionError(
                 f"compression {self.compression!r} is not known, expected"
                 f" {' or '.join(map(repr, COMPRESSIONS))} or None"
+            )
+        if self.rounding is not NOT_GIVEN and self.rounding not in ROUNDINGS:
+            raise errors.OptionError(
+                f"rounding {self.rounding!r} is not known, expected"
+                f" {', '.join(map(repr, ROUNDINGS[:-1]))} or {ROUNDINGS[-1]!r}"
             )
         bits_after(0, self.assumed_restores)
         for name in ("", *self.tables):
@@ -161,6 +169,12 @@ class Encoding:
         """How the arrays of a save are compressed."""
         found = self.compression
         return None if isinstance(found, NotGiven) else found
+
+    def dithers(self, restores: int) -> bool:
+        """Whether codes are dithered in a save after so many restores of its run."""
+        return self.rounding == "dithered" or (
+            self.rounding in ("auto", NOT_GIVEN) and restores > 0
+        )
 
     @property
     def expects(self) -> bool:
@@ -276,6 +290,7 @@ class Encoding:
             expected_restores=float(self.assumed_restores) if self.expects else None,
             slot_codec=_stored(self._codec_named("", "slot")),
             compression=self.packing,
+            rounding=_stored(self.rounding),
             tables={
                 name: TableEncodingEntry(
                     **{n: _stored(getattr(own, n)) for n in _OF_TABLES}
@@ -392,13 +407,14 @@ def _taken(value: Any, name: str, table: str = "") -> Any:
     """A value of an option that a manifest holds.
 
     Raises:
-        OptionError: if it is a codec, bits or a compression that is not known here.
+        OptionError: if it is a codec, bits, a rounding or a compression that is not known here.
     """
     if name == "expected_restores" or isinstance(value, int):
         return value
     kind = "codec" if name.endswith("codec") else name
     known = {
         _PACKS: lambda: value in (None, *COMPRESSIONS),
+        _ROUNDS: lambda: value in ROUNDINGS,
         "bits": lambda: value == "auto",
     }
     try:

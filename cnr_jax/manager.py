@@ -123,7 +123,7 @@ class CheckpointManager(ocp.CheckpointManager):
         try:
             self._listing.say_what_is_there(made)
             self._warmth = Warmth(tables or Tables({}), options, handler.widening)
-            self._warmth.warm_up(handler.planning.auto_bits())
+            self._warmth.warm_up(*handler.planning.foreseen())
         except BaseException:
             super().close()
             raise
@@ -286,7 +286,8 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._ending.begin(step, flight, state.touched if state else None)
                 if planned:
                     # Not foreseen where touched rows were made anew.
-                    self._warmth.warm_up(planned.flight.plan.auto_bits)
+                    plan = planned.flight.plan
+                    self._warmth.warm_up(plan.auto_bits, plan.restores)
                     if planned.flight.plan.changed:
                         all_succeed(self._channel, self._orbax.reload)
                 with self._calls.all_directories():
@@ -368,7 +369,7 @@ class CheckpointManager(ocp.CheckpointManager):
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
         if not self._orbax.is_read_only:
-            self._warmth.warm_up(self._handler.planning.auto_bits())
+            self._warmth.warm_up(*self._handler.planning.foreseen())
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:

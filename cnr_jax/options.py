@@ -35,9 +35,9 @@ _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 class Options:
     """How a run is saved and restored. The defaults suit most runs.
 
-    `codec`, `bits`, `expected_restores`, `slot_codec`, `compression` and fields of `tables` that
-    are not given are as in the run that a restore goes on with, and reports name them as
-    `inherited`; in a new run they are as said here.
+    `codec`, `bits`, `expected_restores`, `slot_codec`, `rounding`, `compression` and fields of
+    `tables` that are not given are as in the run that a restore goes on with, and reports name
+    them as `inherited`; in a new run they are as said here.
 
     Attributes:
         policy: when to save everything, and on which parent deltas rest.
@@ -64,6 +64,14 @@ class Options:
             slots that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, by their
             names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
             momenta in 8 bits, others exactly.
+        rounding: how the codes of tables are chosen by the codecs whose levels are equidistant
+            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`). `"nearest"`: an element
+            that moves by less than half a step between two restores is put back by each.
+            `"dithered"`: it is rounded up or down so that it is right in the mean, by a hash of
+            its place that is new after each restore; a row that does not move keeps its codes
+            until then, so that deltas are as small. An error can be a whole step. `"auto"`, as
+            in a new run: the nearest until the run is first restored, dithered from then on.
+            Slots always take the nearest.
         compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
             checksums are taken; None, as in a new run: not. Measured on deltas of trained
             tables of dim 64, all bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about
@@ -153,6 +161,7 @@ class Options:
     bits: int | Literal["auto"] | NotGiven | None = NOT_GIVEN
     expected_restores: float | NotGiven | None = NOT_GIVEN
     slot_codec: str | Codec | NotGiven = NOT_GIVEN
+    rounding: Literal["auto", "nearest", "dithered"] | NotGiven | None = NOT_GIVEN
     compression: Literal["zstd"] | NotGiven | None = NOT_GIVEN
     tables: Mapping[str, TableOptions] = dataclasses.field(default_factory=dict)
     tracking: Tracking | None = None
@@ -173,7 +182,7 @@ class Options:
     adopt: bool = False
 
     def __post_init__(self) -> None:
-        unset_nones(self, ("codec", "bits", "expected_restores"))
+        unset_nones(self, ("codec", "bits", "expected_restores", "rounding"))
         take_integers(self, *_INTEGERS)
         self._check_policy()
         self._check_kinds()
@@ -200,6 +209,7 @@ class Options:
             bits=self.bits,
             expected_restores=self.expected_restores,
             slot_codec=self.slot_codec,
+            rounding=self.rounding,
             compression=self.compression,
             tables=self.tables,
             may_be_named=type(self.policy) not in _POLICIES,

@@ -115,7 +115,7 @@ def test_width_is_of_the_expectation_until_there_are_more_restores(
         assert 0 < touched.sum() < len(touched)
         np.testing.assert_array_equal(got[~touched], before[path][~touched])
         step = np.ptp(saved[touched], axis=1, keepdims=True) / 255
-        assert (np.abs(got - saved)[touched] <= 0.51 * step).all()
+        assert (np.abs(got - saved)[touched] <= 1.01 * step).all()
     # Wider once, wide for good.
     run.run(manager, [5])
     assert widths(manager, 5) == both(8)
@@ -153,7 +153,9 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
     caplog.clear()
     with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
         manager = restart(run, opened, 0, bits="auto", expected_restores=1)
-    assert "compiling for codes of 2 bits" in caplog.text, "eight were to be expected"
+    assert "compiling for dithered codes of 2 bits" in caplog.text, (
+        "eight were to be expected"
+    )
     run.salt = 1
     run.run(manager, [6])
     assert run.manifest(manager, 6).restores == 1

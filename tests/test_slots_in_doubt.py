@@ -54,7 +54,9 @@ def test_a_delta_holds_the_slots_of_its_rows_whatever_the_roots_are_called(
             manager.save(step, args=cnr.args.Save(state, touched))
     assert [report.kind for report in reports] == ["full", "delta", "delta"]
     assert [report.rows for report in reports] == [ROWS, 8, 16]
-    assert all(r.slot_bytes < ROWS * DIM for r in reports[1:]) and not reports[0].hint
+    assert (
+        all(0 < r.slot_bytes < ROWS * DIM for r in reports[1:]) and not reports[0].hint
+    )
     assert "may be slots" not in caplog.text
     with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
         got = manager.restore(None, args=cnr.args.Restore(state)).state

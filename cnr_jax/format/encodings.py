@@ -44,6 +44,7 @@ class EncodingEntry:
     expected_restores: float | None
     slot_codec: str | NamedConfiguration
     compression: str | None
+    rounding: str | None = None
     tables: Mapping[str, TableEncodingEntry]
 
 
@@ -69,6 +70,7 @@ def read_encoding(fields: Fields) -> EncodingEntry:
         expected_restores=fields.number("expected_restores") if expects else None,
         slot_codec=common.slot_codec or fields.text("slot_codec"),
         compression=fields.text("compression") if fields.has("compression") else None,
+        rounding=fields.text("rounding") if fields.has("rounding") else None,
         tables=fields.mapping("tables", _read_table_encoding),
     )
 

@@ -258,6 +258,9 @@ def dump(manifest: Manifest) -> bytes:
     for name in ("forks", "encoding"):
         if document[name] is None:
             del document[name]
+    encoding = document.get("encoding", {})
+    if encoding.get("rounding", "") is None:
+        del encoding["rounding"]
     return dump_document(document)
 
 

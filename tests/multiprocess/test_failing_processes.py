@@ -92,10 +92,9 @@ def test_all_processes_know_what_became_of_a_save_before_the_next_call(
     assert [kind for _, kind in reported] == ["full", *["delta"] * 4]
 
 
-# That one that lives on but does not come is named, test_alone.py tells too.
-@pytest.mark.parametrize(
-    "where", ["kill rows", pytest.param("hang prepare", marks=pytest.mark.slow)]
-)
+# Most of it is waiting. That one that lives on but does not come is named, test_alone.py tells.
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["kill rows", "hang prepare"])
 def test_a_process_that_says_nothing_is_named_in_time(
     tmp_path: Path, where: str
 ) -> None:

@@ -24,7 +24,8 @@ from cnr_jax.checkpointer.tracking.tracker import Choose
 from cnr_jax.encoding import WIDEST, Encoding
 from cnr_jax.options import Options
 from cnr_jax.repository.rows_writer import RunPlan
-from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.rows.codecs import Codec, Dithering, Raw
+from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
 from cnr_jax.rows.gather import host
@@ -85,6 +86,7 @@ def capture(
     encoding: Encoding,
     widths: Mapping[str, int],
     staging: str,
+    dithered_in: str | None = None,
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -95,10 +97,18 @@ def capture(
         encoding: of rows in this save.
         widths: of codes, by table, where these are left to the number of restores.
         staging: where rows are encoded, as in options.
+        dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
     """
     codecs, way = _Codecs(encoding, widths), placing(staging)
     plans = [
-        _plan(tile, shards(tile.table.name, tile.leaf.name), choose(tile), codecs, way)
+        _plan(
+            tile,
+            shards(tile.table.name, tile.leaf.name),
+            choose(tile),
+            codecs,
+            way,
+            dithered_in,
+        )
         for tile in tiles
     ]
     # Rows of one group follow each other, so that they share chunks and programs.
@@ -198,6 +208,7 @@ def _plan(
     positions: np.ndarray | None,
     codecs: _Codecs,
     way: Way,
+    dithered_in: str | None,
 ) -> tuple[RunPlan, Run]:
     leaf, piece = tile.leaf, tile.piece
     data, first = shards.on(piece.device)
@@ -219,8 +230,29 @@ def _plan(
         positions=positions,
         codec=codec,
         where=way(piece.device, data.nbytes),
+        keys_of=_keys_of(tile, dithered_in)
+        if dithered_in and _dithers(tile, codec)
+        else None,
     )
     return plan, run
+
+
+def _dithers(tile: OwnTile, codec: Codec) -> bool:
+    """Whether codes of a tile can be dithered: of slots they are always the nearest."""
+    return tile.leaf.name == "table" and isinstance(codec, Dithering)
+
+
+def _keys_of(tile: OwnTile, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
+    """What gives the keys of rows of a tile, by their positions in it."""
+    table, box = tile.table, tile.piece.box
+    column = math.prod(start for start, _ in box[1:])
+    seed = dither_seed(lineage, table.name, column)
+    first = tile.rows[0]
+
+    def keys(positions: np.ndarray) -> np.ndarray:
+        return row_keys(seed, np.asarray(table.layout.to_logical(positions + first)))
+
+    return keys
 
 
 def _order(plan: RunPlan, run: Run) -> tuple[Any, ...]:
@@ -229,6 +261,7 @@ def _order(plan: RunPlan, run: Run) -> tuple[Any, ...]:
         run.where,
         _rank(plan.codec, plan.dtype),
         plan.width,
+        run.keys_of is not None,
         plan.table,
         plan.is_slot,
         plan.leaf,
@@ -246,6 +279,8 @@ def programs(
     encoding: Encoding,
     widths: Mapping[str, int],
     staging: str,
+    *,
+    dithers: bool,
 ) -> Iterator[Program]:
     """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
@@ -254,6 +289,7 @@ def programs(
         encoding: of rows.
         widths: of codes, by table, where these are left to the number of restores.
         staging: where rows are encoded, as in options.
+        dithers: whether codes of tables are dithered.
     """
     codecs, way = _Codecs(encoding, widths), placing(staging)
     for tile in tiles:
@@ -264,10 +300,11 @@ def programs(
         width = math.prod(shape[1:])
         if leaf.name == "table" and not isinstance(codec, Raw):
             yield comparing_program(codec, leaf.dtype, width)
+        dithered = dithers and _dithers(tile, codec)
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
-            yield from host_programs(codec, leaf.dtype, width)
+            yield from host_programs(codec, leaf.dtype, width, dithered)
         else:
-            yield from device_programs(codec, shape, leaf.dtype, device)
+            yield from device_programs(codec, shape, leaf.dtype, device, dithered)
         rows = tile.table.leaf.sharding.shard_shape(tile.table.leaf.shape)[0]
         if way(device, 4 * rows) == "device":
             yield host.stamps_program(rows, device)
@@ -284,13 +321,13 @@ class Warmth:
         widening: knows the codecs, and the width of each table's codes.
 
     Attributes:
-        widths: of codes for which all is compiled.
+        done_for: widths of codes, and whether these are dithered, for which all is compiled.
     """
 
     def __init__(self, tables: Tables, options: Options, widening: Widening) -> None:
         self._options, self._widening = options, widening
         self._done: set[Program] = set()
-        self.widths: set[int | None] = set()
+        self.done_for: set[tuple[int | None, bool]] = set()
         # For which that is so: a restore may bring others.
         self._encoding = widening.encoding
         stamps = {
@@ -316,36 +353,37 @@ class Warmth:
         if asked in (None, "recorded") and options.audit_bytes:
             yield from rotation.programs(self._tiles, options.audit_bytes, way)
 
-    def warm_up(self, auto_bits: int | None) -> None:
+    def warm_up(self, auto_bits: int | None, restores: int) -> None:
         """Compiles what is not yet.
 
         Args:
             auto_bits: width of codes where options leave it to the number of restores, but
                 for small tables. Others are compiled only when they come: each takes as long
                 as the first.
+            restores: of the run that is saved next.
         """
         encoding = self._widening.encoding
         if encoding is not self._encoding:
             self._encoding = encoding
-            self.widths.clear()
-        if auto_bits in self.widths:
+            self.done_for.clear()
+        dithers = encoding.dithers(restores)
+        if (auto_bits, dithers) in self.done_for:
             return
-        of_tables = self._widening.widths(auto_bits)
-        needed = programs(self._tiles, encoding, of_tables, self._options.staging)
+        of_tables, staging = self._widening.widths(auto_bits), self._options.staging
+        needed = programs(self._tiles, encoding, of_tables, staging, dithers=dithers)
         if not self._done:
             needed = itertools.chain(needed, self.hashes())
         missing = [p for p in dict.fromkeys(needed) if p not in self._done]
         if self._done and missing:
-            codes = (
-                "other codecs" if auto_bits is None else f"codes of {auto_bits} bits"
-            )
-            _log.info("compiling for %s", codes)
+            kind = "dithered codes" if dithers else "codes"
+            bits = "" if auto_bits is None else f" of {auto_bits} bits"
+            _log.info("compiling for %s%s", kind, bits)
         # XLA compiles each on one core.
         with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
             for done in [pool.submit(_compile, *each) for each in missing]:
                 done.result()
         self._done.update(missing)
-        self.widths.add(auto_bits)
+        self.done_for.add((auto_bits, dithers))
 
 
 # Settings are those of a thread, unless they are of all.

@@ -114,6 +114,7 @@ class Launcher:
                 encoding,
                 self._widening.widths(plan.auto_bits, plan.codec),
                 options.staging,
+                self._widening.dithered_in(plan),
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
             # Gathering on the host takes all cores already; on devices it waits for these.

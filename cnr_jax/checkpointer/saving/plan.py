@@ -65,8 +65,8 @@ class Planning:
     # Of checkpoints that a delta of all bits was to rest on, whether they hold all bits.
     _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
-    def auto_bits(self) -> int | None:
-        """The width of codes in the next save, where options leave it to the restores.
+    def foreseen(self) -> tuple[int | None, int]:
+        """The width of codes in the next save, where options leave it open, and its restores.
 
         Before the first restore of a run that has been saved: as it will be after that, and so is
         what options do not give.
@@ -80,7 +80,7 @@ class Planning:
                 with contextlib.suppress(errors.OptionError):
                     self._widening.inherit(found[-1].encoding)
                 restores = restores or found[-1].restores + 1
-        return self._widening.bits(restores)
+        return self._widening.bits(restores), restores
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""

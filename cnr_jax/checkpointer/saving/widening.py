@@ -84,6 +84,10 @@ class Widening:
             return self.encoding.exact()
         return self.encoding.with_codec(plan.codec)
 
+    def dithered_in(self, plan: Plan) -> str | None:
+        """The lineage by which codes of one save are dithered; None if they are the nearest."""
+        return plan.lineage if self.encoding.dithers(plan.restores) else None
+
     def bits(self, restores: int, codec: str | None = None) -> int | None:
         """The width in saves after so many restores; None if it is "auto" nowhere.
 

@@ -14,6 +14,7 @@ from typing import Any
 from cnr_jax.errors import FormatError
 from cnr_jax.rows.codecs.asymmetric import Asymmetric
 from cnr_jax.rows.codecs.base import Codec, Raw
+from cnr_jax.rows.codecs.base import Dithering as Dithering
 from cnr_jax.rows.codecs.base import Encoded as Encoded
 from cnr_jax.rows.codecs.base import Part as Part
 from cnr_jax.rows.codecs.base import bytes_of as bytes_of

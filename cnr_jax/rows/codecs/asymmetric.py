@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
@@ -97,6 +97,7 @@ class Asymmetric(grids.OnGrid):
     """
 
     name: ClassVar[str] = "cnr.asymmetric"
+    dithers: ClassVar[Literal[True]] = True
     bits: int = 4
     refits: int | None = None
     metadata_bits: int | None = None
@@ -128,7 +129,7 @@ class Asymmetric(grids.OnGrid):
             raise ValueError(f"{self} leaves refits to the columns, see at_dim")
         return grids.OnGrid.configuration(self)
 
-    def encode(self, rows: jax.Array) -> Encoded:
+    def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
         Where a value is halfway between two codes, platforms may choose differently.
@@ -145,7 +146,7 @@ class Asymmetric(grids.OnGrid):
             starts = _starts(given, step, refits, self.bits, self._metadata)
             evenly = grids.Even(levels)
             grid = refit(given, starts, step, refits, evenly, self._metadata)
-        return grids.encode(given, grid, self.bits, self._metadata)
+        return grids.encode(given, grid, self.bits, self._metadata, keys)
 
 
 # Up to how many columns 2, 3 and 4 fits are enough, by bits: the fewest whose mean error, of

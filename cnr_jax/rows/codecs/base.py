@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,18 @@ class Codec(Protocol):
         The same parts give the same bits on every platform. Values of escaped rows are
         of no meaning.
         """
+        ...
+
+
+@runtime_checkable
+class Dithering(Codec, Protocol):
+    """A codec whose codes can be dithered."""
+
+    dithers: ClassVar[Literal[True]]
+    """Set where that is so."""
+
+    def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
+        """Encodes `dtype[rows, dim]`: to nearest, or dithered by `keys`, see `row_keys`."""
         ...
 
 

@@ -10,7 +10,7 @@ share of the range that the search may remove, as in PyTorch's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ class Greedy(grids.OnGrid):
     """
 
     name: ClassVar[str] = "cnr.greedy"
+    dithers: ClassVar[Literal[True]] = True
     bits: int = 4
     bins: int = 25
     ratio: float = 0.6
@@ -68,7 +69,7 @@ class Greedy(grids.OnGrid):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}, expected above 0 and up to 1")
 
-    def encode(self, rows: jax.Array) -> Encoded:
+    def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
         Raises:
@@ -79,7 +80,7 @@ class Greedy(grids.OnGrid):
         # The last move that leaves no range at all is no candidate.
         moves = min(int(self.bins * self.ratio + 1e-9), self.bins - 1)
         grid = _search(given, moves, self.bins, levels, self._metadata)
-        return grids.encode(given, grid, self.bits, self._metadata)
+        return grids.encode(given, grid, self.bits, self._metadata, keys)
 
 
 def _search(

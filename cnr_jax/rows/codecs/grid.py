@@ -36,6 +36,7 @@ from cnr_jax.rows.codecs.base import (
     check_dtype,
     rounded_to,
 )
+from cnr_jax.rows.codecs.dither import thresholds
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
 # A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
@@ -231,15 +232,34 @@ def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
     return Ranged(rows.astype(jnp.float32), low, high, total, grid, held, zero)
 
 
-def encode(given: Ranged, grid: Grid, bits: int, metadata: Metadata) -> Encoded:
-    """Returns the nearest codes on a grid; rows neither held nor zero are escaped."""
+def encode(
+    given: Ranged,
+    grid: Grid,
+    bits: int,
+    metadata: Metadata,
+    keys: jax.Array | None = None,
+) -> Encoded:
+    """Returns the codes of rows on a grid; rows neither held nor zero are escaped.
+
+    Args:
+        given: the rows.
+        grid: where their levels are.
+        bits: width of a code.
+        metadata: how scale and offset are stored.
+        keys: uint32[rows] of `row_keys`: codes are dithered; None: the nearest.
+    """
     levels = Even(2**bits - 1)
     # Rows of zeros and escaped rows: with scale 0 a code above the middle reads +0.0.
     factor, shift = placing(grid, levels)
     factor = jnp.where(given.held, factor, 0.0)[:, None]
     shift = jnp.where(given.held, shift, float(levels.last))[:, None]
     x = jnp.where(given.held[:, None], given.x, 0.0)
-    codes = levels.nearest(x * factor + shift)
+    place = x * factor + shift
+    if keys is None:
+        codes = levels.nearest(place)
+    else:
+        codes = levels.dithered(place, thresholds(keys, x.shape[1]))
+    # What is whole stays, and of other numbers, none below zero, the whole part is taken.
     packed = pack(codes.astype(jnp.uint8), bits)
     return Encoded(
         {"codes": packed, **stored(grid, given.held, metadata)},
@@ -300,10 +320,16 @@ class Even(NamedTuple):
 
     def nearest(self, place: jax.Array) -> jax.Array:
         """Returns the code, a whole number, nearest to a place."""
-        nearest = lax.round(place, lax.RoundingMethod.TO_NEAREST_EVEN)
+        return self._clipped(lax.round(place, lax.RoundingMethod.TO_NEAREST_EVEN))
+
+    def dithered(self, place: jax.Array, h: jax.Array) -> jax.Array:
+        """Returns a number whose whole part is the code of a place; h in [0, 1), see `dither`."""
+        return self._clipped(place + h)
+
+    def _clipped(self, code: jax.Array) -> jax.Array:
         # Not `jnp.clip`, which costs twice as much to pass NaN on.
-        nearest = jnp.where(nearest > self.last, float(self.last), nearest)
-        return jnp.where(nearest < 0, 0.0, nearest)
+        code = jnp.where(code > self.last, float(self.last), code)
+        return jnp.where(code < 0, 0.0, code)
 
 
 def placing(grid: Grid, levels: Levels) -> tuple[jax.Array, jax.Array]:

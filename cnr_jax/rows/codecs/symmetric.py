@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,7 @@ class Symmetric(grids.OnGrid):
     """
 
     name: ClassVar[str] = "cnr.symmetric"
+    dithers: ClassVar[Literal[True]] = True
     bits: int = 4
     metadata_bits: int | None = None
 
@@ -71,7 +72,7 @@ class Symmetric(grids.OnGrid):
         del found["offset"]
         return found
 
-    def encode(self, rows: jax.Array) -> Encoded:
+    def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
         """Encodes float[rows, dim]; the class says which rows are escaped.
 
         Raises:
@@ -86,7 +87,7 @@ class Symmetric(grids.OnGrid):
         grid = grids.Grid(scale, jnp.zeros_like(scale))
         held = self._metadata.usable(grid) & finite
         given = grids.Ranged(x, -far, far, total, grid, held, zero)
-        encoded = grids.encode(given, grid, self.bits, self._metadata)
+        encoded = grids.encode(given, grid, self.bits, self._metadata, keys)
         del encoded.parts["offset"]
         return encoded
 

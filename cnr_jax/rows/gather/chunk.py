@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ class Run:
         where: whether they are gathered in host memory, or gathered and encoded on the device.
         sampled: which of the rows to be saved are also kept as they are, sorted, where they
             are encoded on the device; None: none.
+        keys_of: of positions within the tile their keys, if codes are dithered.
     """
 
     data: jax.Array
@@ -43,6 +44,7 @@ class Run:
     codec: Codec
     where: Where
     sampled: np.ndarray | None = None
+    keys_of: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def count(self) -> int:
@@ -55,9 +57,17 @@ class Run:
         return math.prod(self.data.shape[1:])
 
     @property
-    def group(self) -> tuple[Where, Codec, np.dtype, int]:
+    def group(self) -> tuple[Where, Codec, np.dtype, int, bool]:
         """Runs of one group share chunks and compiled programs."""
-        return self.where, self.codec, np.dtype(self.data.dtype), self.width
+        dtype, dithers = np.dtype(self.data.dtype), self.keys_of is not None
+        return self.where, self.codec, dtype, self.width, dithers
+
+    def keys(self, start: int, stop: int) -> np.ndarray:
+        """Keys of some of the rows that are saved, uint32."""
+        assert self.keys_of is not None
+        if self.positions is None:
+            return self.keys_of(np.arange(start, stop))
+        return self.keys_of(self.positions[start:stop])
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,6 +81,7 @@ class Chunk:
         escaped_rows: the rows themselves, on the device, where some were escaped.
         sampled: rows of the chunk that are in the sample of the save, in order, where `rows`
             does not hold them; what follows them is padding.
+        keys: of `rows`, uint32, where their codes are to be dithered.
     """
 
     codec: Codec
@@ -79,6 +90,7 @@ class Chunk:
     encoded: Encoded | None = None
     escaped_rows: jax.Array | None = None
     sampled: jax.Array | None = None
+    keys: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +98,7 @@ class Chunk:
         size = self.rows.nbytes if self.rows is not None else 0
         size += self.escaped_rows.nbytes if self.escaped_rows is not None else 0
         size += self.sampled.nbytes if self.sampled is not None else 0
+        size += self.keys.nbytes if self.keys is not None else 0
         if self.encoded is not None:
             size += sum(part.nbytes for part in self.encoded.parts.values())
         return size

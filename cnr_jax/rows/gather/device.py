@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from cnr_jax.rows import tiling
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk, Run
-from cnr_jax.rows.tiling import Program, chunk_rows, compiled
+from cnr_jax.rows.tiling import Program, chunk_rows, compiled, padded
 
 # Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
 # thousand chunks of 2 MiB would make seconds of. Smaller chunks hold the rest of a run, so that
@@ -65,9 +66,13 @@ def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Arr
     device = run.data.device
     assert isinstance(device, jax.Device)
     rows = _gather(run, slice(start, start + count), size)
-    encoded = _encode_program(run.codec, run.width, np.dtype(rows.dtype), device, size)(
-        rows
-    )
+    dtype, given = np.dtype(rows.dtype), [rows]
+    if run.keys_of is not None:
+        keys = padded(run.keys(start, start + count), size)
+        given.append(jax.device_put(keys, device))
+    encoded = _encode_program(
+        run.codec, run.width, dtype, device, size, len(given) > 1
+    )(*given)
     for array in (*encoded.parts.values(), encoded.escaped):
         array.copy_to_host_async()
     sampled = _sampled(run, start, count)
@@ -127,16 +132,29 @@ def gather_program(
 
 @functools.cache
 def _encode_program(
-    codec: Codec, width: int, dtype: np.dtype, device: jax.Device, rows: int
-) -> Callable[[jax.Array], Encoded]:
-    return compiled(codec.encode, device, ((rows, width), dtype))
+    codec: Codec,
+    width: int,
+    dtype: np.dtype,
+    device: jax.Device,
+    rows: int,
+    dithers: bool,
+) -> Callable[..., Encoded]:
+    """What encodes rows, given them and, if it dithers, their keys."""
+    given: list[Any] = [((rows, width), dtype)]
+    if dithers:
+        given.append(((rows,), np.uint32))
+    return compiled(codec.encode, device, *given)
 
 
 def device_programs(
-    codec: Codec, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device
+    codec: Codec,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    device: jax.Device,
+    dithers: bool,
 ) -> Iterator[Program]:
     """What gathering and encoding rows of a shard of this shape on a device needs."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
         yield gather_program, (shape, dtype, device, rows)
-        yield _encode_program, (codec, width, dtype, device, rows)
+        yield _encode_program, (codec, width, dtype, device, rows, dithers)

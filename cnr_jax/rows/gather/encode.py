@@ -39,8 +39,9 @@ _Group = tuple[Codec, np.dtype, int]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(codec: Codec, rows: jax.Array) -> Encoded:
-    return codec.encode(rows)
+def _encode(codec: Codec, rows: jax.Array, *keys: jax.Array) -> Encoded:
+    """Codes of rows; of a codec that dithers with their keys, if they are given."""
+    return codec.encode(rows, *keys)
 
 
 class EncodedChunk(NamedTuple):
@@ -81,7 +82,8 @@ def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
         return chunk.encoded
     if isinstance(chunk.codec, Raw):
         return None
-    return _encode(chunk.codec, jax.device_put(chunk.rows, device))
+    given = [chunk.rows] if chunk.keys is None else [chunk.rows, chunk.keys]
+    return _encode(chunk.codec, *jax.device_put(given, device))
 
 
 def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
@@ -97,16 +99,21 @@ def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
     return EncodedChunk(parts, escaped, rows[escaped])
 
 
-def host_programs(codec: Codec, dtype: np.dtype, width: int) -> Iterator[Program]:
+def host_programs(
+    codec: Codec, dtype: np.dtype, width: int, dithers: bool
+) -> Iterator[Program]:
     """What encoding chunks of rows of this kind on the host needs."""
     if not isinstance(codec, Raw):
         large = chunk_rows(width, dtype.itemsize)
         for rows in {program_rows(1, large), large}:
-            yield _encode_zeros, (codec, dtype, width, rows)
+            yield _encode_zeros, (codec, dtype, width, rows, dithers)
 
 
-def _encode_zeros(codec: Codec, dtype: np.dtype, width: int, rows: int) -> None:
-    chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype))
+def _encode_zeros(
+    codec: Codec, dtype: np.dtype, width: int, rows: int, dithers: bool
+) -> None:
+    keys = np.zeros(rows, np.uint32) if dithers else None
+    chunk = Chunk(codec=codec, count=1, rows=np.zeros((rows, width), dtype), keys=keys)
     list(encode_chunks([chunk], host_device()))
 
 

@@ -84,7 +84,7 @@ def gather_chunks(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
 
 def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
     """Yields the rows of runs of one group, several chunks being filled at a time."""
-    _, codec, dtype, width = runs[0].group
+    _, codec, dtype, width, _ = runs[0].group
     large = chunk_rows(width, dtype.itemsize)
     left = sum(run.count for run in runs)
     for run in runs:
@@ -124,11 +124,16 @@ def _fill(
 ) -> Chunk:
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
     rows[count:] = 0
+    dithers = slices[0][0].keys_of is not None
+    keys = np.zeros(len(rows), np.uint32) if dithers else None
     bits, at = _bit_view(rows), 0
     for run, start, stop in slices:
-        _copy_rows(run, start, bits[at : at + stop - start])
-        at += stop - start
-    return Chunk(codec=codec, count=count, rows=rows)
+        part = slice(at, at + stop - start)
+        _copy_rows(run, start, bits[part])
+        if keys is not None:
+            keys[part] = run.keys(start, stop)
+        at = part.stop
+    return Chunk(codec=codec, count=count, rows=rows, keys=keys)
 
 
 def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:

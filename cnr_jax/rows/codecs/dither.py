@@ -1,0 +1,68 @@
+"""Dither: where between two levels an element is rounded up rather than down.
+
+Rounded to nearest, an element that moves by less than half a step between two restores is put back
+by each, and never moves. With dither its code is `floor(place + h)`, `h` in [0, 1): it moves by a
+whole step, with a probability of what it has moved, and is right in the mean.
+
+`h` is a hash of the row's key and of the column, not a random number: as long as the key stays, an
+element that does not move keeps its code, and a delta its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Odd numbers: multiples of the first, modulo 2**32, differ for all rows, and multiples of the
+# second, the golden ratio, fill [0, 2**32) evenly, however many there are.
+_ROW, _COLUMN = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B9)
+_FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+_FRACTION_BITS = 24  # of a float32 below 1
+
+
+def dither_seed(lineage: str, table: str, column: int = 0) -> np.uint32:
+    """Returns the seed of the keys of a table's rows in one lineage.
+
+    Args:
+        lineage: 32 hex digits; a new one begins with each restore.
+        table: name of the table.
+        column: of the whole leaf, at which the rows begin: of a leaf whose columns are cut, each
+            part has keys of its own.
+    """
+    text = f"{lineage} {column} {table}".encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(text, digest_size=4).digest()
+    return np.uint32(int.from_bytes(digest, "little"))
+
+
+def row_keys(seed: np.uint32, rows: np.ndarray) -> np.ndarray:
+    """Returns the keys of rows, uint32[rows].
+
+    Args:
+        seed: see `dither_seed`.
+        rows: logical row ids, integers; those that are 2**32 apart have the same key.
+    """
+    return rows.astype(np.uint32) * _ROW + seed
+
+
+def thresholds(keys: jax.Array, width: int) -> jax.Array:
+    """Returns h of each element, float32[rows, width] in [0, 1). Jit-able.
+
+    Over lineages h is even over [0, 1) for each element, and independent for elements of different
+    rows. Those of one row lie evenly in it too, which costs one addition an element.
+
+    Args:
+        keys: uint32[rows], see `row_keys`.
+        width: columns. Static.
+    """
+    # Source: C. Wellons, "Prospecting for Hash Functions": lowbias32.
+    mixed = keys.astype(jnp.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * _FIRST
+    mixed = (mixed ^ (mixed >> 15)) * _SECOND
+    mixed = mixed ^ (mixed >> 16)
+    columns = np.arange(width, dtype=np.uint32) * _COLUMN
+    # Signed, as 24 bits may be: processors turn signed integers into floats several at a time.
+    bits = (mixed[:, None] + columns) >> (32 - _FRACTION_BITS)
+    return bits.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-_FRACTION_BITS)
