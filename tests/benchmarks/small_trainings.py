@@ -184,7 +184,9 @@ def dlrm(optimizer: str, steps: int = 540) -> Training:
     size = len(parts["flights"]) // steps
 
     def data(seed: int) -> Any:
-        del seed  # Flights are what they are: seeds differ in what rows and layers start from.
+        del (
+            seed
+        )  # Flights are what they are: seeds differ in what rows and layers start from.
         each = (ids, flights.dense, flights.label)
         return {
             name: tuple(jnp.asarray(array[part]) for array in each)
