@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,12 +131,8 @@ class Cell:
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
     """All cells, in the order of their first runs."""
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
-        case = Case(*(run[name] for name in Case._fields))
-        groups.setdefault((case, run["bits"]), []).append(run)
     found = []
-    for (case, bits), each in groups.items():
+    for case, bits, each in _grouped(runs):
         noises = [noise for run in each for noise in run["noise"][1:]]
         changes = {
             (scope, metric): interval([lost(run, scope, metric) for run in each])
@@ -179,6 +175,41 @@ def present(runs: Sequence[Run]) -> None:
         )
 
 
+def present_managed(runs: Sequence[Run]) -> None:
+    """Prints what restores through the manager cost, with bytes and warnings."""
+    rows = []
+    for case, bits, each in _grouped(runs):
+        losses = [
+            interval([lost(r, "held_out", metric) for r in each]) for metric in MARKS
+        ]
+        warned = sum(run["warnings"] > 0 for run in each)
+        rows.append(
+            [
+                str(case),
+                str(bits),
+                str(len(each)),
+                *(f"{of.mean:.3f} ± {of.margin:.3f}" for of in losses),
+                f"{np.mean([run['bytes'] for run in each]):,.0f}",
+                f"{warned} of {len(each)}",
+            ]
+        )
+    print_table(
+        "Through the manager, held out",
+        ("run", "bits", "seeds", *NAMES.values(), "bytes of saves", "warned"),
+        rows,
+    )
+
+
+def _grouped(runs: Sequence[Run]) -> Iterator[tuple[Case, Any, list[Run]]]:
+    """Runs of a case at one width together, in the order of the first of each."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        case = Case(*(run[name] for name in Case._fields))
+        groups.setdefault((case, run["bits"]), []).append(run)
+    for (case, bits), each in groups.items():
+        yield case, bits, each
+
+
 def shown(cell: Cell, scope: str, metric: str) -> str:
     """Mean and half an interval, such as `0.184 ± 0.076 !`."""
     change = cell.changes[scope, metric]
@@ -186,22 +217,37 @@ def shown(cell: Cell, scope: str, metric: str) -> str:
     return f"{change.mean:.3f} ± {change.margin:.3f}{mark}"
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows: by cell, means and half intervals."""
+def summary(found: Mapping[str, Any], most_noise: float) -> dict[str, Any]:
+    """What the page shows: by cell, means and half intervals, to four digits.
+
+    Args:
+        found: of a report.
+        most_noise: up to which a width is taken to do no harm.
+    """
     return {
         "machine": found["machine"],
+        "most_noise": most_noise,
         "cells": [
             {
                 **cell.case._asdict(),
+                "when": cell.case.when,
                 "bits": cell.bits,
                 "seeds": cell.seeds,
-                "noise": cell.noise,
-                "mean_bits": cell.mean_bits,
+                "noise": cell.noise and _rounded(cell.noise),
+                "mean_bits": _rounded(cell.mean_bits),
+                "harmful": cell.harmful,
                 **{
-                    f"{scope}_{metric}": [change.mean, change.margin]
+                    f"{scope}_{metric}": [
+                        _rounded(change.mean),
+                        _rounded(change.margin),
+                    ]
                     for (scope, metric), change in cell.changes.items()
                 },
             }
             for cell in cells(found["runs"])
         ],
     }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -7,7 +7,6 @@ there can be many runs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,16 +48,27 @@ class Restored(NamedTuple):
     figures: dict[str, Figures]
 
 
+def made_up_lineage(stop: int) -> str:
+    """One that differs from step to step, as those of restores do."""
+    return f"{stop:032x}"
+
+
 class Rounding(NamedTuple):
     """How tables are stored.
 
     Attributes:
         widths: of a code by table, None where rows are stored exactly, of what has been restored.
         rule: "nearest", "dithered", or "auto": nearest until the first restore.
+        lineage: of a save, by its step, by which its codes are dithered.
     """
 
     widths: Callable[[Sequence[Restored]], Mapping[str, int | None]]
     rule: str = "auto"
+    lineage: Callable[[int], str] = made_up_lineage
+
+    def dithers(self, restores: int) -> bool:
+        """Whether codes are dithered after so many restores."""
+        return self.rule == "dithered" or (self.rule == "auto" and restores > 0)
 
 
 class Course:
@@ -118,14 +128,18 @@ class Course:
         for stop, following in zip(stops, [*stops[1:], self.steps], strict=True):
             tables = _of(run.state, names)
             widths = rounding.widths(restores)
-            dithered = rounding.rule == "dithered" or (
-                rounding.rule == "auto" and len(restores) > 0
-            )
-            lineage = f"{seed:016x}{stop:016x}" if dithered else None
+            dithers = rounding.dithers(len(restores))
+            lineage = rounding.lineage(stop) if dithers else None
             found = {
                 name: reread(name, tables[name], kept[name], widths[name], lineage)
                 for name in names
             }
+            if restores:
+                # What did not move since is in no delta.
+                found = {
+                    name: _unmoved(tables[name], kept[name], *of)
+                    for name, of in found.items()
+                }
             kept = {name: read for name, (read, _) in found.items()}
             figures = {name: of for name, (_, of) in found.items()}
             restores.append(Restored(stop, dict(widths), figures))
@@ -145,6 +159,14 @@ class Course:
                 s: tuple(map(np.asarray, b)) for s, b in both.items()
             }.items()
         }
+
+
+def _unmoved(
+    rows: jax.Array, before: jax.Array, read: jax.Array, figures: Figures
+) -> tuple[jax.Array, Figures]:
+    """The same, with rows as they were that have not moved."""
+    moved = (rows != before).any(1, keepdims=True)
+    return jnp.where(moved, read, before), figures
 
 
 def _of(state: State, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -177,8 +199,6 @@ def _rounded(
     rows: jax.Array, before: jax.Array, bits: int, keys: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     codec, dim = make_codec("adaptive", bits), rows.shape[1]
-    if keys is not None:
-        codec = dataclasses.replace(codec, refits=0)  # TEMP
     parts, escaped = codec.encode(rows, keys)
     read = codec.decode(parts, dim=dim, dtype=rows.dtype)
     read = jnp.where(escaped[:, None], rows, read)
