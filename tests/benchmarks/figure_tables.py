@@ -99,9 +99,11 @@ def harm(summary: Path) -> str:
     widths = (2, 3, 4, 8, "auto")
     rows: dict[tuple[str, ...], dict[Any, Any]] = {}
     for cell in cells:
-        training = (cell["model"], cell["optimizer"], f"{cell['steps']:,}")
-        rows.setdefault((*training, cell["when"]), {})[cell["bits"]] = cell
-    header = ["model", "optimizer", "steps", "restores", "noise at 4 bits"]
+        names = ("model", "optimizer", "steps", "restores", "apart", "where")
+        key = tuple(str(cell[name]) for name in names)
+        rows.setdefault(key, {})[cell["bits"]] = cell
+    header = ["model", "optimizer", "steps", "restores", "steps apart", "where"]
+    header += ["noise at 4 bits"]
     header += [f"{bits} bits" if bits != "auto" else '`"auto"`' for bits in widths]
     lines = []
     for key, found in rows.items():

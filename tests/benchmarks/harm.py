@@ -128,8 +128,8 @@ def widths_of(
         case: how many restores are expected.
         sizes: elements of each table.
     """
-    if bits != "auto":
-        fixed = dict.fromkeys(sizes, bits)
+    if not isinstance(bits, str):
+        fixed: dict[str, int | None] = dict.fromkeys(sizes, bits)
         return lambda restores: fixed
     small = small_tables(sizes)
 

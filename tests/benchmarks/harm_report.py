@@ -230,7 +230,6 @@ def summary(found: Mapping[str, Any], most_noise: float) -> dict[str, Any]:
         "cells": [
             {
                 **cell.case._asdict(),
-                "when": cell.case.when,
                 "bits": cell.bits,
                 "seeds": cell.seeds,
                 "noise": cell.noise and _rounded(cell.noise),

@@ -17,7 +17,7 @@ import numpy as np
 from paired import auc, log_loss
 from small_trainings import State, Training
 
-from cnr_jax.rows.codecs import make_codec
+from cnr_jax.rows.codecs.asymmetric import Asymmetric
 from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 
 Tables = Mapping[str, jax.Array]
@@ -198,9 +198,10 @@ def reread(
 def _rounded(
     rows: jax.Array, before: jax.Array, bits: int, keys: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    codec, dim = make_codec("adaptive", bits), rows.shape[1]
+    # The default codec; dithered codes are over the whole range of each row.
+    codec = Asymmetric(bits=bits, refits=0 if keys is not None else None)
     parts, escaped = codec.encode(rows, keys)
-    read = codec.decode(parts, dim=dim, dtype=rows.dtype)
+    read = codec.decode(parts, dim=rows.shape[1], dtype=rows.dtype)
     read = jnp.where(escaped[:, None], rows, read)
     return read, _sums(rows, read, before)
 

@@ -92,7 +92,7 @@ def _optimizer(name: str, tables: Sequence[str], rate: float) -> Any:
     def labels(params: Any) -> Any:
         return {name: "rows" if name in tables else "dense" for name in params}
 
-    each = {"rows": cnr.optim.as_optax(rows), "dense": _adagrad(0.02)}
+    each: dict[Any, Any] = {"rows": cnr.optim.as_optax(rows), "dense": _adagrad(0.02)}
     return optax.multi_transform(each, labels)
 
 

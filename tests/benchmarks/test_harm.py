@@ -121,7 +121,7 @@ def test_harm_is_what_exceeds_a_mark_and_is_told_from_zero(
         json.dumps(report.summary({"machine": {}, "runs": runs}, most_noise=0.5))
     )
     assert tables.harm(summary).splitlines()[2] == (
-        "| m | o | 300 | 2 x 7 | 1 |  | 0.305 ± 0.064 ! | 0.05 ± 3.18 | 0.020 ± 0.001 ! |  |"
+        "| m | o | 300 | 2 | 7 | late | 1 |  | 0.305 ± 0.064 ! | 0.05 ± 3.18 | 0.020 ± 0.001 ! |  |"
     )
 
 
