@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from cnr_jax import errors as errors
     from cnr_jax import optim as optim
     from cnr_jax.checkpointer.restoring.restore import Restored as Restored
+    from cnr_jax.checkpointer.trying.trial import try_bits as try_bits
+    from cnr_jax.checkpointer.trying.tried import Loss as Loss
+    from cnr_jax.checkpointer.trying.tried import TriedBits as TriedBits
+    from cnr_jax.checkpointer.trying.tried import TriedWidth as TriedWidth
     from cnr_jax.checkpointer.tuning import tune as tune
     from cnr_jax.exporting.export import Exported as Exported
     from cnr_jax.exporting.export import export as export
@@ -71,6 +75,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
+    "checkpointer.trying.trial": "try_bits",
+    "checkpointer.trying.tried": "Loss TriedBits TriedWidth",
     "manager": "CheckpointManager",
     "given": "NOT_GIVEN TableOptions",
     "exporting.export": "Exported export",

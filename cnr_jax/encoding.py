@@ -23,7 +23,13 @@ from cnr_jax.format.encodings import (
 )
 from cnr_jax.format.tiles import COMPRESSIONS
 from cnr_jax.given import NOT_GIVEN, NotGiven, TableOptions
-from cnr_jax.policy.bits import ASSUMED_RESTORES, FALLBACK_BITS, bits_after
+from cnr_jax.policy.bits import (
+    ASSUMED_RESTORES,
+    FALLBACK_BITS,
+    RAW_BITS,
+    bits_after,
+    bits_for_motion,
+)
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
 from cnr_jax.rows.codecs.choice import (
     check_readable,
@@ -189,9 +195,20 @@ class Encoding:
             return ASSUMED_RESTORES
         return expected
 
-    def auto_bits(self, restores: int) -> int:
-        """The width that `bits="auto"` means in a save after so many restores of its run."""
-        return bits_after(restores, self.assumed_restores)
+    def auto_bits(self, restores: int, even_bits: float | None = None) -> int:
+        """The width that `bits="auto"` means in a save after so many restores of its run.
+
+        Args:
+            restores: of the run so far.
+            even_bits: how far its rows move from restore to restore, or have moved since the
+                first save; None: not known.
+        """
+        bits = bits_after(restores, self.assumed_restores)
+        if even_bits is None:
+            return bits
+        needed = bits_for_motion(even_bits)
+        # One restore, which comes whenever it does, is no cause to save all bits.
+        return max(bits, needed if restores else min(needed, FALLBACK_BITS))
 
     def follows_restores(self) -> bool:
         """Whether the codec of anything depends on the number of restores."""
@@ -261,6 +278,8 @@ class Encoding:
         codec = self._codec_named(table, leaf)
         if not isinstance(codec, str):
             return codec
+        if bits == RAW_BITS and reads_bits(codec):
+            return Raw()
         if codec == "auto" and leaf != "table":
             return slot_codec(leaf)
         try:

@@ -49,7 +49,9 @@ class Options:
         bits: width of a code: 2, 3, 4 or 8, or `"auto"`; in a new run 4. Error enters training
             only when a checkpoint is restored. So `"auto"` is 2 for up to one expected restore,
             3 for up to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all
-            saves after there have been more restores than expected, with a warning. Small
+            saves after there have been more restores than expected, with a warning. It is more,
+            or all bits, where a sample of rows says that they move by less from restore to
+            restore than the error of their codes; fixed bits are warned of then, once. Small
             tables, those of fewest elements that together have at most 1 % of those at "auto",
             have 8: their rows are looked up most, and cost next to nothing. Codecs that are
             objects keep bits of their own, and so do tables with a number here or in `tables`.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from cnr_jax.format.manifest import Manifest, to_json
 from cnr_jax.format.tiles import ProcessManifest, joined_error
+from cnr_jax.policy.bits import width_told
 from cnr_jax.repository.description import TableDescription
 
 # Kinds of slots that a codec can make smaller.
@@ -61,7 +62,7 @@ class SaveReport:
         tables: what it holds of each table, with bytes, codecs and errors. On process 0 of what
             all processes saved, on others of what these did.
         auto_bits: width of codes that `bits="auto"` came to, where it is used; small
-            tables have 8.
+            tables have 8 at least. 32: all bits.
         inherited: options that were not given, and are as in the run that goes on: names, of a
             table such as `tables.user.bits`.
         sample_rows: rounded rows of tables that were read back to see how far off they are, of
@@ -185,7 +186,7 @@ class SaveReport:
         kind = self.kind if self.parent is None else f"{self.kind} on {self.parent}"
         if self.outcome == "dropped":
             return f"step {self.step}: {kind}, dropped: {self.problem}"
-        bits = "" if self.auto_bits is None else f" {self.auto_bits} bits,"
+        bits = "" if self.auto_bits is None else f" {width_told(self.auto_bits)},"
         rounded = ""
         if self.mean_row_error is not None and self.worst_row_error is not None:
             rounded = (

@@ -34,7 +34,8 @@ TOOLS = [
 # Headings of the reference, each with what stands below it: all public names stand somewhere.
 PARTS = {
     "Save and restore": "CheckpointManager args.Save args.Restore Restored Options TableOptions"
-    " SaveReport RestoreReport RestoredTable handler_registry tune import_orbax"
+    " SaveReport RestoreReport RestoredTable handler_registry tune try_bits"
+    " TriedBits TriedWidth Loss import_orbax"
     " export Exported",
     "Tables and tracking": "find_tables Tables TableSpec Identity ModSharded init_touched record"
     " reset_touched Touched Lookup",

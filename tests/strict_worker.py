@@ -280,6 +280,22 @@ def reads(root: Path) -> None:
         reader.restore(None)
 
 
+def tries(root: Path) -> None:
+    """Widths by a metric, before and after some steps."""
+    state = first_state()
+    cnr.try_bits(
+        state,
+        cnr.find_tables(state, list(TABLES)),
+        jax.jit(lambda state: jax.tree.map(jnp.sum, state["params"])),
+        better="lower",
+        bits=[4, "raw"],
+        seeds=2,
+        options=cnr.Options(codec="asymmetric", rounding="dithered"),
+        train=lambda state, seed: changed(state, ids_of(seed)),
+        restores=2,
+    )
+
+
 def odd_rows(root: Path) -> None:
     """Rows that are not finite, which a codec stores as they are, and rows of zeros."""
     rows = np.zeros((ROWS, dim), np.float32)
@@ -309,7 +325,7 @@ def parts() -> dict[str, Callable[[Path], None]]:
             )
     for make in (cnr.optim.rowwise_adagrad, cnr.optim.lazy_adam, cnr.optim.lazy_sgd):
         found[make.__name__] = functools.partial(updates, make=make)
-    found |= {"reads": reads, "odd rows": odd_rows}
+    found |= {"reads": reads, "tries": tries, "odd rows": odd_rows}
     return found
 
 

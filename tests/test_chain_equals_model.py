@@ -14,6 +14,7 @@ import inspect
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -26,7 +27,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.codecs import Codec, Dithering, Raw
+from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 from cnr_jax.state.layouts import RowLayout
 
 POLICIES = {
@@ -212,14 +215,18 @@ class Saved:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _round_trip(codec: Codec, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    encoded = codec.encode(rows)
+def _round_trip(
+    codec: Codec, rows: jax.Array, *keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    encoded = codec.encode(rows, *keys)
     decoded = codec.decode(encoded.parts, dim=rows.shape[1], dtype=rows.dtype)
     return decoded, encoded.escaped
 
 
-def decoded_rows(codec: Codec, rows: np.ndarray) -> np.ndarray:
-    """`decode(encode(rows))`, where the codec gives a row up the row itself."""
+def decoded_rows(
+    codec: Codec, rows: np.ndarray, keys: np.ndarray | None = None
+) -> np.ndarray:
+    """`decode(encode(rows))`, dithered if there are keys; of escaped rows these themselves."""
     if isinstance(codec, Raw) or not len(rows):
         return rows
     found = []
@@ -227,7 +234,8 @@ def decoded_rows(codec: Codec, rows: np.ndarray) -> np.ndarray:
         part = rows[start : start + 512]
         block = np.zeros((512, rows.shape[1]), rows.dtype)
         block[: len(part)] = part
-        decoded, escaped = jax.device_get(_round_trip(codec, block))
+        given = () if keys is None else (np.resize(keys[start : start + 512], 512),)
+        decoded, escaped = jax.device_get(_round_trip(codec, block, *given))
         found.append(np.where(escaped[: len(part), None], part, decoded[: len(part)]))
     return np.concatenate(found)
 
@@ -259,7 +267,10 @@ class Model:
             for table in SHAPES:
                 changed[table].update(ids[table])
 
-    def saved(self, step: int, parent: int | None, world: World) -> None:
+    def saved(
+        self, step: int, parent: int | None, world: World, lineage: str | None
+    ) -> None:
+        """Notes a save; its lineage, if its codes are dithered."""
         values = self.steps[parent].values if parent is not None else _empty_rows()
         values = {key: array.copy() for key, array in values.items()}
         rows = {
@@ -270,13 +281,19 @@ class Model:
         }
         for table, leaf in LEAVES:
             index = np.array(sorted(rows[table]), np.int64)
-            self._store(values, table, leaf, index, world)
+            self._store(values, table, leaf, index, world, lineage)
         self.steps[step] = Saved(parent, rows, values, self.w, world.tag_layout)
         self.since[step] = {table: set() for table in SHAPES}
         self.tip = step
 
     def _store(
-        self, values: Any, table: str, leaf: str, rows: np.ndarray, world: World
+        self,
+        values: Any,
+        table: str,
+        leaf: str,
+        rows: np.ndarray,
+        world: World,
+        lineage: str | None,
     ) -> None:
         live, stored = self.live[table, leaf], values[table, leaf]
         if live.ndim == 1:
@@ -286,7 +303,10 @@ class Model:
             name = leaf if leaf == "table" else f"opt_state/{leaf}"
             codec = self.options.codec_for(table, name, stop - start, live.dtype)
             part = live[rows, start:stop]
-            stored[rows, start:stop] = decoded_rows(codec, part)
+            keys = None
+            if lineage and leaf == "table" and isinstance(codec, Dithering):
+                keys = row_keys(dither_seed(lineage, table, start), rows)
+            stored[rows, start:stop] = decoded_rows(codec, part, keys)
 
     def restored(self, step: int, world: World) -> None:
         self.live = {k: array.copy() for k, array in self.steps[step].values.items()}
@@ -430,7 +450,10 @@ class Run:
         report = self.manager.last_report
         assert report is not None and report.step == step
         assert report.parent in legal, report.reason
-        self.model.saved(step, report.parent, self.world)
+        manifest = read_manifest(Path(self.root, str(step), "default"))
+        lineage = manifest.lineage if manifest.restores else None
+        assert manifest.restores == report.restores
+        self.model.saved(step, report.parent, self.world, lineage)
         self.line = self.listed = self.lines[step] = [*self.line, step]
         if report.parent is None:
             rows = sum(self.world.stored_rows(table) for table in SHAPES)

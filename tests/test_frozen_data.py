@@ -348,9 +348,17 @@ def test_frozen_values_are_within_the_codec_bound_of_what_was_saved(
 
 def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
-    kinds = ("v1", "v1-encoding", "v1-errors", "v1-rollback", "v1-zstd")
+    kinds = (
+        "v1",
+        "v1-encoding",
+        "v1-errors",
+        "v1-motion",
+        "v1-rollback",
+        "v1-zstd",
+    )
     found = dict.fromkeys(kinds, STEPS)
     found |= {"v1-encoding": STEPS[:1], "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
+    found["v1-motion"] = STEPS[:2]
     assert SAVED == [(version, step) for version in found for step in found[version]]
     processes = (DATA / "v1-errors" / "root").glob("*/*/manifest.p*.json")
     assert all("row_errors" in json.loads(p.read_text()) for p in processes)
@@ -391,6 +399,19 @@ def test_frozen_data_covers_an_encoding_that_tells_the_codecs_of_its_rows() -> N
     for tile in process["tiles"]:
         stored = process["codecs"][tile["segments"][0]["codec"]]
         assert is_told(encoding, tile["table"], tile["leaf"], stored)
+
+
+def test_frozen_data_covers_rows_that_moved_and_a_rounding() -> None:
+    first, second = (
+        DATA / "v1-motion" / "root" / str(s) / "default" for s in STEPS[:2]
+    )
+    assert "motion" not in read_document(first / "manifest.json"), "a run begins"
+    manifest = read_document(second / "manifest.json")
+    process = read_document(second / "manifest.p00000.json")
+    rows = {name: each["rows"] for name, each in process["motion"].items()}
+    # Of rows that are finite: one of 45 is not.
+    assert rows == {"user": 44, "item": 3} and manifest["motion"]["rows"] == 47
+    assert manifest["encoding"]["rounding"] == "nearest"
 
 
 def test_frozen_data_covers_a_branch_that_left_an_older_one() -> None:

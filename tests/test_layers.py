@@ -32,7 +32,7 @@ TABLE = {
     "plain_args args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
-    " checkpointer.listing checkpointer.restoring": (
+    " checkpointer.listing checkpointer.restoring checkpointer.trying": (
         "checkpointer.orbax_compat args",
         "numpy jax etils",
     ),
@@ -40,7 +40,7 @@ TABLE = {
     "importing": ("manager", "orbax"),
     "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
-    "cnr_jax": ("importing exporting optim simulation", ""),
+    "cnr_jax": ("importing exporting optim simulation checkpointer.trying", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
     "cli": ("repository simulation exporting", "typer rich numpy matplotlib"),
     "__main__": ("cli", ""),

@@ -256,7 +256,7 @@ def _sample(table: Table, data: Any) -> np.ndarray:
             at = np.where(here, rows - start, 0).astype(np.int32)
             taken = np.asarray(_take(shard.data, jax.device_put(at, shard.device)))
             found[(here, *shard.index[1:])] = taken[here]
-    return _of_all(found).reshape(len(rows), -1)
+    return of_all(found).reshape(len(rows), -1)
 
 
 @jax.jit
@@ -264,13 +264,15 @@ def _take(data: jax.Array, at: jax.Array) -> jax.Array:
     return data.at[at].get(mode="clip")
 
 
-def _of_all(found: np.ndarray) -> np.ndarray:
-    """Rows whose elements each are on one process, and zeros on other processes, on all of them."""
+@own_settings()
+def of_all(found: np.ndarray) -> np.ndarray:
+    """Values of which each is on one process, and zeros on other processes, on all of them."""
     processes = jax.process_count()
     if processes == 1:
         return found
-    # Sums of bits, to which zeros add nothing: those of numbers would not keep -0.0.
-    bits = found.view(f"u{found.itemsize}")
+    # Sums of bits, to which zeros add nothing: those of numbers would not keep -0.0. Without x64
+    # jax has no more than 32 of them.
+    bits = np.ascontiguousarray(found).view(f"u{min(found.itemsize, 4)}")
     firsts = [
         min((d for d in jax.devices() if d.process_index == p), key=lambda d: d.id)
         for p in range(processes)

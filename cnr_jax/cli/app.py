@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, Step, number_option
+from cnr_jax.cli.bits import bits
 from cnr_jax.cli.exporting import export
 from cnr_jax.cli.outcome import Exit, Verbs, print_json, verb
 from cnr_jax.cli.pictures import plot, report
@@ -21,7 +22,7 @@ from cnr_jax.texts import count_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from cnr_jax.repository.description import RootDescription, StepDescription
+    from cnr_jax.repository.description import StepDescription
     from cnr_jax.repository.step_reader import StepReader
 
 # Plain help, without rich: it comes sooner, and reads alike wherever it is shown.
@@ -106,7 +107,7 @@ def show(
     With TABLE the first rows of that, as a restore gives them; this imports jax, which takes
     seconds.
     """
-    from cnr_jax.cli.roots import chain_of, read_root, step_of
+    from cnr_jax.cli.roots import chain_of, opened, read_root, step_of
 
     found = read_root(root, item)
     chosen = step_of(found, step.number)
@@ -114,7 +115,7 @@ def show(
     document: dict[str, Any] = {**chosen.asdict(), "chain": chain}
     lines = _step_lines(chosen, chain)
     if table is not None:
-        read = _opened(found, chosen)
+        read = opened(found, chosen)
         decoded = _decoded(read, table, rows)
         document = {"step": chosen.step, "table": table, "leaves": rows_json(decoded)}
         count = len(decoded["table"])
@@ -169,22 +170,6 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
             cells.append(["" if i else table.name, *row, *map(_percent, off)])
     header, *rest = aligned(cells, right={5, 6, 7, 8, 9})
     return [*lines, ("", ""), (header, "bold"), *((line, "") for line in rest)]
-
-
-def _opened(found: RootDescription, step: StepDescription) -> tuple[StepReader, ...]:
-    """The chain of a step, to be read from.
-
-    Raises:
-        IntegrityError, FormatError, ChainError: if it cannot be read.
-    """
-    from cnr_jax.cli.roots import use_cpu
-
-    use_cpu()
-    from cnr_jax.repository.layout import open_root
-    from cnr_jax.repository.step_reader import open_chain
-
-    path = open_root(found.root)
-    return open_chain(path, step.directory, found.item or "default")
 
 
 def _decoded(
@@ -280,12 +265,12 @@ def diff(
     Decodes both, which imports jax and reads both chains. The change of a row is the norm of
     the difference over the norm that it had in the first step.
     """
-    from cnr_jax.cli.roots import read_root, step_of
+    from cnr_jax.cli.roots import opened, read_root, step_of
     from cnr_jax.repository.description import aligned
 
     found = read_root(root, item)
     chosen = [step_of(found, each.number) for each in (before, after)]
-    old, new = (_opened(found, each) for each in chosen)
+    old, new = (opened(found, each) for each in chosen)
     from cnr_jax.repository.compare import compare
 
     with progress("comparing rows") as tell:
@@ -323,6 +308,7 @@ def _percent(change: float | None) -> str:
 
 # So that -1 is a row, and no option.
 app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
+app.command()(verb(bits))
 app.command()(verb(export))
 app.command()(verb(report))
 app.command()(verb(plot))

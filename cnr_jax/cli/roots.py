@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from cnr_jax import errors
 from cnr_jax.cli.printing import progress
@@ -16,6 +17,9 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.texts import count_of
+
+if TYPE_CHECKING:
+    from cnr_jax.repository.step_reader import StepReader
 
 
 def read_root(root: str, item: str | None) -> RootDescription:
@@ -92,3 +96,16 @@ def use_cpu() -> None:
     """Has jax, where it is imported after this, leave accelerators alone: a run may hold them."""
     if "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def opened(found: RootDescription, step: StepDescription) -> tuple[StepReader, ...]:
+    """The chain of a step, to be read from.
+
+    Raises:
+        IntegrityError, FormatError, ChainError: if it cannot be read.
+    """
+    use_cpu()
+    from cnr_jax.repository.step_reader import open_chain
+
+    path = open_root(found.root)
+    return open_chain(path, step.directory, found.item or "default")

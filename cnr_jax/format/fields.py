@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -84,6 +85,14 @@ class Fields:
         if is_integer(value) or (type(value) is float and 0 <= value < float("inf")):
             return float(value)
         self._report(key, "a number of at least 0", value)
+        return 0.0
+
+    def any_number(self, key: str) -> float:
+        """A number, which may be negative; 0.0 after a problem."""
+        value = self._value.get(key, _MISSING)
+        if is_integer(value) or (type(value) is float and math.isfinite(value)):
+            return float(value)
+        self._report(key, "a number", value)
         return 0.0
 
     def text(self, key: str, *, choices: tuple[str, ...] = ()) -> str:

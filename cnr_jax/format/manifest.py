@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from cnr_jax import errors
@@ -189,6 +189,36 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledMotion:
+    """How far rows have moved since the run began or was restored: a sample of them.
+
+    Attributes:
+        rows: that had moved, at least one.
+        even_bits: `log2(error / motion)`, the mean over rows: of dithered codes of one step over
+            the range of the row, and of the row's way.
+    """
+
+    rows: int
+    even_bits: float
+
+
+def joined_motion(found: Iterable[SampledMotion]) -> SampledMotion | None:
+    """The motion of several samples together; None if there is none.
+
+    Example:
+        >>> few = SampledMotion(rows=1, even_bits=2.0)
+        >>> joined_motion([few, SampledMotion(rows=3, even_bits=4.0)])
+        SampledMotion(rows=4, even_bits=3.5)
+    """
+    samples = list(found)
+    rows = sum(each.rows for each in samples)
+    if not rows:
+        return None
+    total = sum(each.rows * each.even_bits for each in samples)
+    return SampledMotion(rows=rows, even_bits=round(total / rows, 4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The contents of `manifest.json`; see SPEC.md, section 5."""
 
@@ -220,6 +250,8 @@ class Manifest:
     forks: tuple[Fork, ...] | None = None
     # None: the manifest does not say.
     encoding: EncodingEntry | None = None
+    # None: it is not known.
+    motion: SampledMotion | None = None
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -255,7 +287,7 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
-    for name in ("forks", "encoding"):
+    for name in ("forks", "encoding", "motion"):
         if document[name] is None:
             del document[name]
     encoding = document.get("encoding", {})
@@ -315,6 +347,16 @@ def _read_manifest(fields: Fields) -> Manifest:
         encoding=read_encoding(fields.child("encoding"))
         if fields.has("encoding")
         else None,
+        motion=read_motion(fields.child("motion")) if fields.has("motion") else None,
+    )
+
+
+def read_motion(fields: Fields) -> SampledMotion:
+    """How far rows have moved."""
+    return SampledMotion(
+        rows=fields.integer("rows", minimum=1),
+        # Powers of two with such exponents do not overflow.
+        even_bits=max(-400.0, min(fields.any_number("even_bits"), 400.0)),
     )
 
 

@@ -17,7 +17,9 @@ from cnr_jax.format import names
 from cnr_jax.format.fields import Fields, dump_document, is_integer, open_document
 from cnr_jax.format.manifest import (
     NamedConfiguration,
+    SampledMotion,
     TableEntry,
+    read_motion,
     read_named,
     to_json,
 )
@@ -151,6 +153,7 @@ class ProcessManifest:
     version: int = names.VERSION
     # By table; None: nothing was sampled.
     row_errors: Mapping[str, SampledError] | None = None
+    motion: Mapping[str, SampledMotion] | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -165,8 +168,9 @@ def dump_process(manifest: ProcessManifest) -> bytes:
     for entry in document["arrays"].values():
         if entry["compressed"] is None:
             del entry["compressed"]
-    if not manifest.row_errors:
-        del document["row_errors"]
+    for name in ("row_errors", "motion"):
+        if not document[name]:
+            del document[name]
     document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
     return dump_document({"format": PROCESS_FORMAT, **document})
 
@@ -210,6 +214,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         row_errors=fields.mapping("row_errors", _read_error)
         if fields.has("row_errors")
         else None,
+        motion=fields.mapping("motion", read_motion) if fields.has("motion") else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:

@@ -20,8 +20,15 @@ ASSUMED_RESTORES = 20
 FALLBACK_BITS = 8
 """Tolerates more than 100 restores in the paper's evaluation."""
 
+RAW_BITS = 32
+"""In the place of a width: rows are stored as they are."""
+
 SMALL_PERCENT = 1
 """Of all elements, at most as many as small tables have together."""
+
+# `error_bits` up to which rounding does no harm, and above which it was seen to: measured on
+# trainings of several kinds, see docs/accuracy.md. Between them nobody need be warned.
+_HARMLESS_BITS, _HARMFUL_BITS = -0.5, 0.0
 
 # Most restores, and the width that keeps the loss of accuracy below 0.01 % for so many.
 _WIDTHS = ((1, 2), (3, 3), (20, 4))
@@ -70,6 +77,52 @@ def bits_after(restores: int, expected_restores: float) -> int:
     """
     bits = bits_for(expected_restores)
     return FALLBACK_BITS if restores > expected_restores else bits
+
+
+def bits_for_motion(even_bits: float) -> int:
+    """Returns the least width whose rounding does no harm where rows move so little.
+
+    Args:
+        even_bits: of rows of the run from restore to restore, see `SampledMotion`.
+
+    Returns:
+        2, 3, 4 or 8; `RAW_BITS` if 8 are too few.
+
+    Example:
+        >>> [bits_for_motion(bits) for bits in (-3, 1, 2, 3, 5, 8)]
+        [2, 2, 3, 4, 8, 32]
+
+    Differs from Check-N-Run in: there the number of restores alone decides.
+    """
+    for bits in (2, 3, 4, FALLBACK_BITS):
+        if error_bits(even_bits, bits) <= _HARMLESS_BITS:
+            return bits
+    return RAW_BITS
+
+
+def is_harmful(even_bits: float, bits: int) -> bool:
+    """Returns whether restores that bring rounding to so many bits are likely to cost accuracy.
+
+    Args:
+        even_bits: of rows of the run from restore to restore.
+        bits: width of a code; `RAW_BITS`: nothing is rounded.
+    """
+    return bits != RAW_BITS and error_bits(even_bits, bits) > _HARMFUL_BITS
+
+
+def width_told(bits: int) -> str:
+    """Returns a width in words.
+
+    Example:
+        >>> width_told(4), width_told(RAW_BITS)
+        ('4 bits', 'all bits')
+    """
+    return "all bits" if bits == RAW_BITS else f"{bits} bits"
+
+
+def error_bits(even_bits: float, bits: int) -> float:
+    """Returns `log2(error / motion)` of codes of so many bits."""
+    return even_bits - math.log2(2**bits - 1)
 
 
 def small_tables(elements: Mapping[str, int]) -> frozenset[str]:

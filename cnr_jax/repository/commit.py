@@ -17,11 +17,13 @@ from cnr_jax.format.manifest import (
     FileDigest,
     HistoryEntry,
     Manifest,
+    SampledMotion,
     TableEntry,
     Totals,
     Tracking,
     bounded_history,
     dump,
+    joined_motion,
 )
 from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
 from cnr_jax.repository.checked import (
@@ -131,6 +133,7 @@ def write_manifest(
         run=plan.run or None,
         forks=plan.forks,
         encoding=facts.encoding,
+        motion=_motion(processes),
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
@@ -236,6 +239,18 @@ def _totals(
         slot_bytes=slots,
         dense_bytes=sum(file.bytes for file in dense_files),
         manifest_bytes=sum(digest.bytes for digest in digests),
+    )
+
+
+def _motion(processes: list[ProcessManifest]) -> SampledMotion | None:
+    """How far rows have moved; None if that is not known."""
+    rounded = {table for each in processes for table in each.row_errors or ()}
+    return joined_motion(
+        motion
+        for each in processes
+        for table, motion in (each.motion or {}).items()
+        # Where all rows are exact, such as in a save that was asked for so, all tables count.
+        if table in rounded or not rounded
     )
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from cnr_jax.format import names, rowids
-from cnr_jax.format.manifest import FileDigest, NamedConfiguration
+from cnr_jax.format.manifest import FileDigest, NamedConfiguration, SampledMotion
 from cnr_jax.format.tiles import (
     ArrayEntry,
     Box,
@@ -42,6 +42,7 @@ from cnr_jax.repository.files import (
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
+from cnr_jax.rows.gather.motion import Motion
 
 _T = TypeVar("_T")
 
@@ -257,6 +258,7 @@ class RowsWriter:
                 for name, encoded in self._slot_bytes.items()
             ),
             row_errors=_sampled_errors(by_table),
+            motion=_sampled_motions(compared.motions()),
         )
         if arrays and not self._syncs:
             sync_tree(self._rows)
@@ -373,3 +375,11 @@ def _sampled_errors(errors: Mapping[str, RowErrors]) -> dict[str, SampledError] 
             mean, worst = float(f"{mean:.6g}"), float(f"{worst:.6g}")
             found[table] = SampledError(rows=rows, mean=mean, worst=worst)
     return found or None
+
+
+def _sampled_motions(found: Mapping[str, Motion]) -> dict[str, SampledMotion] | None:
+    """How far the rows of each table have moved, as a manifest holds it; None if none have."""
+    return {
+        table: SampledMotion(rows=rows, even_bits=round(even_bits, 4))
+        for table, (rows, even_bits) in found.items()
+    } or None

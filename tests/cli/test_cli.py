@@ -447,6 +447,7 @@ VERBS = {
     "diff": ["diff", "@", "0", "1"],
     "export": ["export", "@", "1", "--to", "/nowhere/export"],
     "rows": ["rows", "@", "user", "0"],
+    "bits": ["bits", "@", "1"],
     "prune": ["prune", "@", "--keep", "1"],
     "report": ["report", "@", "-o", "never-written.html"],
     "plot": ["plot", "@", "-o", "never-written.svg"],

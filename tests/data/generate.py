@@ -5,13 +5,15 @@
     python tests/data/generate.py v1-rollback
     python tests/data/generate.py v1-errors
     python tests/data/generate.py v1-encoding
+    python tests/data/generate.py v1-motion
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
 (`restored/...`), both as bits. The second writes the first of these steps, its arrays compressed;
 the third goes back to the first step before it saves the last; the fourth writes the first two,
 with manifests that say how far off rounded rows are; the fifth the first, with a codec of its own
-for one table, in a manifest that says so.
+for one table, in a manifest that says so; the sixth the first two, with so many rows that move that
+manifests say how far, and a rounding that was asked for.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -79,12 +81,22 @@ def first_state(peaked: bool = False) -> dict[str, Any]:
     }
 
 
-def next_state(state: dict[str, Any], step: int) -> dict[str, Any]:
+def touched_at(step: int, kind: str) -> dict[str, list[int]]:
+    """Rows recorded before a step."""
+    found = dict(TOUCHED[step])
+    if kind == "motion":
+        found["user"] = [*found["user"], *range(40, 80)]
+    return found
+
+
+def next_state(
+    state: dict[str, Any], step: int, touched: dict[str, list[int]]
+) -> dict[str, Any]:
     """The state at `step`: rows that were touched have moved, and all dense leaves."""
     rng = np.random.default_rng(step)
     params = dict(state["params"])
     accumulator = state["opt"]["user"]["embedding"]
-    for name, ids in TOUCHED[step].items():
+    for name, ids in touched.items():
         table = params[name]["embedding"]
         values = rng.normal(size=(len(ids), 8)).astype(np.float32)
         if step == 20 and name == "user":
@@ -139,7 +151,7 @@ def generate(folder: Path) -> None:
     folder.mkdir(parents=True)
     _, _, kind = folder.name.partition("-")
     compression = kind if kind == "zstd" else ""
-    steps = STEPS[: {"zstd": 1, "errors": 2, "encoding": 1}.get(kind, 3)]
+    steps = STEPS[: {"zstd": 1, "errors": 2, "encoding": 1, "motion": 2}.get(kind, 3)]
     own = cnr.TableOptions(codec=Asymmetric(refits=7), slot_codec="bfloat16")
     state = first_state(peaked=bool(compression))
     tables = tables_of(state)
@@ -150,6 +162,7 @@ def generate(folder: Path) -> None:
         bits=4,
         compression=compression or None,
         tables={"item": own} if kind == "encoding" else {},
+        rounding="nearest" if kind == "motion" else None,
     )
     expected: dict[str, np.ndarray] = {}
     with cnr.CheckpointManager(
@@ -159,11 +172,9 @@ def generate(folder: Path) -> None:
             if kind == "rollback" and step == STEPS[-1]:
                 manager.wait_until_finished()
                 state, touched = manager.restore(STEPS[0], args=cnr.args.Restore(state))
-            state = next_state(state, step)
-            ids = {
-                name: jnp.asarray(rows, jnp.int32)
-                for name, rows in TOUCHED[step].items()
-            }
+            moved = touched_at(step, kind)
+            state = next_state(state, step, moved)
+            ids = {name: jnp.asarray(rows, jnp.int32) for name, rows in moved.items()}
             touched = cnr.record(touched, ids)
             manager.save(step, args=cnr.args.Save(state, touched))
             expected |= flatten(state, f"truth/{step}")

@@ -25,6 +25,7 @@ from cnr_jax.format.manifest import (
     Manifest,
     NamedConfiguration,
     ParentRef,
+    SampledMotion,
     TableEntry,
     Totals,
     bounded_history,
@@ -44,6 +45,7 @@ from cnr_jax.format.tiles import (
     dump_process,
     load_process,
 )
+from cnr_jax.policy.bits import RAW_BITS, bits_for_motion
 
 from ..conftest import each_of
 
@@ -391,6 +393,7 @@ FREE = {
     "forks",
     "writer",
     "encoding",
+    "motion",
 }
 
 
@@ -402,8 +405,11 @@ def test_every_field_is_required(field: str) -> None:
 OF_PROCESS = [f.name for f in dataclasses.fields(ProcessManifest)]
 
 
-# Of rows that nobody has measured there are no errors.
-@each_of("field", [name for name in OF_PROCESS if name != "row_errors"])
+# Of rows that nobody has measured there are neither errors nor motion.
+MEASURED = {"row_errors", "motion"}
+
+
+@each_of("field", [name for name in OF_PROCESS if name not in MEASURED])
 def test_every_field_of_a_process_is_required(field: str) -> None:
     assert any(field in problem for problem in problems_of({field: ...}, PROCESS))
 
@@ -453,6 +459,28 @@ def test_an_encoding_is_read_as_it_was_written_and_may_be_absent() -> None:
         "encoding.bits: expected an integer of at least 1, got 0",
         "encoding.codec.configuration: expected an object",
         "encoding.tables.user.bits: expected an integer of at least 1, got []",
+    ]
+
+
+def test_motion_is_read_as_it_was_written_and_may_be_absent() -> None:
+    motion = SampledMotion(rows=20, even_bits=-1.25)
+    whole = dataclasses.replace(MANIFEST, motion=motion)
+    assert load(dump(whole), "here") == whole
+    assert "motion" not in json.loads(dump(MANIFEST))
+    wrong = {"rows": 0, "even_bits": "x"}
+    assert problems_of({"motion": wrong}) == [
+        "motion.rows: expected an integer of at least 1, got 0",
+        'motion.even_bits: expected a number, got "x"',
+    ]
+    # A crafted number is no power of two that overflows.
+    far = dataclasses.replace(MANIFEST, motion=SampledMotion(rows=1, even_bits=1e9))
+    found = load(dump(far), "here").motion
+    assert found is not None and bits_for_motion(found.even_bits) == RAW_BITS
+    process = dataclasses.replace(PROCESS, motion={"user": motion})
+    assert load_process(dump_process(process), "here") == process
+    assert problems_of({"motion": {"user": {"rows": 0}}}, PROCESS) == [
+        "motion.user.rows: expected an integer of at least 1, got 0",
+        "motion.user.even_bits: required key is absent",
     ]
 
 

@@ -46,6 +46,7 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("5.10", 0): (manifest.Fork, ()),
     ("5.11", 0): (encodings.EncodingEntry, ()),
     ("5.11", 1): (encodings.TableEncodingEntry, ()),
+    ("5.12", 0): (manifest.SampledMotion, ()),
     ("6.1", 0): (tiles.ProcessManifest, ("format", "sha256")),
     ("6.1", 1): (tiles.SampledError, ()),
     ("6.2", 0): (tiles.ArrayEntry, ()),
@@ -156,6 +157,8 @@ def is_of(value: Any, row: dict[str, str]) -> bool:
     if kind.startswith("list of "):
         item = CHECKS[kind.removeprefix("list of ")]
         return isinstance(value, list) and all(map(item, value))
+    if "May be negative" in row["meaning"] and isinstance(value, float):
+        value = abs(value)
     return any(CHECKS[each](value) for each in kind.split(" or "))
 
 
@@ -176,11 +179,13 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
             found += [(("5.11", 0), document["encoding"])]
             of_tables = document["encoding"]["tables"].values()
             found += [(("5.11", 1), e) for e in of_tables]
+        found += [(("5.12", 0), document["motion"])] if "motion" in document else []
         return [*found, (("5.9", 0), document["totals"])]
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]
     arrays = document["arrays"].values()
     found += [(("6.1", 1), e) for e in document.get("row_errors", {}).values()]
+    found += [(("5.12", 0), e) for e in document.get("motion", {}).values()]
     found += [(("6.2", 0), a) for a in arrays]
     found += [(("6.2", 1), a["compressed"]) for a in arrays if "compressed" in a]
     found += [(("6.3", 0), e) for e in document["row_ids"]]

@@ -168,8 +168,18 @@ def test_two_processes_write_deltas_together(
     assert_same(values(out / "twin", 1), values(out / "twin", 0))
 
 
+def test_two_processes_try_bits_together(twin: tuple[Path, list[list[str]]]) -> None:
+    out, _ = twin
+    first, second = ((out / f"twin.{i}.tried").read_text() for i in range(2))
+    assert first == second
+    two, raw = first.splitlines()
+    # Of 512 and 128 rows of 8 elements: codes, and a scale and an offset of two bytes each.
+    assert two.startswith(f"2: {640 * (2 + 4)} ") and "'0'" not in two
+    assert raw.startswith(f"raw: {640 * 32} ") and raw.endswith(f" 0 {['0'] * 4}")
+
+
 @pytest.mark.slow
-def test_two_processes_tune_as_one_does(
+def test_two_processes_tune_and_try_bits_as_one_does(
     twin: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:
     out, _ = twin
@@ -179,6 +189,8 @@ def test_two_processes_tune_as_one_does(
     assert "on 512 of 512 rows; errors as shares of it: refits 0: 1." in want
     for process in range(2):
         assert (out / f"twin.{process}.tuned").read_text() == want
+        tried = (tmp_path / "one.0.tried").read_text()
+        assert (out / f"twin.{process}.tried").read_text() == tried
 
 
 def test_states_that_differ_between_processes_are_refused_alike_on_all(

@@ -430,6 +430,35 @@ def tuned(run: Run) -> str:
     return "\n".join([*said, str({k: v.codec for k, v in options.tables.items()})])
 
 
+def tried(run: Run) -> str:
+    """What widths make of the tables of all processes, by a metric of both."""
+    distance = jax.jit(lambda a, b: jax.numpy.abs(a - b).mean())
+
+    def far(state: Any) -> dict[str, Any]:
+        params, own = state["params"], run.state["params"]
+        return {
+            # Process 1 has another figure: that of process 0 counts on both.
+            name: distance(params[name]["embedding"], own[name]["embedding"])
+            * (1 + jax.process_index())
+            for name in params
+        }
+
+    found = cnr.try_bits(
+        run.state,
+        run.tables,
+        far,
+        better="lower",
+        bits=[2, "raw"],
+        seeds=2,
+        options=cnr.Options(codec="asymmetric", rounding="dithered"),
+    )
+    return "\n".join(
+        f"{each.bits}: {each.table_bytes} {each.slot_bytes} {each.mean_row_error or 0:.4g}"
+        f" {[f'{x:.4g}' for loss in each.losses.values() for x in loss.values]}"
+        for each in found.widths
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--process", type=int, default=0)
@@ -475,6 +504,7 @@ def main() -> None:
     )
     if args.tune:
         Path(f"{args.out}.{args.process}.tuned").write_text(tuned(run))
+        Path(f"{args.out}.{args.process}.tried").write_text(tried(run))
     interval = 1000 if args.until_preempted else 1
     lines: list[str] = []
     with cnr.CheckpointManager(

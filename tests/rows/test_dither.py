@@ -17,12 +17,9 @@ from tests.conftest import each_of
 DIM, ROWS = 16, 512
 LINEAGE = "0" * 31 + "1"
 CODECS = [
-    *(Asymmetric(bits=bits, refits=0) for bits in (2, 3, 4, 8)),
+    *(Asymmetric(bits=bits, refits=0) for bits in (2, 3, 8)),
     Asymmetric(bits=4),
-    Asymmetric(bits=2, refits=3),
-    Greedy(bits=3),
     Symmetric(bits=4),
-    Symmetric(bits=8),
 ]
 
 
@@ -44,6 +41,15 @@ def there_and_back(codec: Any, rows: jax.Array, *keys: jax.Array) -> Any:
 
 def read(codec: Any, rows: jax.Array, *keys: jax.Array) -> np.ndarray:
     back, escaped = there_and_back(codec, rows, *keys)
+    assert not np.asarray(escaped).any()
+    return np.asarray(back)
+
+
+def read_all(codec: Any, rows: jax.Array, seeds: int) -> np.ndarray:
+    """What rows read as by the keys of so many lineages."""
+    keys = jnp.stack([keys_of(seed, len(rows)) for seed in range(seeds)])
+    many = jax.jit(jax.vmap(functools.partial(there_and_back, codec, rows)))
+    back, escaped = many(keys)
     assert not np.asarray(escaped).any()
     return np.asarray(back)
 
@@ -90,28 +96,26 @@ def test_no_element_is_a_step_off_and_rows_are_right_in_the_mean(codec: Any) -> 
     rows = np.asarray(make_rows())
     step = step_of(codec, rows)
     seeds = 200
-    back = np.stack([read(codec, make_rows(), keys_of(s)) for s in range(seeds)])
-    plain = isinstance(codec, Symmetric) or getattr(codec, "refits", None) == 0
-    if plain:
-        assert (np.abs(back - rows) <= 1.01 * step).all()
+    back = read_all(codec, make_rows(), seeds)
+    assert (np.abs(back - rows) <= 1.01 * step).all()
     off = (back.mean(0) - rows) / step
-    # A search that clips the ends of a row leaves what it clips.
+    # Of scales and offsets in 16 bits: the ends of a row may be clipped by so much.
+    clipped = 0.0 if codec.metadata_bits == 32 else 0.3 if codec.bits < 8 else 0.0
     inside = (back.min(0) < rows) & (rows < back.max(0))
-    assert inside.mean() > (0.8 if codec.bits > 2 else 0.5)
+    assert inside.mean() > 0.8
     # At most half a step is the deviation of one draw.
     assert np.abs(off[inside]).max() < 6 * 0.5 * 1.4 / np.sqrt(seeds)
     assert abs(off[inside].mean()) < 0.005
+    assert np.abs(off[~inside]).max() < 6 * 0.5 / np.sqrt(seeds) + clipped
 
 
 @each_of("codec", CODECS)
 def test_rows_on_their_levels_keep_their_codes_whatever_the_key(codec: Any) -> None:
     once = jnp.asarray(read(codec, make_rows()))
     ends = np.asarray(once) * 0 + step_of(codec, np.asarray(once))
-    for seed in range(20):
-        again = read(codec, once, keys_of(seed))
-        moved = np.abs(again - np.asarray(once)) > 0.5 * ends
-        # A threshold so close to an end that float32 cannot tell: one in some ten thousand.
-        assert moved.mean() < 2e-3
+    moved = np.abs(read_all(codec, once, 20) - np.asarray(once)) > 0.5 * ends
+    # A threshold so close to an end that float32 cannot tell: one in some ten thousand.
+    assert moved.mean() < 1e-3
 
 
 def test_what_is_not_held_is_as_without_dither() -> None:
@@ -137,6 +141,14 @@ def test_other_dtypes_dither_too(dtype: Any) -> None:
     nearest, dithered = read(codec, rows), read(codec, rows, keys_of(3))
     assert nearest.dtype == dithered.dtype == rows.dtype
     assert (nearest != dithered).mean() > 0.15
+
+
+@each_of("codec", [Asymmetric(bits=3, refits=2), Greedy(bits=3)])
+def test_dithered_codes_go_over_the_whole_range_without_a_search(codec: Any) -> None:
+    plain = Asymmetric(bits=3, refits=0).encode(make_rows(), keys_of(0))
+    found = codec.encode(make_rows(), keys_of(0))
+    for name, part in plain.parts.items():
+        assert np.array_equal(part, found.parts[name])
 
 
 def test_which_codecs_dither() -> None:

@@ -32,14 +32,16 @@ from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import (
-    Comparison,
+    Sample,
     comparing_program,
     host_programs,
     sample_positions,
 )
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.gather.motion import FollowedRows, Key
 from cnr_jax.rows.tiling import (
     Arrays,
+    Box,
     LocalShards,
     OwnTile,
     Program,
@@ -51,7 +53,7 @@ from cnr_jax.rows.tiling import (
     placing,
 )
 from cnr_jax.rows.touched import stamp_sharding
-from cnr_jax.state.table import Tables
+from cnr_jax.state.table import Leaf, Table, Tables
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -87,6 +89,7 @@ def capture(
     widths: Mapping[str, int],
     staging: str,
     dithered_in: str | None = None,
+    followed: FollowedRows | None = None,
 ) -> Capture:
     """Takes stock of the rows that this process writes.
 
@@ -98,6 +101,7 @@ def capture(
         widths: of codes, by table, where these are left to the number of restores.
         staging: where rows are encoded, as in options.
         dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
+        followed: rows whose motion is looked at; None: none.
     """
     codecs, way = _Codecs(encoding, widths), placing(staging)
     plans = [
@@ -114,31 +118,51 @@ def capture(
     # Rows of one group follow each other, so that they share chunks and programs.
     plans.sort(key=lambda pair: _order(*pair))
     if any(run.where == "device" for _, run in plans):
-        plans = _with_samples(plans)
+        plans = _with_samples(plans, followed)
     return Capture(
         plans=tuple(plan for plan, _ in plans),
         runs=tuple(run for plan, run in plans if plan.count),
     )
 
 
-def sample_of(plans: Sequence[RunPlan]) -> np.ndarray:
-    """Positions of the sampled rows among all rows of a save: rows of tables that are rounded."""
-    return sample_positions(
-        [plan.count for plan in plans],
-        [plan.width for plan in plans],
-        [is_rounded(plan) for plan in plans],
+def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample:
+    """Which rows of a save are compared with their codes, and whose motion is looked at.
+
+    Args:
+        plans: of the save, in order.
+        followed: rows whose motion is looked at; None: none.
+    """
+    counts = [plan.count for plan in plans]
+    starts = np.cumsum([0, *counts])
+    compared = sample_positions(
+        counts, [plan.width for plan in plans], [is_rounded(plan) for plan in plans]
     )
-
-
-def comparison_of(plans: Sequence[RunPlan]) -> Comparison:
-    """What is to compare the sampled rows with what their codes read as."""
-    positions = sample_of(plans)
-    ends = np.cumsum([plan.count for plan in plans])
+    found: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+    for plan, start in zip(plans, starts, strict=False):
+        key = (plan.table, plan.box)
+        if followed is not None and plan.leaf == "table" and plan.count:
+            at = followed.among(key, plan.positions)
+            if len(at):
+                in_tile = at if plan.positions is None else plan.positions[at]
+                found[key] = at + start, in_tile
+    empty = np.empty(0, np.int64)
+    ours = np.concatenate([empty, *(at for at, _ in found.values())])
+    positions = np.union1d(compared, ours)
+    of_keys, in_tile = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
+    for number, (at, own) in enumerate(found.values()):
+        where = np.searchsorted(positions, at)
+        of_keys[where], in_tile[where] = number, own
     names = sorted({plan.table for plan in plans})
     index = {name: i for i, name in enumerate(names)}
     tables = np.asarray([index[plan.table] for plan in plans], np.int64)
-    return Comparison(
-        positions, tables[np.searchsorted(ends, positions, side="right")], names
+    return Sample(
+        positions=positions,
+        tables=tables[np.searchsorted(starts[1:], positions, side="right")],
+        names=names,
+        compared=np.isin(positions, compared),
+        followed=of_keys,
+        keys=tuple(found),
+        in_tile=in_tile,
     )
 
 
@@ -147,14 +171,16 @@ def is_rounded(plan: RunPlan) -> bool:
     return not plan.is_slot and not isinstance(plan.codec, Raw)
 
 
-def _with_samples(plans: list[tuple[RunPlan, Run]]) -> list[tuple[RunPlan, Run]]:
+def _with_samples(
+    plans: list[tuple[RunPlan, Run]], followed: FollowedRows | None
+) -> list[tuple[RunPlan, Run]]:
     """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
-    positions = sample_of([plan for plan, _ in plans])
+    positions = sample_of([plan for plan, _ in plans], followed).positions
     ends = np.cumsum([plan.count for plan, _ in plans])
     parts = np.split(positions, np.searchsorted(positions, ends))
     return [
         (plan, dataclasses.replace(run, sampled=part - (end - plan.count)))
-        if len(part) and run.where == "device"
+        if len(part) and run.where == "device" and not isinstance(run.codec, Raw)
         else (plan, run)
         for (plan, run), part, end in zip(plans, parts[:-1], ends, strict=True)
     ]
@@ -230,24 +256,31 @@ def _plan(
         positions=positions,
         codec=codec,
         where=way(piece.device, data.nbytes),
-        keys_of=_keys_of(tile, dithered_in)
-        if dithered_in and _dithers(tile, codec)
+        keys_of=keys_of(tile.table, piece.box, dithered_in)
+        if dithered_in and can_dither(leaf, codec)
         else None,
     )
     return plan, run
 
 
-def _dithers(tile: OwnTile, codec: Codec) -> bool:
-    """Whether codes of a tile can be dithered: of slots they are always the nearest."""
-    return tile.leaf.name == "table" and isinstance(codec, Dithering)
+def can_dither(leaf: Leaf, codec: Codec) -> bool:
+    """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
+    return leaf.name == "table" and isinstance(codec, Dithering)
 
 
-def _keys_of(tile: OwnTile, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
-    """What gives the keys of rows of a tile, by their positions in it."""
-    table, box = tile.table, tile.piece.box
-    column = math.prod(start for start, _ in box[1:])
+def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
+    """What gives the keys of rows of a table, by their positions in a box of it.
+
+    Args:
+        table: the table.
+        box: start and stop in each dimension, as a device encodes its rows.
+        lineage: in which codes are dithered.
+    """
+    column = 0
+    for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
+        column = column * size + start
     seed = dither_seed(lineage, table.name, column)
-    first = tile.rows[0]
+    first = box[0][0]
 
     def keys(positions: np.ndarray) -> np.ndarray:
         return row_keys(seed, np.asarray(table.layout.to_logical(positions + first)))
@@ -300,7 +333,7 @@ def programs(
         width = math.prod(shape[1:])
         if leaf.name == "table" and not isinstance(codec, Raw):
             yield comparing_program(codec, leaf.dtype, width)
-        dithered = dithers and _dithers(tile, codec)
+        dithered = dithers and can_dither(leaf, codec)
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
             yield from host_programs(codec, leaf.dtype, width, dithered)
         else:

@@ -32,8 +32,9 @@ from cnr_jax.options import Options
 from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.rows.gather.chunk import Stage
-from cnr_jax.rows.gather.encode import RowErrors
+from cnr_jax.rows.gather.encode import Comparison, RowErrors
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.tiling import host_device, own_settings
 from cnr_jax.telemetry import percent
 from cnr_jax.texts import logger
@@ -115,6 +116,7 @@ class Launcher:
                 self._widening.widths(plan.auto_bits, plan.codec),
                 options.staging,
                 self._widening.dithered_in(plan),
+                followed := self._tracker.followed,
             )
             plans = captured.plans  # alone: the writing thread must not hold the state
             # Gathering on the host takes all cores already; on devices it waits for these.
@@ -127,7 +129,9 @@ class Launcher:
             write_in_background(
                 flight,
                 directories,
-                lambda: _write_rows(flight, directory, plans, stage, encoding),
+                lambda: _write_rows(
+                    flight, directory, plans, stage, encoding, followed
+                ),
                 stage.abort,
                 self._channel,
             )
@@ -168,9 +172,10 @@ def _write_rows(
     plans: tuple[RunPlan, ...],
     stage: Stage,
     encoding: Encoding,
+    followed: FollowedRows | None,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
-    compared = capture.comparison_of(plans)
+    compared = Comparison(capture.sample_of(plans, followed), followed)
     writer = RowsWriter(
         directory,
         flight.plan.uuid,

@@ -20,7 +20,7 @@ from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told
-from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
+from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
 from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.lineage import suspects
@@ -71,7 +71,8 @@ class Planning:
         Before the first restore of a run that has been saved: as it will be after that, and so is
         what options do not give.
         """
-        ledger, restores = self._writer.ledger, self._planner.restores
+        ledger, planner = self._writer.ledger, self._planner
+        restores, motion = planner.restores, planner.motion
         runs = self._planner.runs
         if ledger is not None and runs.current is None and not self._begins:
             found = [e.manifest for e in ledger.restorable() if e.manifest]
@@ -79,8 +80,9 @@ class Planning:
                 # What does not go together is an error of the restore.
                 with contextlib.suppress(errors.OptionError):
                     self._widening.inherit(found[-1].encoding)
-                restores = restores or found[-1].restores + 1
-        return self._widening.bits(restores), restores
+                if not restores:
+                    restores, motion = found[-1].restores + 1, found[-1].motion
+        return self._widening.bits(restores, motion), restores
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""
@@ -286,7 +288,7 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 def _plan_of(document: dict[str, Any]) -> Plan:
     """The plan that process 0 sent."""
     parent, forks = document["parent"], document["forks"]
-    encoding = document["encoding"]
+    encoding, motion = document["encoding"], document["motion"]
     return Plan(
         **{
             **document,
@@ -297,5 +299,6 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
             "gaps": tuple((path, text) for path, text in document["gaps"]),
             "encoding": encoding and encoding_told(encoding),
+            "motion": motion and SampledMotion(**motion),
         }
     )

@@ -12,8 +12,17 @@ import jax
 
 from cnr_jax.encoding import Encoding
 from cnr_jax.format.encodings import EncodingEntry
+from cnr_jax.format.manifest import SampledMotion
 from cnr_jax.options import Options
-from cnr_jax.policy.bits import FALLBACK_BITS, small_tables
+from cnr_jax.policy.bits import (
+    FALLBACK_BITS,
+    RAW_BITS,
+    bits_for_motion,
+    error_bits,
+    is_harmful,
+    small_tables,
+    width_told,
+)
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.rows.codecs import bytes_of
 from cnr_jax.state.table import Tables
@@ -43,6 +52,7 @@ class Widening:
         self._stored: EncodingEntry | None = None
         self._told: EncodingEntry | None = None
         self._said: int | None = None
+        self._has_warned = False
         self._use(self._given)
 
     def _use(self, encoding: Encoding) -> None:
@@ -88,11 +98,17 @@ class Widening:
         """The lineage by which codes of one save are dithered; None if they are the nearest."""
         return plan.lineage if self.encoding.dithers(plan.restores) else None
 
-    def bits(self, restores: int, codec: str | None = None) -> int | None:
+    def bits(
+        self,
+        restores: int,
+        motion: SampledMotion | None = None,
+        codec: str | None = None,
+    ) -> int | None:
         """The width in saves after so many restores; None if it is "auto" nowhere.
 
         Args:
             restores: of the run.
+            motion: of its rows from restore to restore; None: it is not known.
             codec: that the policy names, if it does.
 
         Raises:
@@ -101,7 +117,12 @@ class Widening:
         if codec not in self._follows:
             named = self.encoding.with_codec(codec)
             self._follows[codec] = named.follows_restores()
-        return self.encoding.auto_bits(restores) if self._follows[codec] else None
+        even_bits = motion.even_bits if motion else None
+        return (
+            self.encoding.auto_bits(restores, even_bits)
+            if self._follows[codec]
+            else None
+        )
 
     def widened(self, plan: Plan) -> Plan:
         """A plan with its width, and the reason where that is not the one for the expectation.
@@ -111,24 +132,25 @@ class Widening:
         if plan.exact:
             self._say_bytes(plan)
             return plan
-        bits = self.bits(plan.restores, plan.codec)
+        bits = self.bits(plan.restores, plan.motion, plan.codec)
+        self._warn_of_harm(plan, bits)
         if bits is None:
             return plan
         reason, usual = plan.reason, self.encoding.auto_bits(0)
         expected = self.encoding.assumed_restores
-        times = "once" if plan.restores == 1 else f"{plan.restores} times"
+        width = width_told(bits)
         if bits != usual:
-            reason += f"; {bits} bits: restored {times}, {expected:g} expected"
-        if bits != self._said and bits != usual:
-            _log.warning(
-                "from step %d on saves take %d bits, not %d: the run was restored %s,"
-                " expected_restores=%g",
-                plan.step,
-                bits,
-                usual,
-                times,
-                expected,
-            )
+            why = self._why_wider(plan, bits)
+            reason += f"; {width}: {why}, {expected:g} expected"
+            if bits != self._said:
+                _log.warning(
+                    "from step %d on saves take %s, not %d: %s, expected_restores=%g",
+                    plan.step,
+                    width,
+                    usual,
+                    f"the run was {why}" if plan.restores else why,
+                    expected,
+                )
         elif bits != self._said:
             given = self.encoding.expects
             _log.info(
@@ -142,12 +164,49 @@ class Widening:
         self._said = bits
         return dataclasses.replace(plan, auto_bits=bits, reason=reason)
 
+    def _why_wider(self, plan: Plan, bits: int) -> str:
+        """Why a save takes more bits than for the restores that are expected."""
+        motion, usual = plan.motion, self.encoding.auto_bits(0)
+        if motion is None or bits == self.encoding.auto_bits(plan.restores):
+            return f"restored {_times(plan.restores)}"
+        moved = _moved_by(motion, usual)
+        if not plan.restores:
+            return f"since the first save {moved}"
+        return f"restored {_times(plan.restores)}, between restores {moved}"
+
+    def _warn_of_harm(self, plan: Plan, auto_bits: int | None) -> None:
+        """Warns, once, of codes that are too short for how little rows move between restores."""
+        motion = plan.motion
+        # After one restore nobody knows how soon others come.
+        if self._has_warned or motion is None or plan.restores < 2:
+            return
+        widths, encoding = self.widths(auto_bits, plan.codec), self.encoding_of(plan)
+        found: set[int] = set()
+        for name, table in self._tables.items():
+            width = math.prod(table.leaf.shape[1:])
+            args = name, "table", width, table.leaf.dtype
+            if not encoding.is_auto(*args):
+                codec = encoding.codec_for(*args, widths.get(name))
+                found.add(getattr(codec, "bits", RAW_BITS))
+        bits = min(found, default=RAW_BITS)
+        if is_harmful(motion.even_bits, bits):
+            self._has_warned = True
+            _log.warning(
+                "rounding to %d bits is likely to harm this training: the run was restored"
+                " %s, between restores %s. Options(bits='auto') takes as many bits as that"
+                " needs, bits=%d would do now; cnr_jax.try_bits tells more",
+                bits,
+                _times(plan.restores),
+                _moved_by(motion, bits),
+                max(FALLBACK_BITS, bits_for_motion(motion.even_bits)),
+            )
+
     def _say_bytes(self, plan: Plan) -> None:
         """Says how many bytes all rows take if all of their bits are saved."""
         if plan.kind != "full":
             return
         exact = usual = 0
-        auto_bits = self.bits(plan.restores)
+        auto_bits = self.bits(plan.restores, plan.motion)
         widths = self.widths(auto_bits)
         for name, table in self._tables.items():
             for leaf in table.leaves:
@@ -176,7 +235,8 @@ class Widening:
         if auto_bits is None:
             return {}
         small = self._small_tables(codec)
-        return {n: FALLBACK_BITS if n in small else auto_bits for n in self._tables}
+        of_small = max(FALLBACK_BITS, auto_bits)
+        return {n: of_small if n in small else auto_bits for n in self._tables}
 
     def _small_tables(self, codec: str | None) -> frozenset[str]:
         """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".
@@ -196,9 +256,19 @@ class Widening:
         return self._small[codec]
 
 
+def _times(restores: int) -> str:
+    return "once" if restores == 1 else f"{restores} times"
+
+
+def _moved_by(motion: SampledMotion, bits: int) -> str:
+    """Such as `rows moved 0.62 times the rounding error of 4 bits`."""
+    times = 2.0 ** -error_bits(motion.even_bits, bits)
+    return f"rows moved {times:.2g} times the rounding error of {bits} bits"
+
+
 def _but_for(small: frozenset[str], bits: int) -> str:
     """Such as ` (8 for 2 small tables: day, hour)`; empty where there is nothing to say."""
-    if not small or bits == FALLBACK_BITS:
+    if not small or bits >= FALLBACK_BITS:
         return ""
     names = sorted(small)
     shown = ", ".join(names[:_NAMED_TABLES])

@@ -22,6 +22,7 @@ from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
 from cnr_jax.rows.fingerprints.watch import Look, Rows, RowWatch
 from cnr_jax.rows.gather.host import touched_positions
+from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.tiling import (
     Arrays,
     Group,
@@ -101,10 +102,15 @@ class Tracker:
 
     Args:
         options: of the run.
+
+    Attributes:
+        followed: some rows of the tables that are saved, as they were when the run began or was
+            restored; None: nothing was saved or restored yet.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.followed: FollowedRows | None = None
         self._mode: Tracking | None = None
         self._watch: RowWatch | None = None
         # Of the stamps that fingerprints made.
@@ -319,6 +325,9 @@ class Tracker:
             self._rotation.keep(found.glimpse, found.recorded.clock)
         if found.recorded is not None:
             self._last = found.recorded
+        followed = self.followed
+        if followed is None or not followed.are_of(found.tiles, stamps.lineage):
+            self.followed = FollowedRows(found.tiles, stamps.lineage)
 
     def chooser(self, found: ChangedRows, parent_clock: int | None) -> Choose:
         """What chooses the rows of a save on a parent.
@@ -352,6 +361,7 @@ class Tracker:
     def close(self) -> None:
         """Frees what is remembered of rows, which would lie on their devices until a collection."""
         self._watch, self._rotation, self._last = None, None, None
+        self.followed = None
 
     def forget(self, touched: Touched, mode: Tracking | None) -> None:
         """Forgets all rows, because the state was replaced by one that was restored.
@@ -386,6 +396,8 @@ class Tracker:
         self._last = _moment(touched)
         mode = self.mode(touched)
         tiles = _tiles(tables, arrays, touched)
+        self.followed = FollowedRows(tiles, self._last.lineage)
+        self.followed.begin(shards_of(arrays), placing(self._options.staging))
         if mode == "recorded":
             if self._audits(self._last):
                 glimpse = self._glimpse(tiles, shards_of(arrays), self._last)

@@ -13,7 +13,13 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from cnr_jax.format.manifest import Fork, HistoryEntry, Manifest, ParentRef
+from cnr_jax.format.manifest import (
+    Fork,
+    HistoryEntry,
+    Manifest,
+    ParentRef,
+    SampledMotion,
+)
 from cnr_jax.format.names import step_number
 from cnr_jax.policy import SaveRecord
 from cnr_jax.repository.orbax_steps import OrbaxStep
@@ -286,6 +292,9 @@ class Branch:
         restores: how often a run was restored along this branch.
         last_clock: clock of the tip.
         no_parents: why the branch has no legal parents, where that is known.
+        moved_before: how far rows had moved, since the restore before, in the step that was
+            restored; None: it is not known, or none was.
+        moved: how far they have since, as the last save of this lineage saw it.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -294,6 +303,16 @@ class Branch:
     restores: int = 0
     last_clock: int = -1
     no_parents: str = ""
+    moved_before: SampledMotion | None = None
+    moved: SampledMotion | None = None
+
+    def motion(self) -> SampledMotion | None:
+        """How far rows are going to move until the next restore, as far as that is known.
+
+        As far as until the last one, or as they have already.
+        """
+        known = [each for each in (self.moved_before, self.moved) if each is not None]
+        return min(known, key=lambda each: each.even_bits, default=None)
 
     def forget_parents(self, entries: Mapping[str, Entry]) -> None:
         """Drops parents that are gone, once they are as many as those that are there."""

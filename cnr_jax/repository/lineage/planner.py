@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
-from cnr_jax.format.manifest import Fork, HistoryEntry, Kind, ParentRef, TableEntry
+from cnr_jax.format.manifest import (
+    Fork,
+    HistoryEntry,
+    Kind,
+    ParentRef,
+    SampledMotion,
+    TableEntry,
+)
 from cnr_jax.integers import LARGEST
 from cnr_jax.policy import Decision, Policy
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
@@ -59,6 +66,7 @@ class Plan:
         gaps: files that earlier checkpoints lack, as paths below the root, each with a line that
             says what is wrong with it.
         encoding: of the run that goes on, for what options do not give; None: none does.
+        motion: of rows from restore to restore, as far as that is known; None: it is not.
     """
 
     uuid: str
@@ -85,6 +93,7 @@ class Plan:
     forks: tuple[Fork, ...] | None = None
     gaps: tuple[tuple[str, str], ...] = ()
     encoding: EncodingEntry | None = None
+    motion: SampledMotion | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +223,7 @@ class Planner:
                 step=request.step,
             ),
             encoding=self.runs.encoding_of(run),
+            motion=branch.motion(),
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -223,6 +233,7 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
+        branch.moved = entry.manifest.motion
         self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.no_parents = entry.manifest.history, ""
 
@@ -251,6 +262,7 @@ class Planner:
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run, encoding)
         branch = Branch(tip=tip, restores=min(tip.manifest.restores + 1, LARGEST))
+        branch.moved_before = tip.manifest.motion
         self.end_lineages(branch.restores)
         if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
@@ -295,6 +307,12 @@ class Planner:
         known = (branch.restores for branch in self.branches.values())
         return max(known, default=self._most_restores)
 
+    @property
+    def motion(self) -> SampledMotion | None:
+        """How far rows of the state that is saved next move, as far as can be foreseen."""
+        known = [motion for b in self.branches.values() if (motion := b.motion())]
+        return known[-1] if known else None
+
     def _branch(self, request: Request) -> Branch:
         """The branch of a lineage; a fresh one where the state went back in memory.
 
@@ -309,7 +327,9 @@ class Planner:
                 f"the clock of the stamps went back, from {branch.last_clock}"
                 f" to {request.clock}"
             )
-            branch = Branch(restores=branch.restores, no_parents=why)
+            branch = dataclasses.replace(
+                branch, parents={}, tip=None, history=(), last_clock=-1, no_parents=why
+            )
             self.branches[request.lineage] = branch
         return branch
 

@@ -47,13 +47,15 @@ class Asymmetric(grids.OnGrid):
     `step = (max - min) / (2**bits - 1)`, before the rounding to the table's dtype:
 
         refits == 0:  |x - read(x)| <= 0.51 * step              for every element;
-        any refits:   ||x - read(x)||_2 <= 0.54 * step * sqrt(dim).
+        any refits:   ||x - read(x)||_2 <= 0.54 * step * sqrt(dim);
+        dithered:     |x - read(x)| <= 1.01 * step              for every element.
 
     Rounding to bfloat16 or float16 adds at most half an ulp of that dtype per element.
 
     Proof. Let s, o be the stored scale and offset, L = 2**bits - 1, t = x/s - o + L/2.
 
-    (1) Where 0 <= t <= L the nearest code is at most half a step of size s away.
+    (1) Where 0 <= t <= L the nearest code is at most half a step of size s away, and a
+        dithered one, which is one of the two neighbours of t, less than a whole one.
     (2) t leaves [0, L] by at most d = (L/2) |1 - step/s| + |o - (min + max)/(2 s)|.
         With 16-bit metadata (L <= 15) the first term is at most 7.5 * 2**-8 < 0.03, the
         second half a float16 ulp below 1024, 1/4; with 32 bits both are below 2**-9. So
@@ -61,7 +63,8 @@ class Asymmetric(grids.OnGrid):
     (3) float32 arithmetic (the reciprocal, product and sum of t, the sum and product of
         x) moves a result by at most 5 * 2**-24 * |o| steps: below 0.001 and 0.01.
     (4) s <= (1 + 2**-8) step with 16 bits, (1 + 2**-24) step with 32. Hence at most
-        0.5 * 1.0040 + 0.001 and 0.5 + 0.01 steps, both <= 0.51 up to 2**-20.
+        0.5 * 1.0040 + 0.001 and 0.5 + 0.01 steps, both <= 0.51 up to 2**-20; dithered
+        1.0040 + 0.001 and 1 + 0.01 steps, both <= 1.01 up to 2**-20.
     (5) Other s, o are taken only if their summed squared error is smaller, as computed
         in places t. These are exact to what (3) says, so the error of an element is, for
         either of the two that are compared, and the root of the mean square of a row:
@@ -134,6 +137,11 @@ class Asymmetric(grids.OnGrid):
 
         Where a value is halfway between two codes, platforms may choose differently.
 
+        Args:
+            rows: float32, bfloat16 or float16.
+            keys: uint32[rows], see `row_keys`: codes are dithered, over the whole range of a row;
+                None: they are the nearest.
+
         Raises:
             TypeError: if the rows are not float32, bfloat16 or float16.
         """
@@ -141,7 +149,9 @@ class Asymmetric(grids.OnGrid):
         given = grids.ranged(rows, levels, self._metadata)
         grid = given.grid
         refits = self.at_dim(rows.shape[1]).refits
-        if refits:
+        # With keys not: what a range clips is put back by each restore, and a search that knew the
+        # keys would take the levels to which chance leads.
+        if refits and keys is None:
             step = (given.high - given.low) / levels
             starts = _starts(given, step, refits, self.bits, self._metadata)
             evenly = grids.Even(levels)

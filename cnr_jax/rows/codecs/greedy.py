@@ -32,7 +32,8 @@ class Greedy(grids.OnGrid):
 
     Stored and read as by `Asymmetric`, with the same metadata. The same rows are escaped
     (a range that the metadata cannot hold is never the best one), and the bound of its
-    refits holds: `||x - read(x)||_2 <= 0.54 * step * sqrt(dim)`.
+    refits holds: `||x - read(x)||_2 <= 0.54 * step * sqrt(dim)`. Dithered codes are over the
+    whole range, without a search.
 
     Attributes:
         bits: width of a code.
@@ -77,10 +78,12 @@ class Greedy(grids.OnGrid):
         """
         levels = 2**self.bits - 1
         given = grids.ranged(rows, levels, self._metadata)
+        if keys is not None:
+            return grids.encode(given, given.grid, self.bits, self._metadata, keys)
         # The last move that leaves no range at all is no candidate.
         moves = min(int(self.bins * self.ratio + 1e-9), self.bins - 1)
         grid = _search(given, moves, self.bins, levels, self._metadata)
-        return grids.encode(given, grid, self.bits, self._metadata, keys)
+        return grids.encode(given, grid, self.bits, self._metadata)
 
 
 def _search(

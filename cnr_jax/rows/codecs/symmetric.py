@@ -38,8 +38,9 @@ class Symmetric(grids.OnGrid):
 
     **Error bound.** For a row that is not escaped, with
     `step = 2 * max|x| / (2**bits - 1)`, before the rounding to the table's dtype:
-    `|x - read(x)| <= 0.51 * step` for every element. Proof: that of `Asymmetric`, where
-    the offset is 0 and an end of the range is missed by the first term alone.
+    `|x - read(x)| <= 0.51 * step` for every element, dithered `1.01 * step`. Proof: that
+    of `Asymmetric`, where the offset is 0 and an end of the range is missed by the first
+    term alone.
 
     Attributes:
         bits: width of a code.

@@ -95,6 +95,17 @@ def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
     return gather_program(data.shape, dtype, device, size)(data, at)
 
 
+def rows_of(run: Run) -> np.ndarray:
+    """The rows of a run that are to be saved, as they are."""
+    sizes, found = _sizes(run.width, run.data.dtype.itemsize), list[np.ndarray]()
+    for start in range(0, run.count, sizes[-1]):
+        count = min(sizes[-1], run.count - start)
+        size = next(size for size in sizes if size >= count)
+        rows = _gather(run, slice(start, start + count), size)
+        found.append(np.asarray(rows)[:count])
+    return np.concatenate([np.empty((0, run.width), run.data.dtype), *found])
+
+
 def _sampled(run: Run, start: int, count: int) -> jax.Array | None:
     """The sampled rows among `count` from `start` on, by a program that gathers anyway."""
     if run.sampled is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.gather.motion import LEAST_MOVED, FollowedRows, Key, Motion
 from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
@@ -160,37 +161,54 @@ def sample_positions(
     return ranks - (ends - ours)[runs] + (np.cumsum(all_counts) - all_counts)[runs]
 
 
-class Comparison:
-    """Compares sampled rows with what their codes read as. Never raises: a save goes on.
+class Sample(NamedTuple):
+    """Rows of a save that are looked at on their way.
 
-    Args:
-        positions: of the sample, see `sample_positions`.
+    Attributes:
+        positions: among all rows of the save, sorted.
         tables: of each of them the table, as an index into `names`.
         names: of tables.
+        compared: whether it is compared with what its codes read as.
+        followed: of each of them which of `keys` it is of; -1: its motion is not looked at.
+        keys: tiles whose rows are followed.
+        in_tile: of each of them its position in its tile, where it is followed.
     """
 
-    def __init__(
-        self, positions: np.ndarray, tables: np.ndarray, names: Sequence[str]
-    ) -> None:
-        self._positions, self._tables, self._names = positions, tables, names
+    positions: np.ndarray
+    tables: np.ndarray
+    names: Sequence[str]
+    compared: np.ndarray
+    followed: np.ndarray
+    keys: Sequence[Key]
+    in_tile: np.ndarray
+
+
+class Comparison:
+    """Compares sampled rows with what their codes read as, and with what they were.
+
+    Never raises: a save goes on.
+
+    Args:
+        sample: of the rows of the save.
+        followed: knows what rows were; None where none is followed.
+    """
+
+    def __init__(self, sample: Sample, followed: FollowedRows | None = None) -> None:
+        self._sample, self._followed = sample, followed
         self._waiting: dict[_Group, list[tuple[np.ndarray, ...]]] = {}
         # With the tables of the rows.
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
+        self._motions: dict[int, list[np.ndarray]] = {}
+        # Tiles of which nothing is known yet: a run begins.
+        self._new = [not followed.has(key) for key in sample.keys] if followed else []
         self._failed = False
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> None:
         """Takes the sampled rows of a chunk that begins at position `done`."""
-        first, last = np.searchsorted(self._positions, (done, done + chunk.count))
-        if first == last or isinstance(chunk.codec, Raw):
-            return
-        self._attempt(
-            lambda: self._take(
-                chunk,
-                encoded,
-                self._positions[first:last] - done,
-                self._tables[first:last],
-            )
-        )
+        positions = self._sample.positions
+        first, last = np.searchsorted(positions, (done, done + chunk.count))
+        if first < last:
+            self._attempt(lambda: self._take(chunk, encoded, done, slice(first, last)))
 
     def result(self) -> tuple[RowErrors | None, dict[str, RowErrors]]:
         """The errors of all, and of each table of which rows were compared.
@@ -198,14 +216,29 @@ class Comparison:
         None and no table where there was nothing to sample, or comparing failed.
         """
         self._attempt(lambda: [self._compare(group) for group in self._waiting])
-        if self._failed or not len(self._positions):
+        if self._failed or not self._sample.compared.any():
             return None, {}
         if not self._errors:
             return RowErrors(0, None, None), {}
         tables, errors = map(np.concatenate, zip(*self._errors, strict=True))
-        indices = map(int, np.unique(tables))
-        by_table = {self._names[i]: _joined(errors[tables == i]) for i in indices}
+        by_table = {n: _joined(each) for n, each in self._by_table(tables, errors)}
         return _joined(errors), by_table
+
+    def motions(self) -> dict[str, Motion]:
+        """How far the followed rows of each table have moved; empty where too few have."""
+        found: dict[str, Motion] = {}
+        for table, parts in self._motions.items():
+            bits = np.concatenate(parts)
+            if len(bits):
+                found[self._sample.names[table]] = Motion(len(bits), float(bits.mean()))
+        enough = sum(each.rows for each in found.values()) >= LEAST_MOVED
+        return found if enough and not self._failed else {}
+
+    def _by_table(
+        self, tables: np.ndarray, values: np.ndarray
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        for index in np.unique(tables).tolist():
+            yield str(self._sample.names[index]), values[tables == index]
 
     def _attempt(self, work: Callable[[], object]) -> None:
         if self._failed:
@@ -217,22 +250,48 @@ class Comparison:
             _log.debug("the error of rounded rows was not measured", exc_info=True)
 
     def _take(
-        self, chunk: Chunk, encoded: EncodedChunk, at: np.ndarray, tables: np.ndarray
+        self, chunk: Chunk, encoded: EncodedChunk, done: int, which: slice
     ) -> None:
+        sample = self._sample
+        at = sample.positions[which] - done
         if chunk.rows is not None:
             rows = chunk.rows[at]
+        elif isinstance(chunk.codec, Raw):
+            rows = encoded.parts["rows"][at]
         elif chunk.sampled is not None:
             at = at[: chunk.sampled.shape[0]]
-            tables = tables[: len(at)]
+            which = slice(which.start, which.start + len(at))
             rows = np.asarray(chunk.sampled)[: len(at)]
         else:
             return
+        self._follow(rows, which)
+        compared, tables = sample.compared[which], sample.tables[which]
+        if isinstance(chunk.codec, Raw) or not compared.any():
+            return
+        rows, at, tables = rows[compared], at[compared], tables[compared]
         parts = [encoded.parts[name][at] for name in sorted(encoded.parts)]
         group = (chunk.codec, rows.dtype, rows.shape[1])
         waiting = self._waiting.setdefault(group, [])
         waiting.append((rows, tables, np.isin(at, encoded.escaped), *parts))
         if sum(len(each[0]) for each in waiting) >= _batch_rows(group):
             self._compare(group)
+
+    def _follow(self, rows: np.ndarray, which: slice) -> None:
+        """Notes how far the followed ones among sampled rows have moved."""
+        sample, followed = self._sample, self._followed
+        of_keys = sample.followed[which]
+        if followed is None:
+            return
+        for number in np.unique(of_keys[of_keys >= 0]).tolist():
+            mine, key = of_keys == number, sample.keys[number]
+            in_tile = sample.in_tile[which][mine]
+            if self._new[number]:
+                followed.keep(key, in_tile, rows[mine])
+                continue
+            # All of one tile, hence of one table.
+            table = int(sample.tables[which][mine][0])
+            moved = followed.moved(key, in_tile, rows[mine])
+            self._motions.setdefault(table, []).append(moved)
 
     def _compare(self, group: _Group) -> None:
         """Compares what waits of a group, in batches of one size."""

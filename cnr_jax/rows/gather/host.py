@@ -150,6 +150,13 @@ def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
         np.take(view, index, axis=0, out=out, mode="clip")
 
 
+def copied_rows(run: Run) -> np.ndarray:
+    """The rows of a run that are to be saved, as they are."""
+    rows = np.empty((run.count, run.width), run.data.dtype)
+    _copy_rows(run, 0, _bit_view(rows))
+    return rows
+
+
 @functools.cache
 def _bits_program(
     shape: tuple[int, ...], device: jax.Device

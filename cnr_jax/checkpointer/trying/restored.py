@@ -1,0 +1,124 @@
+"""A train state as a restore would bring it, without a checkpoint, and what one would take.
+
+Rows are encoded and decoded on the shards where they are, which keep their shardings: as in a save,
+each device sees its part of a row alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.checkpointer.saving.capture import can_dither, keys_of
+from cnr_jax.checkpointer.tuning import of_all
+from cnr_jax.encoding import Encoding
+from cnr_jax.rows.codecs import Raw, bytes_of
+from cnr_jax.rows.rounding import Off, Rounded, rounded
+from cnr_jax.rows.tiling import Box, boxes_of, own_settings
+from cnr_jax.state.table import Leaf, Table, Tables, merge, split
+
+
+class RowBytes(NamedTuple):
+    """What a full save takes of the rows of a state, and how far off they then are.
+
+    Attributes:
+        tables: bytes of encoded rows of tables, and of those that are stored exactly beside.
+        slots: the same of optimizer slots.
+        off: of the rows of tables.
+    """
+
+    tables: int
+    slots: int
+    off: Off
+
+
+def restored(
+    state: Any, tables: Tables, encoding: Encoding, dithered_in: str | None
+) -> tuple[Any, list[RestoredLeaf]]:
+    """A state as it would be restored.
+
+    Args:
+        state: concrete; stays as it is. What is stored exactly is in both.
+        tables: of the state.
+        encoding: of its rows.
+        dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
+
+    Returns:
+        The state, and its tables and slots once more, to ask for `row_bytes`.
+    """
+    arrays, dense = split(state, tables)
+    leaves = [
+        RestoredLeaf(table, leaf, arrays[name][leaf.name], encoding, dithered_in)
+        for name, table in tables.items()
+        for leaf in table.leaves
+    ]
+    for each in leaves:
+        arrays[each.table.name][each.leaf.name] = each.array
+    return merge(state, tables, arrays, dense), leaves
+
+
+@own_settings()
+def row_bytes(leaves: list[RestoredLeaf]) -> RowBytes:
+    """Bytes and errors of all rows, whichever process holds them; all processes ask."""
+    sums = np.zeros((jax.process_count(), len(leaves), len(Off._fields)))
+    sums[jax.process_index()] = [each.off for each in leaves]
+    by_leaf = of_all(sums).transpose(1, 0, 2).tolist()
+    off, sizes = Off(), {True: 0, False: 0}
+    for leaf, of_processes in zip(leaves, by_leaf, strict=True):
+        found = functools.reduce(Off.and_of, (Off(*each) for each in of_processes))
+        is_slot = leaf.leaf.name != "table"
+        sizes[is_slot] += leaf.bytes(int(found.escaped))
+        if not is_slot:
+            off = off.and_of(found)
+    return RowBytes(sizes[False], sizes[True], off)
+
+
+class RestoredLeaf:
+    """A table or slot as a codec restores it.
+
+    Attributes:
+        array: its rows, sharded as they were; as they were too, where they are stored exactly.
+        is_dithered: whether its codes are dithered.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        leaf: Leaf,
+        array: jax.Array,
+        encoding: Encoding,
+        dithered_in: str | None,
+    ) -> None:
+        width = math.prod(array.sharding.shard_shape(array.shape)[1:])
+        codec = encoding.codec_for(table.name, leaf.name, width, leaf.dtype)
+        self.table, self.leaf, self.array = table, leaf, array
+        self._codec, self._width = codec, width
+        self._rounded: Rounded | None = None
+        lineage = dithered_in if can_dither(leaf, codec) else None
+        self.is_dithered = lineage is not None
+
+        def keys(box: Box) -> np.ndarray:
+            assert lineage is not None
+            rows = np.arange(box[0][1] - box[0][0])
+            return keys_of(table, box, lineage)(rows)
+
+        if not isinstance(codec, Raw):
+            self._rounded = rounded(codec, array, keys if lineage else None)
+            self.array = self._rounded.rows
+
+    @property
+    def off(self) -> Off:
+        """How far off the rows on this process are; waits for them."""
+        return self._rounded.off() if self._rounded else Off()
+
+    def bytes(self, escaped: int) -> int:
+        """What all rows take in a full save, if so many of them are escaped."""
+        boxes = boxes_of(self.array.sharding, self.leaf.shape)
+        rows = sum(box[0][1] - box[0][0] for box in boxes)
+        dtype = self.leaf.dtype
+        coded = rows * bytes_of(self._codec.parts(self._width, dtype))
+        return coded + escaped * self._width * dtype.itemsize

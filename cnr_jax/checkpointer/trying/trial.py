@@ -1,0 +1,382 @@
+"""Widths of codes tried on a state: the caller's own metric, before and after the rounding.
+
+To remember: the caller's functions run under the caller's settings, on all processes alike, and get
+nothing that the state they were given still needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from cnr_jax.checkpointer.trying.given import (
+    WIDTHS,
+    Better,
+    Metrics,
+    Width,
+    accepted,
+    by_metric,
+    check_better,
+    check_function,
+    check_within,
+    checked_count,
+    checked_metrics,
+    checked_widths,
+    named,
+)
+from cnr_jax.checkpointer.trying.restored import RowBytes, restored, row_bytes
+from cnr_jax.checkpointer.trying.tried import Loss, TriedBits, TriedWidth, losses_of
+from cnr_jax.checkpointer.tuning import of_all
+from cnr_jax.encoding import Encoding
+from cnr_jax.errors import OptionError, StateMismatchError
+from cnr_jax.given import NOT_GIVEN
+from cnr_jax.options import Options, checked
+from cnr_jax.rows.tiling import own_settings
+from cnr_jax.state.table import Tables, check_tables, split
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+def try_bits(
+    state: Any,
+    tables: Tables,
+    evaluate: Callable[[Any], float | Mapping[str, float]],
+    *,
+    better: Better | Mapping[str, Better],
+    bits: Sequence[Width] = WIDTHS,
+    seeds: int = 3,
+    within: float | Mapping[str, float] | None = None,
+    options: Options | None = None,
+    train: Callable[[Any, int], Any] | None = None,
+    restores: int = 1,
+) -> TriedBits:
+    """Tries widths of codes on a state: what the caller's metric is after a restore.
+
+    The metric is taken of the state as it is, and as each width would restore it: rows of tables
+    are encoded and decoded where they lie, slots only if the options round them. Nothing is
+    written. Given `train`, the restored state is trained on before its metric is taken, and the
+    state as it is likewise, with the same seeds: what rounding costs a training mostly shows
+    then, and with restores that follow each other soon only then.
+
+    A width is `"harmless"` if the mean of its losses and half their 95 % interval are at most
+    `within`, `"harmful"` if the mean is above that and can be told from zero, else `"open"`. The
+    narrowest harmless one of which no wider one is harmful is recommended. An open one is not: a
+    loss that merely cannot be told from zero, on a few seeds, may be any.
+
+    In runs of several processes all must call it, with the same arguments, and the figures of
+    process 0 count.
+
+    Args:
+        state: the train state, concrete; stays as it is, and alive.
+        tables: from `find_tables`.
+        evaluate: from a state to a number, or to several by name. Must not donate the state.
+        better: whether a `"higher"` metric is better or a `"lower"` one; of several, by name. Not
+            guessed: the wrong way round, the width that harms most would be recommended.
+        bits: what is tried, as `Options(bits=...)` takes it; `"raw"`: tables exactly. What options
+            give for single tables is theirs at every width.
+        seeds: how many trials a width gets, each with a seed of its own, from 0 on: for `train`,
+            and for dither. Where nothing depends on it, one is made.
+        within: the largest loss that is accepted, in units of the metric; of several metrics, by
+            name. None: 0.01 % of the metric of the state as it is.
+        options: of the run; None: the defaults. Their codecs and rounding are used, their bits
+            are not. With `rounding="auto"` the first restore is that of a run which was not
+            restored before, from nearest codes, and those after it are from dithered ones.
+        train: from a state and a seed to the state after some steps. It may donate what it gets,
+            and should depend on nothing else: which batches come next, the step in the state
+            can tell. Needs memory for the whole state once more, and with several restores for
+            its tables twice; without it, once for its tables.
+        restores: how often the state is restored and trained on in turn, before its metric is
+            taken. More than one needs `train`.
+
+    Returns:
+        What came of each width, the bytes of a full save beside, and a recommendation with its
+        confidence; prints as a table.
+
+    Raises:
+        OptionError: if an argument cannot work, or `evaluate` returns no finite numbers, or other
+            names than before.
+        StateMismatchError: if the state is not the one `tables` was found in, or is abstract; or
+            if `train` returns another kind of state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cnr_jax import find_tables
+        >>> rows = jax.random.normal(jax.random.key(0), (500, 16))
+        >>> state = {"user": rows, "step": 3}
+        >>> def distance(state):
+        ...     return jnp.abs(state["user"] - rows).mean()
+        >>> tables = find_tables(state, ["user"])
+        >>> found = try_bits(
+        ...     state, tables, distance, better="lower", within=0.1, bits=(2, 4)
+        ... )
+        >>> found.recommended, [each.verdict for each in found.widths]
+        (4, ['harmful', 'harmless'])
+    """
+    check_function("evaluate", evaluate, "state")
+    if train is not None:
+        check_function("train", train, "state, seed")
+    widths, seeds = checked_widths(bits), checked_count("seeds", seeds)
+    restores = checked_count("restores", restores)
+    if restores > 1 and train is None:
+        raise OptionError(
+            f"restores={restores} has no effect without train: nothing moves between two"
+            " restores\n  hint: train=, a function of a state and a seed that runs some steps"
+        )
+    check_better(better)
+    check_within(within)
+    options = checked(options)
+    check_tables(tables)
+    options.check_tables(tables)
+    encodings: dict[Width, Encoding] = {
+        width: encoding_of(options, width, tables) for width in widths
+    }
+    trial = _Trial(state, tables, evaluate, train, restores)
+    # Without training nothing but dither depends on a seed.
+    is_random = train is not None or options.encoding.dithers(0)
+    numbers = range(seeds if is_random else 1)
+    exact = trial.exact(numbers)
+    means = _means(exact)
+    ways, most = by_metric("better", better, means), accepted(within, means)
+    tried: list[TriedWidth] = []
+    for width, encoding in encodings.items():
+        metrics, rows = trial.rounded(width, encoding, numbers, means)
+        losses = losses_of(exact, metrics, ways, most, random=is_random)
+        tried.append(_tried(width, losses, _means(metrics), rows))
+        lost = ", ".join(f"{name} {loss}" for name, loss in losses.items())
+        _log.info("%s tried: a loss of %s", named(width), lost)
+    return TriedBits(
+        metrics=means,
+        widths=tuple(tried),
+        seeds=len(numbers),
+        restores=restores,
+        trained=train is not None,
+        random=is_random,
+        within=most,
+        dense_bytes=trial.state_bytes - trial.row_bytes,
+        state_bytes=trial.state_bytes,
+    )
+
+
+def _tried(
+    width: Width, losses: Mapping[str, Loss], metrics: Metrics, rows: RowBytes
+) -> TriedWidth:
+    off = rows.off
+    return TriedWidth(
+        bits=width,
+        losses=losses,
+        metrics=metrics,
+        table_bytes=rows.tables,
+        slot_bytes=rows.slots,
+        mean_row_error=off.errors / off.rows if off.rows else None,
+        worst_row_error=off.worst if off.rows else None,
+    )
+
+
+def _means(metrics: Sequence[Metrics]) -> dict[str, float]:
+    return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+
+
+def encoding_of(options: Options, width: Width, tables: Tables) -> Encoding:
+    """How rows are stored in a width.
+
+    Args:
+        options: whose bits for all tables it takes the place of.
+        width: of codes.
+        tables: at least one of which it must make a difference to.
+
+    Raises:
+        OptionError: if options have no use for it.
+    """
+    raw = _encoding_of(options.encoding, "raw")
+    if width == "raw":
+        return raw
+    found = _encoding_of(options.encoding, width)
+    found.check()
+    if not any(
+        found.codec_for(name, "table", table.dim, table.dtype)
+        != raw.codec_for(name, "table", table.dim, table.dtype)
+        for name, table in tables.items()
+    ):
+        raise OptionError(
+            f"bits={width} has no effect: no table would be stored otherwise than with"
+            " codec='raw'\n"
+            "  hint: the options give every table a codec or bits of its own, or tables hold"
+            " integers, double precision, or rows too short to be rounded"
+        )
+    return found
+
+
+def _encoding_of(given: Encoding, width: Width) -> Encoding:
+    own = dict(given.tables)
+    if width == "raw":
+        # Bits of a table's own are of the codec that all have.
+        codec = "adaptive" if given.codec is NOT_GIVEN else given.codec
+        for name, table in own.items():
+            if table.bits is not NOT_GIVEN and table.codec is NOT_GIVEN:
+                own[name] = dataclasses.replace(table, codec=codec)
+    is_auto = any(table.bits == "auto" for table in own.values())
+    return dataclasses.replace(
+        given,
+        codec="raw" if width == "raw" else given.codec,
+        bits=NOT_GIVEN if width == "raw" else width,
+        expected_restores=given.expected_restores if is_auto else NOT_GIVEN,
+        tables=own,
+    )
+
+
+class _Trial:
+    """A state, and the caller's functions of it.
+
+    Args:
+        state: as it is.
+        tables: of the state.
+        evaluate: what its metrics are.
+        train: what runs some steps; None: nothing does.
+        restores: how often it is restored, and trained on, in turn.
+
+    Raises:
+        StateMismatchError: if the state cannot be rounded.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        tables: Tables,
+        evaluate: Callable[[Any], Any],
+        train: Callable[[Any, int], Any] | None,
+        restores: int,
+    ) -> None:
+        self._state, self._tables = state, tables
+        self._evaluate, self._train, self._restores = evaluate, train, restores
+        self._check_alive(state, "the state")
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all arrays of the state, in memory."""
+        return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._state))
+
+    @property
+    def row_bytes(self) -> int:
+        """Of these, those of tables and slots."""
+        return sum(leaf.nbytes for t in self._tables.values() for leaf in t.leaves)
+
+    def exact(self, seeds: Sequence[int]) -> list[Metrics]:
+        """Metrics of the state as it is; of each seed, once it was trained on."""
+        if self._train is None:
+            return [self._measured(self._state, "the state as it is", None)] * len(
+                seeds
+            )
+        found: list[Metrics] = []
+        for seed in seeds:
+            state = _copied(self._state)
+            for _ in range(self._restores):
+                state = self._trained(state, seed)
+            what, like = "the state trained on as it is", found[0] if found else None
+            found.append(self._measured(state, what, like))
+            del state
+        return found
+
+    def rounded(
+        self, width: Width, encoding: Encoding, seeds: Sequence[int], like: Metrics
+    ) -> tuple[list[Metrics], RowBytes]:
+        """Metrics of the state as a width restores it, one for each seed, and its rows."""
+        found: list[Metrics] = []
+        rows: RowBytes | None = None
+        what = f"the state as {named(width)} would restore it"
+        for seed in seeds:
+            state, is_random = self._state, self._train is not None
+            for i in range(self._restores):
+                lineage = f"{seed:016x}{i:016x}" if encoding.dithers(i) else None
+                state, leaves = restored(state, self._tables, encoding, lineage)
+                # Of the state that was given, the first restored.
+                rows = rows or row_bytes(leaves)
+                is_random = is_random or any(each.is_dithered for each in leaves)
+                del leaves
+                if self._train is not None:
+                    state = self._trained(self._apart(state), seed)
+            found.append(self._measured(state, what, like))
+            del state
+            if not is_random:
+                found *= len(seeds)
+                break
+        assert rows is not None
+        return found, rows
+
+    def _apart(self, state: Any) -> Any:
+        """A state without arrays of the one that was given, which `train` may donate."""
+        kept = set(map(id, jax.tree.leaves(self._state)))
+        return jax.tree.map(lambda x: _copied(x) if id(x) in kept else x, state)
+
+    def _trained(self, state: Any, seed: int) -> Any:
+        assert self._train is not None
+        trained = self._train(state, seed)
+        got, want = jax.tree.structure(trained), jax.tree.structure(self._state)
+        if got != want:
+            raise StateMismatchError(
+                f"train returned another kind of state\n  got {got}, expected {want}"
+            )
+        self._check_alive(trained, "what train returned")
+        return trained
+
+    def _measured(self, state: Any, what: str, like: Metrics | None) -> Metrics:
+        """What `evaluate` says of a state.
+
+        Raises:
+            OptionError: if that is not finite numbers, of the same names as before.
+        """
+        found = self._evaluate(state)
+        with own_settings():  # numbers may lie on devices
+            metrics = checked_metrics(found, what)
+        if like is not None and set(metrics) != set(like):
+            raise OptionError(
+                f"evaluate returned other metrics for {what}\n"
+                f"  got {sorted(metrics)}, expected {sorted(like)}"
+            )
+        self._check_alive(self._state, "after evaluate the state")
+        # Of process 0, so that all processes come to the same.
+        values = np.zeros((jax.process_count(), len(metrics)))
+        values[jax.process_index()] = list(metrics.values())
+        first = dict(zip(metrics, of_all(values)[0].tolist(), strict=True))
+        for name, value in first.items():
+            if not math.isfinite(value):
+                raise OptionError(
+                    f"evaluate returned {value} for {name!r} of {what}, expected a finite number"
+                )
+        return first
+
+    def _check_alive(self, state: Any, what: str) -> None:
+        """Checks that all arrays of a state hold something, and those of tables are arrays."""
+        arrays, _ = split(state, self._tables)
+        for table, leaves in arrays.items():
+            for name, array in leaves.items():
+                if not isinstance(array, jax.Array):
+                    raise StateMismatchError(
+                        f"{what} has no rows that could be rounded: {name} of table {table!r}"
+                        f" is {type(array).__name__}, expected a jax.Array"
+                    )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            where = f"{what} at {jax.tree_util.keystr(path)}"
+            if isinstance(leaf, Tracer):
+                raise StateMismatchError(
+                    f"{where} is a tracer, which has no value\n"
+                    "  hint: call try_bits outside of jax.jit"
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise StateMismatchError(
+                    f"{where} was donated to a computation\n"
+                    "  hint: give try_bits what the train step returned; evaluate must not"
+                    " donate its state"
+                )
+
+
+@own_settings()
+def _copied(tree: Any) -> Any:
+    """The same with arrays of its own."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)

@@ -1,0 +1,287 @@
+"""What came of trying widths: losses with their intervals, and which width they speak for.
+
+To remember: a width is recommended for what was measured of it, never for what was too uncertain
+to be measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from cnr_jax.checkpointer.trying.given import Width, named
+from cnr_jax.repository.description import aligned, amount
+from cnr_jax.texts import count_of
+
+Verdict = Literal["harmless", "harmful", "open"]
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """How much worse a metric is for a rounding: positive is worse, in the units of the metric.
+
+    Attributes:
+        values: one for each seed, the difference to the state as it is with the same seed; a
+            single one where nothing was random.
+        within: the largest that is accepted.
+        random: whether other seeds would have given others.
+    """
+
+    values: tuple[float, ...]
+    within: float
+    random: bool
+
+    @property
+    def mean(self) -> float:
+        """Of the values."""
+        return statistics.fmean(self.values)
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the 95 % interval of the mean, by Student's t.
+
+        0 where nothing was random; None of one seed, which has none.
+        """
+        if not self.random:
+            return 0.0
+        count = len(self.values)
+        if count == 1:
+            return None
+        spread = statistics.stdev(self.values) / math.sqrt(count)
+        return t_quantile(count - 1) * spread
+
+    @property
+    def verdict(self) -> Verdict:
+        """What it says of the rounding.
+
+        `"harmless"`: the mean is at most `within`, and so is the margin or the upper end of the
+        interval. `"harmful"`: the mean is above `within`, and can be told from zero. `"open"`:
+        neither; more seeds would tell.
+        """
+        mean, margin = self.mean, self.margin
+        if margin is None:
+            return "open"
+        if mean <= self.within:
+            sure = min(margin, mean + margin) <= self.within
+            return "harmless" if sure else "open"
+        return "harmful" if mean > margin else "open"
+
+    def __str__(self) -> str:
+        if not self.random:
+            return f"{self.mean:.3g}"
+        margin = "?" if self.margin is None else f"{self.margin:.2g}"
+        return f"{self.mean:.3g} ± {margin}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TriedWidth:
+    """What one width makes of a state.
+
+    Attributes:
+        bits: of a code; `"raw"`: tables were stored exactly.
+        losses: by metric.
+        metrics: by metric, its mean over the seeds.
+        table_bytes: codes and metadata of all rows of tables, and rows that are stored exactly
+            beside: what a full save takes of them before compression, without the headers and
+            checksums of arrays.
+        slot_bytes: the same of optimizer slots.
+        mean_row_error: of the rows of tables that are rounded, the mean of
+            `||row - read|| / ||row||`, rows of zeros left out; of tables whose columns are cut of
+            the parts of rows. None if none is rounded. Of the first restore and seed.
+        worst_row_error: the greatest.
+    """
+
+    bits: Width
+    losses: Mapping[str, Loss]
+    metrics: Mapping[str, float]
+    table_bytes: int
+    slot_bytes: int
+    mean_row_error: float | None
+    worst_row_error: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the worst of its losses."""
+        found = {loss.verdict for loss in self.losses.values()}
+        order: tuple[Verdict, ...] = ("harmful", "open", "harmless")
+        return next(each for each in order if each in found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TriedBits:
+    """What each width makes of a state, and which is recommended; prints as a table.
+
+    Attributes:
+        metrics: of the state as it is, by metric; the mean over the seeds where it was trained.
+        widths: what was tried, the narrowest first.
+        seeds: how many were tried; 1 where nothing was random.
+        restores: how often the state was restored in turn.
+        trained: whether `train` ran after each restore.
+        random: whether seeds could differ: rows were dithered, or trained on.
+        within: the largest loss that is accepted, by metric.
+        dense_bytes: of everything that is neither table nor slot, in memory.
+        state_bytes: of all arrays of the state, in memory.
+    """
+
+    metrics: Mapping[str, float]
+    widths: tuple[TriedWidth, ...]
+    seeds: int
+    restores: int
+    trained: bool
+    random: bool
+    within: Mapping[str, float]
+    dense_bytes: int
+    state_bytes: int
+
+    @property
+    def recommended(self) -> Width | None:
+        """The narrowest harmless width of which no wider one is harmful; None if there is none.
+
+        Where a wider one is, it is chance that a narrower one is not.
+        """
+        found: Width | None = None
+        for each in reversed(self.widths):
+            if each.verdict == "harmful":
+                break
+            if each.verdict == "harmless":
+                found = each.bits
+        return found
+
+    def full_bytes(self, bits: Width) -> int:
+        """Bytes of a full save: of tables and slots as they are stored, and of all else.
+
+        Raises:
+            KeyError: if this width was not tried.
+        """
+        found = {each.bits: each for each in self.widths}[bits]
+        return found.table_bytes + found.slot_bytes + self.dense_bytes
+
+    @property
+    def sentence(self) -> str:
+        """What is recommended, and how sure that is."""
+        chosen = self.recommended
+        text = "no width recommended: none that was tried is known to be harmless"
+        narrower = list(itertools.takewhile(lambda e: e.bits != chosen, self.widths))
+        if chosen is not None:
+            losses = self.widths[len(narrower)].losses.items()
+            text = f"{named(chosen)} recommended: " + ", ".join(
+                f"loss of {name} {loss} (accepted: {loss.within:.3g})"
+                for name, loss in losses
+            )
+        unclear = [named(each.bits) for each in narrower if each.verdict == "open"]
+        more = f"; more seeds would tell of {', '.join(unclear)}" if unclear else ""
+        return f"{text}; {self._basis()}{more}"
+
+    def _basis(self) -> str:
+        seeds = f"on {count_of(self.seeds, 'seed')}"
+        if not self.trained:
+            found = seeds if self.random else "nothing was random"
+            return f"{found}, no training after the restore was tried"
+        if self.restores == 1:
+            return f"{seeds}, trained on after the restore"
+        return f"{seeds}, trained on after each of {self.restores} restores"
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it, and what follows from it, as values of JSON."""
+        found = dataclasses.asdict(self)
+        for each, document in zip(self.widths, found["widths"], strict=True):
+            document["verdict"] = each.verdict
+            document["full_bytes"] = self.full_bytes(each.bits)
+            document["losses"] = {
+                name: {
+                    "mean": loss.mean,
+                    "margin": loss.margin,
+                    "values": list(loss.values),
+                    "verdict": loss.verdict,
+                }
+                for name, loss in each.losses.items()
+            }
+        found["widths"] = list(found["widths"])
+        return {**found, "recommended": self.recommended, "sentence": self.sentence}
+
+    def __str__(self) -> str:
+        head = ["bits", "full save", "row error"]
+        for name in self.metrics:
+            head += [name, "loss"]
+        exact = ["as it is", amount(self.state_bytes), ""]
+        for value in self.metrics.values():
+            exact += [f"{value:.6g}", ""]
+        rows = [[*head, ""], [*exact, ""]]
+        for each in self.widths:
+            off = each.mean_row_error
+            row = [str(each.bits), amount(self.full_bytes(each.bits))]
+            row.append("-" if off is None else f"{100 * off:.3g} %")
+            for name, loss in each.losses.items():
+                row += [f"{each.metrics[name]:.6g}", str(loss)]
+            rows.append([*row, each.verdict])
+        right = set(range(1, len(head)))
+        return "\n".join([*aligned(rows, right=right), self.sentence])
+
+
+def losses_of(
+    exact: Sequence[Mapping[str, float]],
+    rounded: Sequence[Mapping[str, float]],
+    better: Mapping[str, str],
+    within: Mapping[str, float],
+    *,
+    random: bool,
+) -> dict[str, Loss]:
+    """The loss of each metric, paired.
+
+    Args:
+        exact: metrics of the state as it is, one for each seed.
+        rounded: of the restored one.
+        better: by metric, whether `"higher"` or `"lower"` is.
+        within: by metric, the largest loss that is accepted.
+        random: whether seeds could differ.
+    """
+    return {
+        name: Loss(
+            tuple(
+                a[name] - b[name] if way == "higher" else b[name] - a[name]
+                for a, b in zip(exact, rounded, strict=True)
+            ),
+            within[name],
+            random,
+        )
+        for name, way in better.items()
+    }
+
+
+def t_quantile(freedom: int) -> float:
+    """What Student's t exceeds, on either side, with a probability of 1 - `CONFIDENCE`.
+
+    Args:
+        freedom: degrees of it, 1 or more.
+
+    Example:
+        >>> [round(t_quantile(n), 3) for n in (1, 2, 11)]
+        [12.706, 4.303, 2.201]
+
+    Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+    # The probability that |t| is less grows with the angle whose tangent is t / sqrt(freedom).
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        if _probability(angle, freedom) < CONFIDENCE:
+            low = angle
+        else:
+            high = angle
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _probability(angle: float, freedom: int) -> float:
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for n in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * n / (n + 1)
+    total *= sine
+    return 2 / math.pi * (angle + total) if odd else total
