@@ -47,8 +47,14 @@ from simulated_restores import Course, Restored, Rounding
 from small_trainings import Training
 
 import cnr_jax as cnr
-from cnr_jax.policy.bits import FALLBACK_BITS, bits_after, small_tables
-from cnr_jax.rows.codecs.grid import WIDTHS
+from cnr_jax.policy.bits import (
+    FALLBACK_BITS,
+    RAW_BITS,
+    bits_after,
+    bits_for_motion,
+    error_bits,
+    small_tables,
+)
 
 MODELS: dict[str, Callable[..., Training]] = {
     "factorization": small_trainings.factorization,
@@ -60,7 +66,7 @@ MODELS: dict[str, Callable[..., Training]] = {
 LONG = 6_100
 ALL = (2, 3, 4, 8, "auto")
 FEW = (4, "auto")
-# Of `bits="auto"`: the most that a restore may cost, as a share of what rows have moved.
+# Up to which `bits="auto"` stays with a width.
 MOST_NOISE = 0.5
 
 
@@ -135,36 +141,30 @@ def widths_of(
 
     def chosen(restores: Sequence[Restored]) -> dict[str, int | None]:
         least = bits_after(len(restores), case.restores)
-        width: int | None = least
         if restores:
-            enough = (
-                b for b in WIDTHS if b >= least and noise(restores[-1], b) <= MOST_NOISE
-            )
-            width = next(enough, None)
+            least = max(least, bits_for_motion(even_bits(restores[-1])))
+        width = None if least == RAW_BITS else least
         of_small = width and max(FALLBACK_BITS, width)
         return {name: of_small if name in small else width for name in sizes}
 
     return chosen
 
 
-def noise(restored: Restored, bits: int | None = None) -> float:
+def even_bits(restored: Restored) -> float:
+    """What the library would measure of the rows that were restored, see `SampledMotion`."""
+    moved = [of for of in restored.figures.values() if of["motion"]]
+    # Of a step, a sixth is the mean of what dither errs by, squared.
+    logs = [0.5 * math.log2(of["ranges"] / 6 / of["motion"]) for of in moved]
+    return float(np.average(logs, weights=[of["rows"] for of in moved]))
+
+
+def noise(restored: Restored) -> float:
     """What dithered codes err by, squared, as a share of how far rows have moved, squared.
 
-    Of several tables the geometric mean, by rows that have moved.
-
-    Args:
-        restored: tells how far rows have moved.
-        bits: of all tables; None: as they were read.
+    At the least width of a table; 0 where none is rounded.
     """
-    logs, rows = [], []
-    for name, of in restored.figures.items():
-        width = bits or restored.bits[name]
-        if width and of["motion"]:
-            # Of a step, a sixth is the mean of what dither errs by, squared.
-            error = of["ranges"] / (2**width - 1) ** 2 / 6
-            logs.append(math.log(error / of["motion"]))
-            rows.append(of["rows"])
-    return math.exp(np.average(logs, weights=rows)) if rows else 0.0
+    widths = [bits for bits in restored.bits.values() if bits]
+    return 4 ** error_bits(even_bits(restored), min(widths)) if widths else 0.0
 
 
 def mean_bits(restores: Sequence[Restored], sizes: Mapping[str, int]) -> float:

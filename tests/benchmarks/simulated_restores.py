@@ -198,8 +198,7 @@ def reread(
 def _rounded(
     rows: jax.Array, before: jax.Array, bits: int, keys: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    # The default codec; dithered codes are over the whole range of each row.
-    codec = Asymmetric(bits=bits, refits=0 if keys is not None else None)
+    codec = Asymmetric(bits=bits)  # the default one
     parts, escaped = codec.encode(rows, keys)
     read = codec.decode(parts, dim=rows.shape[1], dtype=rows.dtype)
     read = jnp.where(escaped[:, None], rows, read)

@@ -21,8 +21,8 @@ def test_restores_without_files_are_those_of_the_manager(
         benchmarks("simulated_restores"),
         benchmarks("managed_restores"),
     )
-    course = simulated.Course(benchmarks("small_trainings").factorization("Adam"), 12)
-    stops = [4, 6, 9]
+    course = simulated.Course(benchmarks("small_trainings").factorization("Adam"), 10)
+    stops = [4, 6, 8]
     for bits in (4, None):
         root = tmp_path / str(bits)
         codec: Any = {"codec": "adaptive", "bits": bits} if bits else {"codec": "raw"}
@@ -45,7 +45,7 @@ def test_restores_without_files_are_those_of_the_manager(
             a, b = (np.asarray(run.state["params"][name]) for run in (got, wanted))
             np.testing.assert_array_equal(a, b)
         assert course.metrics(3, got) == course.metrics(3, wanted)
-        unbroken = course.unbroken(3, 12)
+        unbroken = course.unbroken(3, 10)
         same = course.metrics(3, unbroken) == course.metrics(3, wanted)
         assert same == (bits is None)
 
@@ -75,10 +75,13 @@ def test_more_bits_are_taken_where_rows_moved_by_less_than_codes_err(
         return restored(7, {"big": 4, "small": 8}, {"big": figures})
 
     assert harm.noise(after(1.0)) == pytest.approx(1 / 6)
-    assert harm.noise(after(1.0), 8) == pytest.approx(1 / 6 / 17**2)
+    # By motion of so many steps it is a half, as is drawn.
+    assert harm.MOST_NOISE == 0.5
+    least = (1 / 3) ** 0.5
     chosen = harm.widths_of("auto", case, sizes)
     assert chosen([]) == chosen([after(1.0)]) == {"big": 4, "small": 8}
-    assert chosen([after(1.0), after(0.1)]) == {"big": 8, "small": 8}
+    assert chosen([after(1.0), after(1.01 * least)]) == {"big": 4, "small": 8}
+    assert chosen([after(1.0), after(0.99 * least)]) == {"big": 8, "small": 8}
     assert chosen([after(0.01)]) == {"big": None, "small": None}
     assert chosen([after(1.0)] * 21) == {"big": 8, "small": 8}
     assert harm.widths_of(3, case, sizes)([after(0.01)]) == {"big": 3, "small": 3}
