@@ -61,6 +61,7 @@ MODELS: dict[str, Callable[..., Training]] = {
     "DLRM": small_trainings.dlrm,
     "two towers": small_trainings.two_tower,
     "bag of words": small_trainings.bag,
+    "factorization machine": small_trainings.machine,
 }
 # Steps of a run whose restores are 300 apart, twenty of them.
 LONG = 6_100
@@ -96,6 +97,12 @@ _CASES: dict[tuple[str, int], list[tuple[str, Sequence[Any], Cells]]] = {
     ("bag of words", 400): [
         ("Adam", ALL, [(20, 7, "late"), (3, 30, "late")]),
         ("Adam", FEW, [(20, 19, "spread"), (1, 30, "late")]),
+    ],
+    # Made and run when the measures of `cnr_jax.policy.bits` had been chosen on those above.
+    ("factorization machine", 400): [
+        ("Adam", ALL, [(20, 7, "late"), (3, 30, "late"), (3, 100, "spread")]),
+        ("Adam", FEW, [(20, 19, "spread"), (1, 30, "late")]),
+        ("dense Adagrad", ALL, [(20, 7, "late"), (20, 19, "spread")]),
     ],
 }
 _FAR = [(1, 300, "late"), (3, 300, "late"), (20, 300, "late")]

@@ -305,3 +305,46 @@ def bag(optimizer: str) -> Training:
         ids=lambda text: {"word": text},
         tx=_optimizer(optimizer, tuple(sizes), 0.02),
     )
+
+
+def machine(optimizer: str) -> Training:
+    """A factorization machine of five fields of 10 to 5,000 rows, dim 16, with linear terms."""
+    sizes = {"a": 5_000, "b": 1_000, "c": 300, "d": 50, "e": 10}
+
+    def linear(seed: int, std: float) -> dict[str, jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), len(sizes))
+        return {
+            f"{name}_weight": std * jax.random.normal(key, (count,))
+            for key, (name, count) in zip(keys, sizes.items(), strict=True)
+        }
+
+    def logits(params: Any, *fields: jax.Array) -> jax.Array:
+        each = dict(zip(sizes, fields, strict=True))
+        rows = jnp.stack([params[name][ids] for name, ids in each.items()], 1)
+        pairs = jnp.square(rows.sum(1)) - jnp.square(rows).sum(1)
+        weights = [params[f"{name}_weight"][ids] for name, ids in each.items()]
+        return pairs.sum(1) / 2 + sum(weights)
+
+    def data(seed: int) -> Any:
+        true = {**_normal(6_000 + seed, 0.35, **sizes), **linear(7_000 + seed, 0.3)}
+        return {"key": jax.random.key(seed), **true}
+
+    def draw(data: Any, key: jax.Array, count: int) -> Batch:
+        keys = jax.random.split(key, len(sizes) + 1)
+        fields = [
+            _numbers(each, np.arange(1, rows + 1) ** -0.9, count)
+            for each, rows in zip(keys[1:], sizes.values(), strict=True)
+        ]
+        return *fields, _labels(keys[0], logits(data, *fields))
+
+    return Training(
+        name=f"factorization machine, {optimizer}",
+        steps=400,
+        tables=tuple(sizes),
+        data=data,
+        **_made_up(draw, 1024),
+        params=lambda seed: {**_normal(seed, 0.05, **sizes), **linear(seed, 0.0)},
+        logits=logits,
+        ids=lambda *fields: dict(zip(sizes, fields, strict=True)),
+        tx=_optimizer(optimizer, tuple(sizes), 0.02),
+    )
