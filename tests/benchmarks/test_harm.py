@@ -90,7 +90,7 @@ def test_more_bits_are_taken_where_rows_moved_by_less_than_codes_err(
 def made_up(lost: list[float], bits: Any, noise: list[float]) -> list[dict[str, Any]]:
     """Runs of seeds that lose so many points of AUC, and as many percent of log loss."""
     case = {"model": "m", "optimizer": "o", "steps": 300, "restores": 2}
-    case |= {"apart": 7, "where": "late", "bits": bits}
+    case |= {"apart": 7, "where": "late", "bits": bits, "rounding": "auto"}
     runs = []
     for seed, points in enumerate(lost):
         before = {"auc": 0.7 + seed / 10, "log_loss": 0.5 + seed / 10}
@@ -120,9 +120,7 @@ def test_harm_is_what_exceeds_a_mark_and_is_told_from_zero(
     report.present(runs)
     assert "0.305 ± 0.064 !" in capsys.readouterr().out
     summary = tmp_path / "harm.json"
-    summary.write_text(
-        json.dumps(report.summary({"machine": {}, "runs": runs}, most_noise=0.5))
-    )
+    summary.write_text(json.dumps(report.summary({}, runs, most_noise=0.5)))
     assert tables.harm(summary).splitlines()[2] == (
         "| m | o | 300 | 2 | 7 | late | 1 |  | 0.305 ± 0.064 ! | 0.05 ± 3.18 | 0.020 ± 0.001 ! |  |"
     )
@@ -138,9 +136,11 @@ def test_runs_that_are_there_are_not_made_again(
     again = report.Report(path)
     assert again.found == first.found
     case = report.Case("m", "o", 300, 2, 7, "late")
-    assert again.has(case, 4, 1)
-    assert not again.has(case, 4, 2) and not again.has(case, "auto", 1)
-    assert not again.has(case._replace(apart=8), 4, 1)
+    assert again.has(case, 4, "auto", 1)
+    assert not again.has(case, 4, "auto", 2) and not again.has(case, "auto", "auto", 1)
+    assert not again.has(case._replace(apart=8), 4, "auto", 1)
+    assert not again.has(case, 4, "nearest", 1) and not again.rounded("nearest")
+    assert again.rounded("auto") == first.runs
     assert list(tmp_path.iterdir()) == [path]
 
 
