@@ -42,7 +42,7 @@ TABLE = {
     "simulation": ("format policy", "numpy"),
     "cnr_jax": ("importing exporting optim simulation checkpointer.trying", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository simulation exporting", "typer rich numpy matplotlib"),
+    "cli": ("repository simulation exporting", "typer rich numpy"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only; two import one another.

@@ -12,7 +12,7 @@ from cnr_jax.cli.arguments import AsJson, Item, Root, Step, number_option
 from cnr_jax.cli.bits import bits
 from cnr_jax.cli.exporting import export
 from cnr_jax.cli.outcome import Exit, Verbs, print_json, verb
-from cnr_jax.cli.pictures import plot, report
+from cnr_jax.cli.pictures import report
 from cnr_jax.cli.printing import print_lines, print_text, progress
 from cnr_jax.cli.pruning import prune
 from cnr_jax.cli.rows import rows, rows_json, rows_lines
@@ -311,6 +311,5 @@ app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
 app.command()(verb(bits))
 app.command()(verb(export))
 app.command()(verb(report))
-app.command()(verb(plot))
 app.command()(verb(simulate))
 app.command()(verb(prune))

@@ -1,10 +1,11 @@
-"""The verbs that draw a run: `report` and `plot`."""
+"""The verb that draws a run."""
 
 from __future__ import annotations
 
 import datetime
 import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -13,52 +14,34 @@ from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.texts import count_of
 
+Svg = Annotated[
+    bool, typer.Option("--svg", help="The charts alone, as one SVG, instead of a page.")
+]
+
 
 def report(
     root: Root,
     output: Output,
+    svg: Svg = False,
     force: Force = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
-    """Draw a run as a page of HTML that needs nothing beside it.
+    """Draw a run as a page of HTML, or as SVG, that needs nothing beside it.
 
     Bytes of each save and what plain full saves would take, capacity, the share of rows that
     changed, seconds, and the chains.
     """
     from cnr_jax.cli.report.course import course_of
     from cnr_jax.cli.report.page import page_of
+    from cnr_jax.cli.report.picture import picture_of
     from cnr_jax.cli.roots import read_root
 
     _check_output(output, root, force)
     course = course_of(read_root(root, item))
-    page = page_of(course, datetime.datetime.now(tz=datetime.UTC))
-    return _written("report", output, page.encode(), force, len(course.saves), as_json)
-
-
-def plot(
-    root: Root,
-    output: Output,
-    force: Force = False,
-    item: Item = None,
-    as_json: AsJson = False,
-) -> Exit:
-    """Draw a run as a picture: the charts of `report` as PNG or SVG, by the name of FILE.
-
-    Needs matplotlib: `pip install 'cnr-jax[plot]'`.
-    """
-    from cnr_jax.cli.report.course import course_of
-    from cnr_jax.cli.report.plot import check_matplotlib, picture_of
-    from cnr_jax.cli.roots import read_root
-
-    form = output.suffix.lower().removeprefix(".")
-    if form != "png" and form != "svg":
-        raise typer.BadParameter(f"{output} has to end in .png or .svg")
-    check_matplotlib()
-    _check_output(output, root, force)
-    course = course_of(read_root(root, item))
-    picture = picture_of(course, form)
-    return _written("plot", output, picture, force, len(course.saves), as_json)
+    now = datetime.datetime.now(tz=datetime.UTC)
+    drawn = picture_of(course) if svg else page_of(course, now)
+    return _written(output, drawn.encode(), force, len(course.saves), as_json)
 
 
 def _check_output(output: Path, root: str, force: bool) -> None:
@@ -85,9 +68,7 @@ def _check_output(output: Path, root: str, force: bool) -> None:
         raise PermissionError(f"{output} is no file, and is not replaced")
 
 
-def _written(
-    verb: str, output: Path, data: bytes, force: bool, saves: int, as_json: bool
-) -> Exit:
+def _written(output: Path, data: bytes, force: bool, saves: int, as_json: bool) -> Exit:
     """Writes a file as a whole, and says so."""
     if force:
         beside = output.with_name(f".{output.name}.{os.getpid()}")
@@ -102,7 +83,7 @@ def _written(
             file.write(data)
     if as_json:
         told = {"output": os.fspath(output), "bytes": len(data), "saves": saves}
-        print_json(verb, told)
+        print_json("report", told)
         return Exit.FINE
     from cnr_jax.repository.description import amount
 

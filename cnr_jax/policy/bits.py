@@ -28,7 +28,7 @@ SMALL_PERCENT = 1
 
 # `error_bits` up to which rounding does no harm, and above which it was seen to: measured on
 # trainings of several kinds, see docs/accuracy.md. Between them nobody need be warned.
-_HARMLESS_BITS, _HARMFUL_BITS = -0.5, 0.0
+_HARMLESS_BITS, _HARMFUL_BITS = -0.5, -0.3
 
 # Most restores, and the width that keeps the loss of accuracy below 0.01 % for so many.
 _WIDTHS = ((1, 2), (3, 3), (20, 4))

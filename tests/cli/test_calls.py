@@ -59,7 +59,6 @@ VERBS: dict[str, list[Any]] = {
     "export": [1, "--to", "never-written"],
     "rows": ["user", 0],
     "report": ["-o", "never-written.html"],
-    "plot": ["-o", "never-written.svg"],
 }
 
 
@@ -156,7 +155,6 @@ def test_a_wrong_call_is_told_as_json_too(root: Path) -> None:
             ["export", root, "--to", "x", "--format", "hdf5"],
             "'--format': 'hdf5' is not one of",
         ),
-        (["plot", root, "-o", "x.pdf"], "has to end in .png"),
         (["nothing", root], "No such command 'nothing'"),
     ):
         code, found = as_json(*words)

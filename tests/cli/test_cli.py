@@ -450,7 +450,6 @@ VERBS = {
     "bits": ["bits", "@", "1"],
     "prune": ["prune", "@", "--keep", "1"],
     "report": ["report", "@", "-o", "never-written.html"],
-    "plot": ["plot", "@", "-o", "never-written.svg"],
 }
 
 
@@ -487,7 +486,6 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
     words: dict[str, list[Any]] = VERBS | {
         "export": ["export", "@", 1, "--to", out],
         "report": ["report", "@", "-o", f"{out}.html"],
-        "plot": ["plot", "@", "-o", f"{out}.svg"],
         "simulate": ["simulate", "--accesses", trace, "--every", 5],
     }
     commands = app.registered_commands

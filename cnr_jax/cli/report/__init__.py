@@ -1,1 +1,1 @@
-"""A run in pictures: what its saves were, drawn as one page of HTML or by matplotlib."""
+"""A run in pictures: what its saves were, drawn as one page of HTML or one SVG."""

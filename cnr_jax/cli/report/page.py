@@ -39,10 +39,10 @@ def page_of(course: Course, now: datetime.datetime) -> str:
         course: of the run.
         now: when it was read, in UTC.
     """
-    style, script = _style(), _own_file("page.js")
+    css, script = style(), _own_file("page.js")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none';"
-        f" style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+        f" style-src '{_digest(css)}'; script-src '{_digest(script)}'"
     )
     root = course.root
     title = f"Report of {_text(root.root)}"
@@ -55,7 +55,7 @@ def page_of(course: Course, now: datetime.datetime) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title>",
-            f"<style>{style}</style>",
+            f"<style>{css}</style>",
             "</head>",
             "<body>",
             "<main>",
@@ -90,7 +90,8 @@ def _own_file(name: str) -> str:
     )
 
 
-def _style() -> str:
+def style() -> str:
+    """The classes of the page, and of what is drawn in it."""
     light, dark = (
         " ".join(f"--{name}: {pair[which]};" for name, pair in COLOURS.items())
         for which in (0, 1)

@@ -1,4 +1,4 @@
-"""What is drawn of a run: panels over one axis, its saves in order. As SVG or by matplotlib."""
+"""What is drawn of a run: panels over one axis, its saves in order."""
 
 from __future__ import annotations
 
