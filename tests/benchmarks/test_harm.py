@@ -154,3 +154,32 @@ def test_a_picture_is_the_same_for_the_same_figures(
     drawn = (tmp_path / "one.svg").read_text()
     assert drawn == (tmp_path / "two.svg").read_text()
     assert "two towers" in drawn and "noise of a restore" in drawn
+
+
+def test_a_quick_run_makes_its_pairs_once(
+    benchmarks: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    harm, found, shown = benchmarks("harm"), tmp_path / "runs", tmp_path / "summary"
+    given = ["--quick", "--only", "1 x 30", "--json", str(found)]
+    monkeypatch.setattr("sys.argv", ["harm.py", *given, "--summary", str(shown)])
+    for _ in range(2):
+        harm.main()
+        runs = json.loads(found.read_text())["runs"]
+        assert [(run["seed"], run["bits"]) for run in runs] == [
+            (seed, bits) for seed in (0, 1) for bits in harm.ALL
+        ]
+    # Auto, for one restore, is 2 bits, and 8 are closer to the unbroken run.
+    by_bits = {run["bits"]: run for run in runs if run["seed"] == 0}
+    assert by_bits["auto"]["held_out"] == by_bits[2]["held_out"]
+    lost = benchmarks("harm_report").lost
+    away = {
+        bits: abs(lost(run, "held_out", "log_loss")) for bits, run in by_bits.items()
+    }
+    assert 0 < away[8] < away[4] < away[2]
+    cells = json.loads(shown.read_text())["cells"]
+    assert [cell["bits"] for cell in cells] == list(harm.ALL)
+    assert all(cell["seeds"] == 2 and cell["restores"] == 1 for cell in cells)
+    assert "factorization, Adam, 300 steps" in capsys.readouterr().out
