@@ -41,8 +41,16 @@ import managed_restores
 import numpy as np
 import orbax.checkpoint as ocp
 import small_trainings
-from commandline import make_parser, write_figures
-from harm_report import Case, Report, Run, present, present_managed, summary
+from commandline import make_parser
+from harm_report import (
+    Case,
+    Report,
+    Run,
+    present,
+    present_managed,
+    summary,
+    write_summary,
+)
 from managed_restores import warnings_of_harm
 from simulated_restores import Course, Restored, Rounding
 from small_trainings import Training
@@ -287,7 +295,9 @@ def main() -> None:
         present_managed(runs)
         return
     present(runs)
-    write_figures(args.summary, summary(report.found["machine"], runs, MOST_NOISE))
+    if args.summary:
+        of = summary(report.found["machine"], runs, MOST_NOISE)
+        write_summary(args.summary, of)
 
 
 def training(model: str, optimizer: str, steps: int) -> Training:

@@ -255,5 +255,12 @@ def summary(
     }
 
 
+def write_summary(path: Path, found: Mapping[str, Any]) -> None:
+    """Writes a summary as JSON, a cell a line."""
+    cells = ",\n".join(json.dumps(cell) for cell in found["cells"])
+    rest = json.dumps({**found, "cells": []}, indent=1)
+    path.write_text(rest.replace('"cells": []', f'"cells": [\n{cells}\n]') + "\n")
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
