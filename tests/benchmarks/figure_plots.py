@@ -1,10 +1,11 @@
 """Draws Check-N-Run's figures 9 and 14 from what `codecs.py` and `accuracy.py` measured.
 
-    python tests/benchmarks/figure_plots.py [--codecs JSON] [--accuracy JSON] [--to FOLDER]
+    python tests/benchmarks/figure_plots.py [--codecs JSON] [--accuracy JSON] [--harm JSON]
+                                            [--to FOLDER]
 
-One SVG for each: `codec_errors.svg`, `accuracy_after_restores.svg`; by default in
-`tests/benchmarks/results/`, where docs/accuracy.md finds them. The same figures give the same
-bytes.
+One SVG for each: `codec_errors.svg`, `accuracy_after_restores.svg`, and of the summary of
+`harm.py` `harm.svg`; by default in `tests/benchmarks/results/`, where docs/accuracy.md finds them.
+The same figures give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from accuracy_report import AUTO, MARK, METRICS, NAMES, changes
+from harm_report import MARKS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -101,6 +103,44 @@ def accuracy_after_restores(found: dict[str, Any]) -> Any:
     return figure
 
 
+def harm(found: dict[str, Any]) -> Any:
+    """Points of AUC that restores cost by the noise of a restore, all fixed widths."""
+    figure, axis = plt.subplots(figsize=(7.5, 4.2))
+    cells = [
+        cell for cell in found["cells"] if cell["noise"] and cell["bits"] != "auto"
+    ]
+    for number, model in enumerate(dict.fromkeys(cell["model"] for cell in cells)):
+        for harmful in (False, True):
+            own = [
+                cell
+                for cell in cells
+                if (cell["model"], cell["harmful"]) == (model, harmful)
+            ]
+            axis.errorbar(
+                [cell["noise"] for cell in own],
+                [cell["held_out_auc"][0] for cell in own],
+                [cell["held_out_auc"][1] for cell in own],
+                linestyle="none",
+                linewidth=0.6,
+                color=f"C{number}",
+                marker="osD^v"[number],
+                markersize=5,
+                markerfacecolor=None if harmful else "white",
+                label=f"{model}{', harmed' if harmful else ''}",
+            )
+    axis.axhline(0, color="black", linewidth=0.5)
+    axis.axvline(found["most_noise"], color="grey", linewidth=0.8, linestyle=":")
+    axis.set_xscale("log")
+    # Equal steps within the mark, logarithmic beyond it.
+    axis.set_yscale("symlog", linthresh=MARKS["auc"])
+    axis.set_xlabel("noise of a restore")
+    axis.set_ylabel("points of AUC lost, held out")
+    axis.grid(alpha=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 0.88))
+    figure.legend(loc="upper center", ncols=4, fontsize="small")
+    return figure
+
+
 def _shared_legend(figure: Any, axes: Any) -> None:
     """One legend for all axes, above them."""
     labels = {
@@ -119,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--codecs", type=Path, help="figures of codecs.py")
     parser.add_argument("--accuracy", type=Path, help="figures of accuracy.py")
+    parser.add_argument("--harm", type=Path, help="the summary of harm.py")
     parser.add_argument("--to", type=Path, default=RESULTS, help="where drawings go")
     args = parser.parse_args()
     if args.codecs:
@@ -126,6 +167,8 @@ def main() -> None:
     if args.accuracy:
         to = args.to / "accuracy_after_restores.svg"
         draw(args.accuracy, to, accuracy_after_restores)
+    if args.harm:
+        draw(args.harm, args.to / "harm.svg", harm)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""Puts the figures of the drawings in `results/` into the tables of docs/accuracy.md.
+"""Puts the figures in `results/` into the tables of docs/accuracy.md.
 
     python tests/benchmarks/figure_tables.py
 
 A drawing holds what was measured, to four digits and more: the places of its points. Tables are
-read from these, so that a page cannot say other than the picture beside it. Each stands between
+read from these, so that a page cannot say other than the picture beside it; that of `harm.py` is
+read from `harm.json`, of which its picture is drawn. Each stands between
 `<!-- table: NAME -->` and `<!-- end -->`. Run it after `figure_plots.py` has drawn anew;
 tests/test_figures.py fails where that was forgotten.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
@@ -23,7 +27,7 @@ Rows = list[list[str]]
 
 def tables() -> dict[str, str]:
     """All tables in Markdown, by name."""
-    return {**_codec_errors(), **_accuracy()}
+    return {**_codec_errors(), **_accuracy(), "harm": harm(RESULTS / "harm.json")}
 
 
 def filled(text: str) -> str:
@@ -85,13 +89,45 @@ def _accuracy() -> dict[str, str]:
     return found
 
 
-def _interval(low: float, high: float) -> str:
+def harm(summary: Path) -> str:
+    """By training and restores: points of AUC lost, by bits.
+
+    Args:
+        summary: what `harm.py` wrote.
+    """
+    cells = json.loads(summary.read_text())["cells"]
+    widths = (2, 3, 4, 8, "auto")
+    rows: dict[tuple[str, ...], dict[Any, Any]] = {}
+    for cell in cells:
+        names = ("model", "optimizer", "steps", "restores", "apart", "where")
+        key = tuple(str(cell[name]) for name in names)
+        rows.setdefault(key, {})[cell["bits"]] = cell
+    header = ["model", "optimizer", "steps", "restores", "steps apart", "where"]
+    header += ["noise at 4 bits"]
+    header += [f"{bits} bits" if bits != "auto" else '`"auto"`' for bits in widths]
+    lines = []
+    for key, found in rows.items():
+        noise = found[4]["noise"] if 4 in found else None
+        line = [*key, "" if noise is None else f"{noise:.2g}"]
+        for bits in widths:
+            cell = found.get(bits)
+            if cell is None:
+                line.append("")
+                continue
+            mean, margin = cell["held_out_auc"]
+            shown = _interval(mean - margin, mean + margin, mark=math.inf)
+            line.append(shown + " !" * cell["harmful"])
+        lines.append(line)
+    return _markdown(header, lines)
+
+
+def _interval(low: float, high: float, mark: float = MARK) -> str:
     """Mean and half an interval, such as `0.084 ± 0.076 !`."""
     mean, margin = (low + high) / 2, (high - low) / 2
     form = "{:.2f}" if margin >= 0.1 else "{:.3f}"
     shown = form.format(mean)
     shown = shown.lstrip("-") if float(shown) == 0 else shown
-    worse = " !" if mean > MARK and low > 0 else ""
+    worse = " !" if mean > mark and low > 0 else ""
     return f"{shown} ± {form.format(margin)}{worse}"
 
 

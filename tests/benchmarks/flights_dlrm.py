@@ -66,10 +66,12 @@ def init(
 def logits(state: State, ids: jax.Array, columns: jax.Array) -> jax.Array:
     """Logits float32[flights], for evaluation."""
     params = state["params"]
-    return _logits(params["dense"], params[TABLE][ids], columns)
+    return logits_of(params["dense"], params[TABLE][ids], columns)
 
 
-def _logits(dense: Any, vectors: jax.Array, columns: jax.Array) -> jax.Array:
+def logits_of(dense: Any, vectors: jax.Array, columns: jax.Array) -> jax.Array:
+    """Logits float32[flights] of the rows that flights look up, [flights, features, dim]."""
+
     def layer(number: int, x: jax.Array) -> jax.Array:
         weights, bias = dense[number]
         return x @ weights + bias
@@ -101,7 +103,7 @@ def train_step(
     params = state["params"]
 
     def loss(dense: Any, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = _logits(dense, vectors, columns)
+        found = logits_of(dense, vectors, columns)
         return optax.sigmoid_binary_cross_entropy(found, label).mean(), found
 
     vectors = params[TABLE][ids]
