@@ -75,7 +75,9 @@ def run(root: Path, by: float, times: int, **options: Any) -> list[cnr.SaveRepor
     return reports
 
 
-@pytest.mark.parametrize("staging", ["host", "device"])
+@pytest.mark.parametrize(
+    "staging", ["host", pytest.param("device", marks=pytest.mark.slow)]
+)
 def test_manifests_tell_how_far_rows_moved_since_the_restore(
     tmp_path: Path, staging: str
 ) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from test_two_processes import Processes
 
 WORKER = Path(__file__).parent / "motion_worker.py"
 
 
+# Plans are told alike whatever is in them, and test_try_bits.py has rows of two processes.
+@pytest.mark.slow
 def test_two_processes_take_the_width_that_all_rows_ask_for(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Processes(2, tmp_path / "root", out, worker=WORKER) as processes:
