@@ -263,9 +263,9 @@ def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -
     followed = FollowedRows(tiles, "1" * 32)
     tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
     everything = followed.among(tile, None)
-    assert not len(followed.moved(tile, everything[:100], rows[:100]))
+    assert not len(followed.even_bits(tile, everything[:100], rows[:100]))
     there = np.asarray(moved(state, 1, 0.004)["user"])
-    found = followed.moved(tile, everything, there)
+    found = followed.even_bits(tile, everything, there)
     assert len(found) == 100 and np.allclose(found, in_bits(0.004), atol=0.1)
-    back = followed.moved(tile, everything, rows)
+    back = followed.even_bits(tile, everything, rows)
     assert len(back) == 200, "the others are as the second save had them"
