@@ -28,7 +28,6 @@ from cnr_jax.policy.bits import (
     FALLBACK_BITS,
     RAW_BITS,
     bits_after,
-    bits_for_motion,
 )
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
 from cnr_jax.rows.codecs.choice import (
@@ -196,19 +195,8 @@ class Encoding:
         return expected
 
     def auto_bits(self, restores: int, even_bits: float | None = None) -> int:
-        """The width that `bits="auto"` means in a save after so many restores of its run.
-
-        Args:
-            restores: of the run so far.
-            even_bits: how far its rows move from restore to restore, or have moved since the
-                first save; None: not known.
-        """
-        bits = bits_after(restores, self.assumed_restores)
-        if even_bits is None:
-            return bits
-        needed = bits_for_motion(even_bits)
-        # One restore, which comes whenever it does, is no cause to save all bits.
-        return max(bits, needed if restores else min(needed, FALLBACK_BITS))
+        """The width that `bits="auto"` means in a save, see `bits_after`."""
+        return bits_after(restores, self.assumed_restores, even_bits)
 
     def follows_restores(self) -> bool:
         """Whether the codec of anything depends on the number of restores."""

@@ -1,4 +1,4 @@
-"""Codes of a run that was restored are dithered: small motion survives, and bytes do not grow."""
+"""Codes of a run that was restored are dithered: small motion survives, unmoved rows keep codes."""
 
 from __future__ import annotations
 
@@ -105,22 +105,22 @@ def test_a_run_takes_the_nearest_until_it_is_restored(tmp_path: Path) -> None:
     assert codes_in(roots["auto"], 1) != codes_in(roots["nearest"], 1)
 
 
-def test_a_delta_of_unmoved_rows_is_as_small_as_ever(tmp_path: Path) -> None:
-    """A row that does not move is no part of it, and one that does has as many bytes."""
-    state, bytes_of = make_state(), {}
-    for way in ("nearest", "dithered"):
-        with opened(tmp_path / way, state, rounding=way) as manager:
-            save(manager, 0, state)
-            # Restored, a row is not what it was, and none has moved.
-            back = restore(manager, state)
-            save(manager, 1, back)
-            assert manager.last_report is not None and manager.last_report.rows == 0
-            back["user"] = back["user"].at[:40].add(0.01)
-            save(manager, 2, back)
-            report = manager.last_report
-            assert report is not None and report.rows == 40
-            bytes_of[way] = report.table_bytes
-    assert bytes_of["nearest"] == bytes_of["dithered"]
+@pytest.mark.parametrize("staging", ["host", "device"])
+def test_a_row_has_in_a_delta_the_codes_of_a_full_save(
+    tmp_path: Path, staging: str
+) -> None:
+    """Of one lineage: what is chosen beside it has no say, so a row that stays keeps its codes."""
+    state = make_state()
+    given = {"rounding": "dithered", "staging": staging, "codec": "asymmetric"}
+    with opened(tmp_path, state, **given) as manager:
+        save(manager, 0, state)
+        state["user"] = state["user"].at[37:90:3].add(0.01)
+        save(manager, 1, state)
+        report = manager.last_report
+        assert report is not None and (report.kind, report.rows) == ("delta", 18)
+        save(manager, 2, state, full=True)
+    rows = [cnr.read_rows(tmp_path, "user", np.arange(ROWS), step) for step in (1, 2)]
+    assert np.array_equal(*rows)
 
 
 def test_host_device_and_meshes_give_the_same_codes(

@@ -168,6 +168,26 @@ def test_auto_saves_all_bits_where_eight_are_too_few(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(after), np.asarray(expected))
 
 
+def test_tables_that_options_keep_exact_do_not_count_when_all_bits_are_saved(
+    tmp_path: Path,
+) -> None:
+    """Else each save of all bits would tell of them, and the next one round the others again."""
+    tables, auto = {"item": cnr.TableOptions(codec="raw")}, []
+    state = {name: make_state()["user"] for name in ("user", "item")}
+    given = cnr.Options(
+        bits="auto", codec="asymmetric", tracking="fingerprint", tables=tables
+    )
+    found = cnr.find_tables(state, list(state))
+    for step in range(5):
+        with cnr.CheckpointManager(tmp_path, tables=found, options=given) as manager:
+            if step:
+                state = dict(restore(manager, state))
+                for name, by in (("user", 1e-4), ("item", 0.05)):
+                    state[name] = moved({"user": state[name]}, step, by)["user"]
+            auto.append(save(manager, step, state).auto_bits)
+    assert auto == [4, 4, 32, 32, 32]
+
+
 def test_a_save_soon_after_a_restore_takes_no_more_than_the_last_interval_asks_for(
     tmp_path: Path,
 ) -> None:
@@ -265,9 +285,9 @@ def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -
     followed = FollowedRows(tiles, "1" * 32)
     tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
     everything = followed.among(tile, None)
-    assert not len(followed.moved(tile, everything[:100], rows[:100]))
+    assert not len(followed.even_bits(tile, everything[:100], rows[:100]))
     there = np.asarray(moved(state, 1, 0.004)["user"])
-    found = followed.moved(tile, everything, there)
+    found = followed.even_bits(tile, everything, there)
     assert len(found) == 100 and np.allclose(found, in_bits(0.004), atol=0.1)
-    back = followed.moved(tile, everything, rows)
+    back = followed.even_bits(tile, everything, rows)
     assert len(back) == 200, "the others are as the second save had them"

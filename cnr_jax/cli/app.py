@@ -128,7 +128,7 @@ def show(
 
 
 def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]]:
-    from cnr_jax.repository.description import aligned, amount
+    from cnr_jax.repository.description import aligned, amount, share_told
 
     what = step.kind if step.parent is None else f"{step.kind} on {step.parent}"
     verdict = f"no: {step.problem}" if step.problem else "yes"
@@ -167,7 +167,7 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
             row += [f"{leaf.rows:,}", amount(leaf.bytes), str(leaf.tiles)]
             # Errors are those of rows of tables; slots are not compared.
             off = (None, None) if i else (table.mean_row_error, table.worst_row_error)
-            cells.append(["" if i else table.name, *row, *map(_percent, off)])
+            cells.append(["" if i else table.name, *row, *map(share_told, off)])
     header, *rest = aligned(cells, right={5, 6, 7, 8, 9})
     return [*lines, ("", ""), (header, "bold"), *((line, "") for line in rest)]
 
@@ -266,7 +266,7 @@ def diff(
     the difference over the norm that it had in the first step.
     """
     from cnr_jax.cli.roots import opened, read_root, step_of
-    from cnr_jax.repository.description import aligned
+    from cnr_jax.repository.description import aligned, share_told
 
     found = read_root(root, item)
     chosen = [step_of(found, each.number) for each in (before, after)]
@@ -292,18 +292,14 @@ def diff(
                 f"{each.rows:,}",
                 f"{each.changed_rows:,}",
                 f"{share:.2f} %",
-                _percent(each.mean_change),
-                _percent(each.worst_change),
+                share_told(each.mean_change),
+                share_told(each.worst_change),
                 each.note,
             ]
         )
     header, *rest = aligned(cells, right={2, 3, 4, 5, 6})
     print_lines([(header, "bold"), *((line, "") for line in rest)])
     return code
-
-
-def _percent(change: float | None) -> str:
-    return "-" if change is None else f"{100 * change:.3g} %"
 
 
 # So that -1 is a row, and no option.

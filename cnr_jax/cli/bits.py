@@ -11,7 +11,7 @@ import typer
 from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
-from cnr_jax.repository.description import aligned, amount
+from cnr_jax.repository.description import aligned, amount, share_told
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,8 +174,8 @@ def _lines(step: int, tables: Sequence[BitsOfTable]) -> list[tuple[str, str]]:
                     "exact" if width.bits is None else str(width.bits),
                     amount(width.bytes),
                     f"{exact_bytes / max(1, width.bytes):.1f}x",
-                    _percent(width.mean_row_error),
-                    _percent(width.worst_row_error),
+                    share_told(width.mean_row_error),
+                    share_told(width.worst_row_error),
                 ]
             )
     header, *rest = aligned(cells, right={1, 2, 3, 4, 5, 6})
@@ -189,7 +189,3 @@ def _lines(step: int, tables: Sequence[BitsOfTable]) -> list[tuple[str, str]]:
             )
         )
     return [*lines, (_ASK, "dim")]
-
-
-def _percent(error: float | None) -> str:
-    return "-" if error is None else f"{100 * error:.3g} %"

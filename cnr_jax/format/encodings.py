@@ -47,6 +47,13 @@ class EncodingEntry:
     rounding: str | None = None
     tables: Mapping[str, TableEncodingEntry]
 
+    def is_exact(self, table: str) -> bool:
+        """Whether all bits of a table are stored in any width of codes."""
+        own = self.tables.get(table)
+        codec = own.codec if own is not None and own.codec is not None else self.codec
+        name = codec if isinstance(codec, str) else codec.name
+        return name in ("raw", "cnr.raw")
+
 
 def read_named(fields: Fields) -> NamedConfiguration:
     """A name and its configuration."""

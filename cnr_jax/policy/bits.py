@@ -57,15 +57,20 @@ def bits_for(expected_restores: float) -> int:
     return FALLBACK_BITS
 
 
-def bits_after(restores: int, expected_restores: float) -> int:
+def bits_after(
+    restores: int, expected_restores: float, even_bits: float | None = None
+) -> int:
     """Returns the width of a code in a save, after so many restores of its run.
 
     Args:
         restores: how often the run was restored along the branch that goes on.
         expected_restores: over the whole run, those so far among them.
+        even_bits: how far its rows move from restore to restore, or have moved since the first
+            save, see `SampledMotion`; None: not known.
 
     Returns:
-        The width for what was expected, and 8 once there have been more.
+        The width for what was expected, and 8 once there have been more; or what the motion asks
+        for, if that is more. `RAW_BITS` only once the run was restored.
 
     Raises:
         OptionError: as `bits_for`.
@@ -73,11 +78,19 @@ def bits_after(restores: int, expected_restores: float) -> int:
     Example:
         >>> [bits_after(restores, expected_restores=3) for restores in (0, 3, 4)]
         [3, 3, 8]
+        >>> [bits_after(restores, 3, even_bits=8) for restores in (0, 3)]
+        [8, 32]
 
     Source: Check-N-Run (NSDI'22), fallback when restores exceed the estimate.
     """
     bits = bits_for(expected_restores)
-    return FALLBACK_BITS if restores > expected_restores else bits
+    if restores > expected_restores:
+        bits = FALLBACK_BITS
+    if even_bits is None:
+        return bits
+    needed = bits_for_motion(even_bits)
+    # One restore, which comes whenever it does, is no cause to save all bits.
+    return max(bits, needed if restores else min(needed, FALLBACK_BITS))
 
 
 def bits_for_motion(even_bits: float) -> int:

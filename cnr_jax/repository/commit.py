@@ -133,7 +133,7 @@ def write_manifest(
         run=plan.run or None,
         forks=plan.forks,
         encoding=facts.encoding,
-        motion=_motion(processes),
+        motion=_motion(processes, facts.encoding),
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
@@ -242,15 +242,21 @@ def _totals(
     )
 
 
-def _motion(processes: list[ProcessManifest]) -> SampledMotion | None:
+def _motion(
+    processes: list[ProcessManifest], encoding: EncodingEntry
+) -> SampledMotion | None:
     """How far rows have moved; None if that is not known."""
-    rounded = {table for each in processes for table in each.row_errors or ()}
+    counted = {table for each in processes for table in each.row_errors or ()}
+    if not counted:
+        # Such as in a save of all bits: those that would be rounded in another one; all of a run
+        # that rounds nothing.
+        told = {table for each in processes for table in each.motion or ()}
+        counted = {n for n in told if not encoding.is_exact(n)} or told
     return joined_motion(
         motion
         for each in processes
         for table, motion in (each.motion or {}).items()
-        # Where all rows are exact, such as in a save that was asked for so, all tables count.
-        if table in rounded or not rounded
+        if table in counted
     )
 
 

@@ -327,6 +327,16 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     ]
 
 
+def share_told(part: float | None) -> str:
+    """A share in percent, three digits; `-` where it is not known.
+
+    Example:
+        >>> share_told(0.0712345), share_told(None)
+        ('7.12 %', '-')
+    """
+    return "-" if part is None else f"{100 * part:.3g} %"
+
+
 def amount(nbytes: float) -> str:
     """Bytes for people, three digits.
 

@@ -22,6 +22,7 @@ from cnr_jax.rows.codecs import Codec
 from cnr_jax.rows.gather.device import LARGE_BYTES
 from cnr_jax.rows.tiling import (
     Box,
+    box_of,
     chunk_rows,
     host_device,
     own_settings,
@@ -115,7 +116,9 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
 
     given = [stacked([each.data for each in shards])]
     if keys is not None:
-        given.append(stacked([keys(_box(s, rows.shape))[:, None] for s in shards]))
+        given.append(
+            stacked([keys(box_of(s.index, rows.shape))[:, None] for s in shards])
+        )
     limit_bytes = None if devices[0].platform == "cpu" else LARGE_BYTES
     large = chunk_rows(math.prod(shape[1:]), rows.dtype.itemsize, limit_bytes)
     small = program_rows(1, large)
@@ -168,12 +171,6 @@ def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
         Off(rows=3, errors=0.0, worst=0.0, escaped=0)
     """
     return rounded(codec, jax.device_put(rows, host_device())).off()
-
-
-def _box(shard: jax.Shard, shape: tuple[int, ...]) -> Box:
-    """Start and stop of a shard in each dimension."""
-    bounds = [s.indices(n) for s, n in zip(shard.index, shape, strict=True)]
-    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def _on_each(

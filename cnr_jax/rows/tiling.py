@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -127,6 +127,17 @@ def own_tiles(
     )
 
 
+def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    """Start and stop in each dimension of a part of an array, such as the index of a shard.
+
+    Example:
+        >>> box_of((slice(2, None), slice(None)), (4, 3))
+        ((2, 4), (0, 3))
+    """
+    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
 @functools.lru_cache(maxsize=4096)
 def boxes_of(
     sharding: Sharding, shape: tuple[int, ...]
@@ -140,11 +151,7 @@ def boxes_of(
     """
     found: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        bounds = (
-            part.indices(size)[:2]
-            for part, size in zip(index or (), shape, strict=True)
-        )
-        found.setdefault(tuple(bounds), []).append(device)
+        found.setdefault(box_of(index or (), shape), []).append(device)
     return {
         box: tuple(sorted(devices, key=lambda device: device.id))
         for box, devices in sorted(found.items())

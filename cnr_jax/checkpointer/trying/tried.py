@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cnr_jax.checkpointer.trying.given import Width, named
-from cnr_jax.repository.description import aligned, amount
+from cnr_jax.repository.description import aligned, amount, share_told
 from cnr_jax.texts import count_of
 
 Verdict = Literal["harmless", "harmful", "open"]
@@ -213,9 +213,8 @@ class TriedBits:
             exact += [f"{value:.6g}", ""]
         rows = [[*head, ""], [*exact, ""]]
         for each in self.widths:
-            off = each.mean_row_error
             row = [str(each.bits), amount(self.full_bytes(each.bits))]
-            row.append("-" if off is None else f"{100 * off:.3g} %")
+            row.append(share_told(each.mean_row_error))
             for name, loss in each.losses.items():
                 row += [f"{each.metrics[name]:.6g}", str(loss)]
             rows.append([*row, each.verdict])

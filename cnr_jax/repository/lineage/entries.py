@@ -292,10 +292,10 @@ class Branch:
         restores: how often a run was restored along this branch.
         last_clock: clock of the tip.
         no_parents: why the branch has no legal parents, where that is known.
-        moved_before: how far rows had moved, since the restore before, in the step that was
+        motion_before: how far rows had moved, since the restore before, in the step that was
             restored; None: it is not known, or none was.
-        moved: how far they have since, as the last save of this lineage saw it that held rows
-            enough to tell.
+        motion_since: how far they have since, as the last save of this lineage saw it that held
+            rows enough to tell.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -304,15 +304,17 @@ class Branch:
     restores: int = 0
     last_clock: int = -1
     no_parents: str = ""
-    moved_before: SampledMotion | None = None
-    moved: SampledMotion | None = None
+    motion_before: SampledMotion | None = None
+    motion_since: SampledMotion | None = None
 
     def motion(self) -> SampledMotion | None:
         """How far rows are going to move until the next restore, as far as that is known.
 
         As far as until the last one, or as they have already.
         """
-        known = [each for each in (self.moved_before, self.moved) if each is not None]
+        known = [
+            each for each in (self.motion_before, self.motion_since) if each is not None
+        ]
         return min(known, key=lambda each: each.even_bits, default=None)
 
     def forget_parents(self, entries: Mapping[str, Entry]) -> None:

@@ -234,7 +234,7 @@ class Planner:
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
         # Else of a save of too few rows: these tell nothing.
-        branch.moved = entry.manifest.motion or branch.moved
+        branch.motion_since = entry.manifest.motion or branch.motion_since
         self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.no_parents = entry.manifest.history, ""
 
@@ -263,7 +263,7 @@ class Planner:
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run, encoding)
         branch = Branch(tip=tip, restores=min(tip.manifest.restores + 1, LARGEST))
-        branch.moved_before = _motion_of(chain)
+        branch.motion_before = _motion_of(chain)
         self.end_lineages(branch.restores)
         if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}

@@ -285,9 +285,11 @@ class Comparison:
         parts = np.split(mine, starts[1:])
         for number, part in zip(numbers.tolist(), parts, strict=False):
             at = part + which.start
-            moved = followed.moved(sample.tiles[number], sample.in_tile[at], rows[part])
+            found = followed.even_bits(
+                sample.tiles[number], sample.in_tile[at], rows[part]
+            )
             # All of one tile, hence of one table.
-            self._motions.setdefault(int(sample.tables[at[0]]), []).append(moved)
+            self._motions.setdefault(int(sample.tables[at[0]]), []).append(found)
 
     def _compare(self, group: _Group) -> None:
         """Compares what waits of a group, in batches of one size."""

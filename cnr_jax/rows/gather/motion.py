@@ -112,10 +112,10 @@ class FollowedRows:
         here[here] = positions[at[here]] == followed[here]
         return at[here]
 
-    def moved(
+    def even_bits(
         self, tile: TileRef, positions: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
-        """`log2(error / motion)` of rows, float64; of those alone that moved, and have both.
+        """`log2(error / motion)` of each row that moved and has both, float64; see `Motion`.
 
         Rows of which nothing was known, those that a run begins with, are kept as they are.
 
