@@ -273,8 +273,11 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     kept = list(followed._before.values())
     assert [len(each) for each in kept] == [10] * 4
     assert sum(each.nbytes for each in kept) == motion.KEPT_BYTES
-    monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 4 - 1)
-    assert not FollowedRows(tiles, "1" * 32)._tiles, "not even one row of each"
+    monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 3)  # not one row of each
+    followed = FollowedRows(tiles, "1" * 32)
+    followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
+    assert [len(each) for each in followed._before.values()] == [1, 1]
+    assert followed.are_of(tiles, "1" * 32)
 
 
 def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:

@@ -68,8 +68,10 @@ class FollowedRows:
             if tile.leaf.name == "table" and tile.leaf.dtype in DTYPES
         }
         width = sum(math.prod(b - a for a, b in box[1:]) for _, box in own)
-        each = KEPT_BYTES // max(1, 4 * width)
-        self._tiles = own if each else {}
+        # Of so many tiles that one row of each were too much, only some are followed.
+        some = -(-4 * width // KEPT_BYTES)
+        each = KEPT_BYTES // max(1, 4 * width) or 1
+        self._tiles = dict(list(own.items())[:: max(1, some)])
         self._positions = {
             key: _spread(tile.rows[1] - tile.rows[0], min(each, _MOST_ROWS))
             for key, tile in self._tiles.items()
