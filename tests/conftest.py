@@ -78,7 +78,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 # Programs of their own: what they import is there when they are run.
-collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py"]
+collect_ignore_glob = ["data/*.py", "multiprocess/*worker.py", "platforms_worker.py"]
 
 _LEFT_BY_ORBAX = (
     "ignore:coroutine .* was never awaited:RuntimeWarning",

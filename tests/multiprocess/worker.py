@@ -327,7 +327,8 @@ def save_in_few_bits(root: Path) -> list[str]:
             args = cnr.args.Restore(run.state)
             run.state, run.touched = manager.restore(step, args=args)
             got = run.small_table()
-            np.testing.assert_allclose(got, saved, rtol=0, atol=0.02)
+            # A step of 8 bits over numbers up to 3.25, which dithered codes may be off by.
+            np.testing.assert_allclose(got, saved, rtol=0, atol=0.026)
             line = f"{report.kind} {report.restores} {report.auto_bits}"
             lines.append(f"{line} of {got.ravel().tolist()}")
     return [*lines, *(go_on_in_few_bits(root, run, step) for step in (2, 3))]

@@ -303,7 +303,7 @@ class Comparison:
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
             values = [padded(each[some], size) for each in parts]
-            read = _program(*group)(*jax.device_put(values, host_device()))
+            read = _program(*group, size)(*jax.device_put(values, host_device()))
             found = _relative(rows[some], np.asarray(read)[: len(rows[some])])
             # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
             found = np.where(exact[some], 0.0, found)
@@ -338,8 +338,10 @@ def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _program(codec: Codec, dtype: np.dtype, width: int) -> Callable[..., jax.Array]:
-    """Rows of a batch, given the parts of their codes in order of their names."""
+def _program(
+    codec: Codec, dtype: np.dtype, width: int, size: int
+) -> Callable[..., jax.Array]:
+    """So many rows of a batch, given the parts of their codes in order of their names."""
     parts = codec.parts(width, dtype)
     names = sorted(parts)
 
@@ -347,11 +349,10 @@ def _program(codec: Codec, dtype: np.dtype, width: int) -> Callable[..., jax.Arr
         coded = dict(zip(names, stored, strict=True))
         return codec.decode(coded, dim=width, dtype=dtype)
 
-    size = _batch_rows((codec, dtype, width))
     arrays = [((size, parts[name].width), parts[name].dtype) for name in names]
     return compiled(read, host_device(), *arrays)
 
 
 def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:
     """What comparing rows of this kind with what their codes read as needs."""
-    return _program, (codec, dtype, width)
+    return _program, (codec, dtype, width, _batch_rows((codec, dtype, width)))
