@@ -6,7 +6,8 @@
 `wait_until_finished` has returned. *Restore*: `restore(None)` of a manager that has just been
 opened, while the newest step is damaged. Counted are calls of functions that are defined in
 `cnr_jax`, by thread; what a generator does after it was resumed is no call, and neither is a
-comprehension. Everything was compiled before.
+comprehension. A *visit* is a run of calls of one thread in one module: a course that comes back
+to a module is one more. Everything was compiled before.
 
 *State*: what is reachable from the manager and differs while the files of a save are being
 written both from what it was before the call and from what it is once the save has ended:
@@ -84,6 +85,8 @@ def show(name: str, figures: Mapping[str, Any]) -> None:
     """Prints the modules of a save or a restore, and its threads."""
     modules, threads = figures["modules"], figures["threads"]
     print(f"{name}: {len(modules)} modules, {sum(modules.values())} calls")
+    visits = (f"{count} of {whose}" for whose, count in figures["visits"].items())
+    print(f"  visits of modules: {', '.join(visits)}")
     for thread, calls in threads.items():
         print(f"  {calls:5d} calls in {thread}")
     for module, calls in sorted(modules.items()):
@@ -95,17 +98,21 @@ class Calls:
 
     Attributes:
         found: module and thread of each call.
+        visits: of modules, by thread.
         counts: whether it counts now.
     """
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str]] = Counter()
+        self.visits: Counter[threading.Thread] = Counter()
+        self._last: dict[threading.Thread, str] = {}
         self.counts = False
         threading.setprofile(self._see)
 
     def of(self, work: Callable[[], object]) -> dict[str, Any]:
         """What is called, in whichever thread, until `work` returns."""
-        self.found.clear()
+        for each in (self.found, self.visits, self._last):
+            each.clear()
         self.counts = True
         sys.setprofile(self._see)
         try:
@@ -119,7 +126,11 @@ class Calls:
         for (module, thread), calls in found.items():
             modules[module] += calls
             threads[thread] += calls
-        return {"modules": dict(modules), "threads": dict(threads)}
+        visits = {
+            "training thread": self.visits[threading.current_thread()],
+            "all threads": self.visits.total(),
+        }
+        return {"modules": dict(modules), "threads": dict(threads), "visits": visits}
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not self.counts:
@@ -127,8 +138,12 @@ class Calls:
         module, first = _module_of(frame.f_code)
         if module and frame.f_lasti <= first:
             # Names of pools' threads end with numbers.
-            name = re.sub(r"[-_ ]*\d.*", "", threading.current_thread().name)
+            thread = threading.current_thread()
+            name = re.sub(r"[-_ ]*\d.*", "", thread.name)
             self.found[module, name] += 1
+            if self._last.get(thread) != module:
+                self._last[thread] = module
+                self.visits[thread] += 1
 
 
 @functools.cache
@@ -168,13 +183,14 @@ class Run:
 @jax.jit
 def _train(state: Any, touched: Any, ids: jax.Array) -> tuple[Any, Any]:
     touched = cnr.record(touched, {"user": ids})
-    changed = {name: leaf.at[ids].add(0.1) for name, leaf in state.items()}
-    return changed, touched
+    rows = {name: state[name].at[ids].add(0.1) for name in ("user", "sum_of_squares")}
+    return {**state, **rows}, touched
 
 
-def opened(root: Path) -> Run:
-    """A run whose manager has just been opened."""
-    state = {"user": jnp.zeros((ROWS, DIM)), "sum_of_squares": jnp.zeros(ROWS)}
+def opened(root: Path, dense: Mapping[str, jax.Array] | None = None) -> Run:
+    """A run whose manager has just been opened; `dense` is in its state beside the table."""
+    table = {"user": jnp.zeros((ROWS, DIM)), "sum_of_squares": jnp.zeros(ROWS)}
+    state = {**table, **(dense or {})}
     tables = cnr.find_tables(state, {"user": cnr.TableSpec(slots=["sum_of_squares"])})
     touched = cnr.init_touched(state, tables)
     manager = cnr.CheckpointManager(root, tables=tables)
