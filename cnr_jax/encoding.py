@@ -266,7 +266,7 @@ class Encoding:
         codec = self._codec_named(table, leaf)
         if not isinstance(codec, str):
             return codec
-        if bits == RAW_BITS and reads_bits(codec):
+        if given == "auto" and bits == RAW_BITS and reads_bits(codec):
             return Raw()
         if codec == "auto" and leaf != "table":
             return slot_codec(leaf)

@@ -120,12 +120,17 @@ def test_auto_takes_more_bits_where_rows_hardly_move(tmp_path: Path) -> None:
     assert reports[2].reason == read_manifest(tmp_path / "2" / "default").reason
 
 
-def test_auto_takes_more_bits_before_the_first_restore_too(tmp_path: Path) -> None:
+def test_auto_takes_more_bits_before_the_first_restore_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state, found = make_state(), []
+    caplog.set_level(logging.INFO, WIDENING)
     with opened(tmp_path, state, bits="auto", expected_restores=1) as manager:
         for step, by in enumerate((0, 0.004, 1e-5, 0.3, 0.3)):
             state = moved(state, step, by) if by else state
             found.append(save(manager, step, state))
+    # Nothing has gone otherwise than expected: no cause to warn.
+    assert {record.levelname for record in caplog.records} == {"INFO"}
     # The third knows how far rows had moved by the second, the fourth by the third: never all bits.
     assert [report.auto_bits for report in found] == [2, 2, 8, 8, 2]
     assert re.search(
@@ -251,6 +256,13 @@ def test_nothing_is_warned_of_where_bits_are_enough(
     with caplog.at_level(logging.WARNING, WIDENING):
         run(tmp_path_factory.mktemp("run"), by, 4, **options)
     assert not caplog.records
+
+
+def test_all_bits_are_no_width_that_options_take() -> None:
+    with pytest.raises(cnr.errors.OptionError, match="bits is 32"):
+        cnr.Options(bits=32)
+    with pytest.raises(cnr.errors.OptionError, match="bits is 32"):
+        cnr.Options(tables={"user": cnr.TableOptions(bits=32)})
 
 
 def test_tables_whose_bits_are_their_own_do_not_follow(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ class Fields:
     def any_number(self, key: str) -> float:
         """A number, which may be negative; 0.0 after a problem."""
         value = self._value.get(key, _MISSING)
-        if is_integer(value) or (type(value) is float and math.isfinite(value)):
+        is_whole = is_integer(value, -LARGEST)
+        if is_whole or (type(value) is float and math.isfinite(value)):
             return float(value)
         self._report(key, "a number", value)
         return 0.0

@@ -216,7 +216,7 @@ def joined_motion(found: Iterable[SampledMotion]) -> SampledMotion | None:
     if not rows:
         return None
     total = sum(each.rows * each.even_bits for each in samples)
-    return SampledMotion(rows=rows, even_bits=round(total / rows, 4))
+    return SampledMotion(rows=min(rows, LARGEST), even_bits=round(total / rows, 4))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -472,6 +472,10 @@ def test_motion_is_read_as_it_was_written_and_may_be_absent() -> None:
         "motion.rows: expected an integer of at least 1, got 0",
         'motion.even_bits: expected a number, got "x"',
     ]
+    # Other writers may write whole numbers.
+    by_others = dataclasses.replace(motion, even_bits=-3)
+    found = load(dump(dataclasses.replace(MANIFEST, motion=by_others)), "here").motion
+    assert found == by_others
     # A crafted number is no power of two that overflows.
     far = dataclasses.replace(MANIFEST, motion=SampledMotion(rows=1, even_bits=1e9))
     found = load(dump(far), "here").motion

@@ -6,6 +6,7 @@ Said by process 0 in each plan, so that all processes encode alike.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 import jax
@@ -144,7 +145,9 @@ class Widening:
             why = self._why_wider(plan, bits)
             reason += f"; {width}: {why}, {expected:g} expected"
             if bits != self._said:
-                _log.warning(
+                # Before the first restore nothing has gone otherwise than expected.
+                _log.log(
+                    logging.WARNING if plan.restores else logging.INFO,
                     "from step %d on saves take %s, not %d: %s, expected_restores=%g",
                     plan.step,
                     width,
