@@ -219,7 +219,7 @@ def slowly(*case: Any) -> Any:
         slowly("rows", "columns", "raw", "auto", (4, 2)),
         slowly("columns", "both", "adaptive", "auto", (4, 2)),
         # Here each device has programs of its own.
-        ("both", "columns", "raw", "device", (2, 1)),
+        slowly("both", "columns", "raw", "device", (2, 1)),
     ],
 )
 def test_recorded_rows_of_any_shape_come_back_on_any_mesh(

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).parent / "platforms_worker.py"
 
 
+# Lowering takes as long as compiling does. To be run by whoever changes what is jitted.
+@pytest.mark.slow
 def test_every_program_of_a_save_and_a_restore_lowers_for_gpus_and_tpus() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = subprocess.run(

@@ -17,8 +17,8 @@ from tests.conftest import each_of
 DIM, ROWS = 16, 512
 LINEAGE = "0" * 31 + "1"
 CODECS = [
-    *(Asymmetric(bits=bits, refits=0) for bits in (2, 3, 8)),
-    Asymmetric(bits=4),
+    *(Asymmetric(bits=bits, refits=0) for bits in (2, 8)),
+    Asymmetric(bits=4, refits=0),
     Symmetric(bits=4),
 ]
 

@@ -694,6 +694,7 @@ def check(total: np.ndarray, name: str) -> str:
     )
 
 
+@pytest.mark.slow
 @each_of("hashed", HASHES)
 @each_of("changes", [SINGLE, WHOLE])
 def test_no_change_is_missed(changes: tuple[Change, ...], hashed: str) -> None:
