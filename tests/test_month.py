@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import tensorstore as ts
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -169,6 +170,8 @@ def evaluate(evaluator: subprocess.Popen[str]) -> tuple[int, np.ndarray]:
     return step, np.frombuffer(bytes.fromhex(data), np.float32).reshape(shape)
 
 
+# Each thing that happens in it has tests of its own.
+@pytest.mark.slow
 def test_a_month(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run = Run(users=40)

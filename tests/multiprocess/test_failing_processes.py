@@ -17,6 +17,8 @@ from test_two_processes import Processes, assert_same, values
 EIO = 5
 
 
+# Ten faults one after the other; the test after it has three of them.
+@pytest.mark.slow
 def test_a_fault_in_one_process_is_raised_in_both_and_the_next_save_works(
     tmp_path: Path,
 ) -> None:
