@@ -227,7 +227,7 @@ def test_fixed_bits_are_warned_of_once_where_they_are_too_few(
                 state = moved(restore(manager, state), step, 0.004)
     (said,) = [record.getMessage() for record in caplog.records]
     bits = options.get("bits", 4)
-    assert said.startswith(f"rounding to {bits} bits is likely to harm this training: ")
+    assert said.startswith(f"rounding to {bits} bits may harm this training: ")
     assert "restored 2 times, between restores rows moved 0." in said
     assert "Options(bits='auto')" in said and "bits=8" in said
 
@@ -238,7 +238,7 @@ def test_where_eight_bits_are_too_few_the_warning_names_what_options_take(
     with caplog.at_level(logging.WARNING, WIDENING):
         run(tmp_path, 1e-4, 3, bits=8)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("rounding to 8 bits is likely to harm this training: ")
+    assert said.startswith("rounding to 8 bits may harm this training: ")
     assert "codec='raw' would do now" in said and "bits=32" not in said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,9 @@ def test_the_narrowest_harmless_width_is_recommended(
             tables,
             evaluate,
             better=metrics,
-            within=within,
+            within=within
+            if isinstance(within, dict)
+            else dict.fromkeys(metrics, within),
             bits=bits,
             options=QUICK,
         )
@@ -246,6 +249,26 @@ def test_a_loss_is_judged_by_its_interval(
     )
     assert loss.mean == pytest.approx(np.mean(values))
     assert loss.margin == pytest.approx((high - low) / 2)
+
+
+def test_what_makes_figures_doubtful_is_said(state: Any, tables: cnr.Tables) -> None:
+    def tried(state: Any, better: Any) -> str:
+        rows = state["user"]
+        far = lambda state: distance(state, rows)  # noqa: E731
+        ask = {"better": better, "within": 1e-6, "options": QUICK, "bits": [2, 3, 8]}
+        return cnr.try_bits(state, tables, far, **ask).sentence
+
+    assert "better=" not in tried(state, "lower")
+    said = tried(state, "higher")
+    assert "every width gains in metric: is better= the right way round?" in said
+    assert "codes of" not in said
+    # As a restore of three bits brings them.
+    codec = dataclasses.replace(QUICK, bits=3).codec_for(
+        "user", "table", DIM, np.float32
+    )
+    read = codec.decode(codec.encode(state["user"]).parts, dim=DIM, dtype=jnp.float32)
+    said = tried({**state, "user": read}, "lower")
+    assert "rows lie on codes of 3 bits, as a restore brought them" in said
 
 
 def test_a_width_that_is_harmless_by_chance_is_not_recommended(
@@ -439,6 +462,14 @@ GOOD: Mapping[str, Any] = {"better": "higher", "options": QUICK, "bits": [4]}
         ({"better": {"auc": True}}, "one of these for each metric"),
         ({"better": {"auc": "higher"}}, "expected ['metric']"),
         ({"within": {"auc": 0.1}}, "within is given for other metrics"),
+        (
+            {"evaluate": lambda state: {"auc": 1.0, "loss": 2.0}},
+            "hint: such as better={'auc': 'higher', 'loss': 'higher'}",
+        ),
+        (
+            {"options": cnr.Options(codec="kmeans"), "bits": [8]},
+            "bits=8 cannot be tried",
+        ),
         ({"within": -1}, "within is -1"),
         ({"within": math.nan}, "within is nan"),
         ({"within": "0.1"}, "expected a finite number"),
@@ -510,6 +541,14 @@ def test_metrics_that_change_and_states_that_are_none_are_refused(
     refused(abstract, "table of table 'user' is ShapeDtypeStruct")
     refused({**state, "user": state["user"][:3]}, "not the array it was found as")
     refused(state, "train returned another kind", train=lambda state, _: {"a": 1})
+    refused(
+        state,
+        r"\n  \['step'\]: not in this state, was int$",
+        train=lambda state, _: {k: v for k, v in state.items() if k != "step"},
+    )
+    refused(
+        state, "the same leaves in a OrderedDict", train=lambda s, _: OrderedDict(s)
+    )
     jax.jit(lambda _: refused(state | {"w": _}, "is a tracer"))(jnp.ones(3))
     gone = jnp.ones(3)
     gone.delete()

@@ -11,6 +11,7 @@ import typer
 from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
 from cnr_jax.cli.outcome import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
+from cnr_jax.policy.bits import CODE_BITS, older_bits
 from cnr_jax.repository.description import aligned, amount, share_told
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from cnr_jax.repository.step_reader import StepReader
 
-_WIDTHS = (2, 3, 4, 8, None)
+_WIDTHS = (*CODE_BITS, None)
 _ASK = (
     "what errors of rows cost a model its own metric alone can tell: cnr_jax.try_bits"
 )
@@ -180,6 +181,11 @@ def _lines(step: int, tables: Sequence[BitsOfTable]) -> list[tuple[str, str]]:
             )
     header, *rest = aligned(cells, right={1, 2, 3, 4, 5, 6})
     lines = [(f"step {step}", "bold"), (header, "bold"), *((row, "") for row in rest)]
+    for each in tables:
+        found = {w.bits: w.mean_row_error for w in each.widths if w.bits is not None}
+        if (older := older_bits(found)) is not None:
+            text = f"rows of {each.table} lie on codes of {older} bits, as a restore brought them"
+            lines.append((f"{text}: rows that were trained on err otherwise", "dim"))
     if rounded:
         told = ", ".join(f"{each.table} in {each.stored_bits} bits" for each in rounded)
         lines.append(

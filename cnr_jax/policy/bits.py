@@ -21,15 +21,18 @@ ASSUMED_RESTORES = 20
 FALLBACK_BITS = 8
 """Tolerates more than 100 restores in the paper's evaluation."""
 
+CODE_BITS = (2, 3, 4, FALLBACK_BITS)
+"""Widths of codes that quantizers have."""
+
 RAW_BITS = 32
 """In the place of a width: rows are stored as they are."""
 
 SMALL_PERCENT = 1
 """Of all elements, at most as many as small tables have together."""
 
-# `error_bits` up to which rounding does no harm, and above which it was seen to: measured on
+# `noise_of` codes up to which rounding does no harm, and above which it was seen to: measured on
 # trainings of several kinds, see docs/accuracy.md. Between them nobody need be warned.
-_HARMLESS_BITS, _HARMFUL_BITS = -0.5, -0.3
+_HARMLESS_NOISE, _HARMFUL_NOISE = 0.5, 0.66
 
 # Most restores, and the width that keeps the loss of accuracy below 0.01 % for so many.
 _WIDTHS = ((1, 2), (3, 3), (20, 4))
@@ -108,14 +111,14 @@ def bits_for_motion(even_bits: float) -> int:
 
     Differs from Check-N-Run in: there the number of restores alone decides.
     """
-    for bits in (2, 3, 4, FALLBACK_BITS):
-        if error_bits(even_bits, bits) <= _HARMLESS_BITS:
+    for bits in CODE_BITS:
+        if noise_of(bits, even_bits) <= _HARMLESS_NOISE:
             return bits
     return RAW_BITS
 
 
 def is_harmful(even_bits: float, bits: int) -> bool:
-    """Returns whether restores that bring rounding to so many bits are likely to cost accuracy.
+    """Returns whether restores that bring rounding to so many bits may well cost accuracy.
 
     Args:
         even_bits: of rows of the run from restore to restore.
@@ -125,7 +128,7 @@ def is_harmful(even_bits: float, bits: int) -> bool:
         >>> [is_harmful(3.0, bits) for bits in (2, 3, 4, RAW_BITS)]
         [True, True, False, False]
     """
-    return bits != RAW_BITS and error_bits(even_bits, bits) > _HARMFUL_BITS
+    return bits != RAW_BITS and noise_of(bits, even_bits) > _HARMFUL_NOISE
 
 
 def width_told(bits: int) -> str:
@@ -138,18 +141,41 @@ def width_told(bits: int) -> str:
     return "all bits" if bits == RAW_BITS else f"{bits} bits"
 
 
-def error_bits(even_bits: float, bits: int) -> float:
-    """Returns `log2(error / motion)` of codes of so many bits; 0 where the two are even.
+def noise_of(bits: int, even_bits: float) -> float:
+    """Returns what codes err by, squared, as a share of how far rows have moved, squared.
 
     Args:
-        even_bits: of the rows, see `SampledMotion`.
         bits: width of a code.
+        even_bits: of the rows, see `SampledMotion`.
 
     Example:
-        >>> round(error_bits(4.0, bits=4), 2)
-        0.09
+        >>> [round(noise_of(bits, even_bits=4.0), 3) for bits in (2, 3, 4, 8)]
+        [28.444, 5.224, 1.138, 0.004]
     """
-    return even_bits - math.log2(2**bits - 1)
+    ratio = even_bits - math.log2(2**bits - 1)
+    # A manifest may say anything, and a float holds its own range alone.
+    return float(4.0 ** max(-500.0, min(500.0, ratio)))
+
+
+def older_bits(errors: Mapping[int, float | None]) -> int | None:
+    """Returns the width in which rows were stored before, if their errors betray it.
+
+    Args:
+        errors: of rows in codes of each width; None: not known.
+
+    Returns:
+        The narrowest width that errs by no more than a wider one, as rows err that a restore
+        brought and training has not moved since; None: there is none.
+
+    Example:
+        >>> older_bits({2: 0.25, 3: 1e-4, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
+        (3, None)
+    """
+    known = [(bits, error) for bits, error in sorted(errors.items()) if error]
+    for (bits, error), (_, wider) in itertools.pairwise(known):
+        if error <= wider:
+            return bits
+    return None
 
 
 def small_tables(elements: Mapping[str, int]) -> frozenset[str]:

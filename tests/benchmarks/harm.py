@@ -61,7 +61,7 @@ from cnr_jax.policy.bits import (
     RAW_BITS,
     bits_after,
     bits_for_motion,
-    error_bits,
+    noise_of,
     small_tables,
 )
 
@@ -175,12 +175,9 @@ def even_bits(restored: Restored) -> float:
 
 
 def noise(restored: Restored) -> float:
-    """What dithered codes err by, squared, as a share of how far rows have moved, squared.
-
-    At the least width of a table; 0 where none is rounded.
-    """
+    """That of the least width of a table; 0 where none is rounded."""
     widths = [bits for bits in restored.bits.values() if bits]
-    return 4 ** error_bits(even_bits(restored), min(widths)) if widths else 0.0
+    return noise_of(min(widths), even_bits(restored)) if widths else 0.0
 
 
 def mean_bits(restores: Sequence[Restored], sizes: Mapping[str, int]) -> float:

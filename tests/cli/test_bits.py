@@ -81,6 +81,23 @@ def test_of_rounded_rows_narrower_widths_alone_are_told(saved: Path) -> None:
     assert "item" not in out
 
 
+def test_exact_rows_that_a_restore_brought_rounded_are_told_apart(
+    saved: Path, tmp_path: Path
+) -> None:
+    rows = {
+        name: jnp.asarray(cnr.read_rows(saved, name, np.arange(280), 0))
+        for name in ("user", "item")
+    }
+    tables = cnr.find_tables(rows, list(rows))
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=OPTIONS) as manager:
+        manager.save(0, args=cnr.args.Save(rows, exact=True))
+    _, out, _ = call("bits", tmp_path)
+    # Eight bits err by least, whether rows were theirs or not.
+    said = "rows of user lie on codes of 4 bits, as a restore brought them"
+    assert said in out
+    assert "rows of item" not in out
+
+
 def test_what_is_not_there_is_said(saved: Path) -> None:
     code, _, err = call("bits", saved, "--table", "who")
     assert code == 13 and "no table 'who'" in err

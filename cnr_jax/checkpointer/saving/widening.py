@@ -19,8 +19,8 @@ from cnr_jax.policy.bits import (
     FALLBACK_BITS,
     RAW_BITS,
     bits_for_motion,
-    error_bits,
     is_harmful,
+    noise_of,
     small_tables,
     width_told,
 )
@@ -145,9 +145,11 @@ class Widening:
             why = self._why_wider(plan, bits)
             reason += f"; {width}: {why}, {expected:g} expected"
             if bits != self._said:
-                # Before the first restore nothing has gone otherwise than expected.
+                # Of the restore alone by which the run was restored too often.
+                usual_before = self.encoding.auto_bits(max(0, plan.restores - 1))
+                is_news = self.encoding.auto_bits(plan.restores) != usual_before
                 _log.log(
-                    logging.WARNING if plan.restores else logging.INFO,
+                    logging.WARNING if is_news else logging.INFO,
                     "from step %d on saves take %s, not %d: %s, expected_restores=%g",
                     plan.step,
                     width,
@@ -176,7 +178,8 @@ class Widening:
         moved = _moved_by(motion, usual)
         if not plan.restores:
             return f"since the first save {moved}"
-        return f"restored {_times(plan.restores)}, between restores {moved}"
+        when = "before or since" if plan.restores == 1 else "between restores"
+        return f"restored {_times(plan.restores)}, {when} {moved}"
 
     def _warn_of_harm(self, plan: Plan) -> None:
         """Warns, once, of codes that are too short for how little rows move between restores."""
@@ -188,7 +191,7 @@ class Widening:
         if is_harmful(motion.even_bits, bits):
             self._has_warned = True
             _log.warning(
-                "rounding to %d bits is likely to harm this training: the run was restored"
+                "rounding to %d bits may harm this training: the run was restored"
                 " %s, between restores %s. Options(bits='auto') takes as many bits as that"
                 " needs, %s would do now; cnr_jax.try_bits tells more",
                 bits,
@@ -276,7 +279,7 @@ def _times(restores: int) -> str:
 
 def _moved_by(motion: SampledMotion, bits: int) -> str:
     """Such as `rows moved 0.62 times the rounding error of 4 bits`."""
-    times = 2.0 ** -error_bits(motion.even_bits, bits)
+    times = noise_of(bits, motion.even_bits) ** -0.5
     return f"rows moved {times:.2g} times the rounding error of {bits} bits"
 
 

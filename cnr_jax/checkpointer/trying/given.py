@@ -11,11 +11,12 @@ import numpy as np
 
 from cnr_jax.errors import OptionError
 from cnr_jax.integers import integer
+from cnr_jax.policy.bits import CODE_BITS
 
 Width = int | Literal["raw"]
 Better = Literal["higher", "lower"]
 Metrics = Mapping[str, float]
-WIDTHS: tuple[Width, ...] = (2, 3, 4, 8, "raw")
+WIDTHS: tuple[Width, ...] = (*CODE_BITS, "raw")
 # The paper's mark: what restores may cost, as a share of the metric.
 _ACCEPTED = 1e-4
 # What a metric is called of which only a number was returned.
@@ -128,12 +129,18 @@ def accepted(within: Any, exact: Metrics) -> dict[str, float]:
 
 
 def by_metric(what: str, given: Any, metrics: Metrics) -> dict[str, Any]:
-    """What was given for each metric, or for all of them.
+    """What was given for each metric; a value alone is of the only one.
 
     Raises:
         OptionError: if a metric has none, or there is no such metric.
     """
     if not isinstance(given, Mapping):
+        if len(metrics) > 1:
+            names = ", ".join(f"{name!r}: {given!r}" for name in metrics)
+            raise OptionError(
+                f"{what} is {given!r}, and evaluate returns several metrics\n"
+                f"  expected one for each by name\n  hint: such as {what}={{{names}}}"
+            )
         return dict.fromkeys(metrics, given)
     if set(given) != set(metrics):
         raise OptionError(

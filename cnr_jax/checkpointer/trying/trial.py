@@ -38,6 +38,7 @@ from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.given import NOT_GIVEN
 from cnr_jax.options import Options, checked
 from cnr_jax.rows.tiling import own_settings
+from cnr_jax.state.structure import differences, form_of
 from cnr_jax.state.table import Tables, check_tables, split
 from cnr_jax.texts import logger
 
@@ -65,10 +66,11 @@ def try_bits(
     state as it is likewise, with the same seeds: what rounding costs a training mostly shows
     then, and with restores that follow each other soon only then.
 
-    A width is `"harmless"` if the mean of its losses and half their 95 % interval are at most
-    `within`, `"harmful"` if the mean is above that and can be told from zero, else `"open"`. The
-    narrowest harmless one of which no wider one is harmful is recommended. An open one is not: a
-    loss that merely cannot be told from zero, on a few seeds, may be any.
+    A width is `"harmless"` if the mean of its losses is at most `within`, and so is half their
+    95 % interval or its upper end; `"harmful"` if the mean is above that and can be told from
+    zero; else `"open"`. The narrowest harmless one of which no wider one is harmful is
+    recommended. An open one is not: a loss that merely cannot be told from zero, on a few seeds,
+    may be any.
 
     In runs of several processes all must call it, with the same arguments, and the figures of
     process 0 count.
@@ -77,13 +79,13 @@ def try_bits(
         state: the train state, concrete; stays as it is, and alive.
         tables: from `find_tables`.
         evaluate: from a state to a number, or to several by name. Must not donate the state.
-        better: whether a `"higher"` metric is better or a `"lower"` one; of several, by name. Not
-            guessed: the wrong way round, the width that harms most would be recommended.
+        better: whether a `"higher"` metric is better or a `"lower"` one; of several, for each by
+            name. Not guessed: the wrong way round, the width that harms most would be recommended.
         bits: what is tried, as `Options(bits=...)` takes it; `"raw"`: tables exactly. What options
             give for single tables is theirs at every width.
         seeds: how many trials a width gets, each with a seed of its own, from 0 on: for `train`,
             and for dither. Where nothing depends on it, one is made.
-        within: the largest loss that is accepted, in units of the metric; of several metrics, by
+        within: the largest loss that is accepted, in units of the metric; of several, for each by
             name. None: 0.01 % of the metric of the state as it is.
         options: of the run; None: the defaults. Their codecs and rounding are used, their bits
             are not. With `rounding="auto"` the first restore is that of a run which was not
@@ -198,7 +200,13 @@ def encoding_of(options: Options, width: Width, tables: Tables) -> Encoding:
     if width == "raw":
         return raw
     found = _encoding_of(options.encoding, width)
-    found.check()
+    try:
+        found.check()
+    except OptionError as error:
+        raise OptionError(
+            f"bits={width} cannot be tried with these options\n  {error}\n"
+            "  hint: leave it out of bits=, or try another codec"
+        ) from None
     if not any(
         found.codec_for(name, "table", table.dim, table.dtype)
         != raw.codec_for(name, "table", table.dim, table.dtype)
@@ -317,10 +325,10 @@ class _Trial:
     def _trained(self, state: Any, seed: int) -> Any:
         assert self._train is not None
         trained = self._train(state, seed)
-        got, want = jax.tree.structure(trained), jax.tree.structure(self._state)
-        if got != want:
+        if jax.tree.structure(trained) != jax.tree.structure(self._state):
             raise StateMismatchError(
-                f"train returned another kind of state\n  got {got}, expected {want}"
+                "train returned another kind of state than it was given\n  "
+                + _difference(trained, self._state)
             )
         self._check_alive(trained, "what train returned")
         return trained
@@ -374,6 +382,20 @@ class _Trial:
                     "  hint: give try_bits what the train step returned; evaluate must not"
                     " donate its state"
                 )
+
+
+def _difference(got: Any, want: Any) -> str:
+    """How the structure of a state is another than what it should be, in a line."""
+    there, here = (
+        {(jax.tree_util.keystr(path),): leaf for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (got, want))
+    )
+    forms = {path: form_of(leaf) for path, leaf in here.items()}
+    problems = differences(forms, there.items()) or [
+        f"the same leaves in a {type(got).__name__}, expected in a {type(want).__name__}"
+    ]
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return problems[0] + more
 
 
 @own_settings()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cnr_jax.checkpointer.trying.given import Width, named
+from cnr_jax.policy.bits import older_bits
 from cnr_jax.repository.description import aligned, amount, share_told
 from cnr_jax.texts import count_of
 
@@ -56,6 +57,12 @@ class Loss:
         return t_quantile(count - 1) * spread
 
     @property
+    def is_gain(self) -> bool:
+        """Whether the metric is better by more than `within`, and more than chance."""
+        margin = self.margin
+        return margin is not None and -self.mean > max(margin, self.within)
+
+    @property
     def verdict(self) -> Verdict:
         """What it says of the rounding.
 
@@ -92,7 +99,8 @@ class TriedWidth:
         slot_bytes: the same of optimizer slots.
         mean_row_error: of the rows of tables that are rounded, the mean of
             `||row - read|| / ||row||`, rows of zeros left out; of tables whose columns are cut of
-            the parts of rows. None if none is rounded. Of the first restore and seed.
+            the parts of rows. None if none is rounded. Of the first restore and seed, hence of
+            nearest codes unless options dither them from the beginning.
         worst_row_error: the greatest.
     """
 
@@ -175,7 +183,25 @@ class TriedBits:
             )
         unclear = [named(each.bits) for each in narrower if each.verdict == "open"]
         more = f"; more seeds would tell of {', '.join(unclear)}" if unclear else ""
-        return f"{text}; {self._basis()}{more}"
+        return f"{text}; {self._basis()}{more}{self._doubts()}"
+
+    def _doubts(self) -> str:
+        """What makes all figures doubtful, if anything does."""
+        text = ""
+        rounded = [each for each in self.widths if each.mean_row_error is not None]
+        for name in self.metrics:
+            losses = [each.losses[name] for each in rounded]
+            if losses and all(each.is_gain for each in losses):
+                text += (
+                    f"; every width gains in {name}: is better= the right way round?"
+                )
+        errors = {int(each.bits): each.mean_row_error for each in rounded}
+        if (older := older_bits(errors)) is not None:
+            text += (
+                f"; rows lie on codes of {older} bits, as a restore brought them:"
+                " try it again once they were trained on"
+            )
+        return text
 
     def _basis(self) -> str:
         seeds = f"on {count_of(self.seeds, 'seed')}"
