@@ -69,6 +69,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
+from cnr_jax.repository.store.objects import ObjectStore  # noqa: E402
 from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
@@ -440,8 +441,8 @@ def storage(tmp_path: Path) -> Storage:
 
 # Where the limits are read that only time and memory depend on.
 _LIMITS = {
-    "stored_chunk_bytes": "cnr_jax.repository.arrays.CHUNK_BYTES",
-    "compressed_least_bytes": "cnr_jax.repository.arrays.COMPRESSED_LEAST_BYTES",
+    "stored_chunk_bytes": "cnr_jax.repository.store.arrays.CHUNK_BYTES",
+    "compressed_least_bytes": "cnr_jax.repository.store.arrays.COMPRESSED_LEAST_BYTES",
     "restored_small_bytes": "cnr_jax.repository.replay.leaves.SMALL_BYTES",
     "restored_host_bytes": "cnr_jax.repository.replay.leaves.HOST_BYTES",
     "restored_slab_bytes": "cnr_jax.repository.replay.leaves.SLAB_BYTES",
@@ -475,7 +476,9 @@ def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def seldom_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Roots are taken for those of a storage service: listed only where that is needed."""
-    monkeypatch.setattr("cnr_jax.repository.upkeep.writer.is_local", lambda path: False)
+    monkeypatch.setattr(
+        "cnr_jax.repository.upkeep.writer.can", lambda _: ObjectStore.can
+    )
 
 
 @pytest.fixture

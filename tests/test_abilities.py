@@ -22,7 +22,7 @@ NO_SYNC = ["EINVAL", "ENOTSUP", "ENOSYS", "ENOTTY", "EBADF", "EISDIR"]
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What file systems can do is found out anew, and forgotten after the test."""
     for known in ("_syncs", "_locks"):
-        monkeypatch.setattr(f"cnr_jax.repository.files.{known}", {})
+        monkeypatch.setattr(f"cnr_jax.repository.store.local.{known}", {})
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:

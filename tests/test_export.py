@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.repository.plain_arrays import zarr_holds
+from cnr_jax.repository.store.plain_arrays import zarr_holds
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 

@@ -50,7 +50,7 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
 from cnr_jax.format import names
-from cnr_jax.repository.plain_arrays import write_array
+from cnr_jax.repository.store.plain_arrays import write_array
 from cnr_jax.testing import inprocess
 
 
@@ -1012,7 +1012,7 @@ def test_what_arrays_are_opened_with_is_taken_from_two_dicts(
     """`as_storage_allows`: there is no public way to have TensorStore not sync, or not lock."""
     device = tmp_path.stat().st_dev
     for known in ("_syncs", "_locks"):
-        monkeypatch.setattr(f"cnr_jax.repository.files.{known}", {device: False})
+        monkeypatch.setattr(f"cnr_jax.repository.store.local.{known}", {device: False})
 
     def told(use_ocdbt: bool) -> tuple[Any, Any]:
         made = tensorstore_utils.get_ts_context(use_ocdbt=use_ocdbt)

@@ -15,14 +15,6 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.checked import UNKNOWN, accessing, damage, refuse_pipe
-from cnr_jax.repository.files import (
-    AnyPath,
-    exists,
-    is_directory,
-    missing_directories,
-    sync_made,
-)
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
@@ -39,6 +31,15 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import deleted_step, read_step
+from cnr_jax.repository.store import (
+    AnyPath,
+    exists,
+    is_directory,
+    missing_directories,
+    names_in,
+    sync_made,
+)
+from cnr_jax.repository.store.checked import UNKNOWN, accessing, damage, refuse_pipe
 from cnr_jax.repository.upkeep.aside import check_is_here, recover
 from cnr_jax.repository.upkeep.removal import find_leftovers, report
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
@@ -366,7 +367,7 @@ class Listing:
                 found := orbax_step(root, directory.name, item)
             ):
                 return found.item
-            items = sorted(p.name for p in directory.iterdir() if is_directory(p))
+            items = [n for n in names_in(directory) if is_directory(directory / n)]
             raise damage(
                 directory,
                 "holds no checkpoint of cnr_jax\n"

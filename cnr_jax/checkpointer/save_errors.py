@@ -14,7 +14,7 @@ import jax
 
 from cnr_jax.errors import CnrError, RootError, SaveError
 from cnr_jax.repository.causes import call_of, causes, errno_of, in_one_line
-from cnr_jax.repository.files import AnyPath
+from cnr_jax.repository.store import AnyPath
 
 
 def save_error(

@@ -24,10 +24,10 @@ from cnr_jax.exporting.forms import (
 from cnr_jax.exporting.leaves import ExportedLeaf, leaves_of
 from cnr_jax.exporting.target import check_room, put_whole, target_of
 from cnr_jax.integers import integer, take_integers
-from cnr_jax.repository.arrays import KeptChunks
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
 from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.repository.store.arrays import KeptChunks
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.table import few, flatten_paths
 

@@ -17,7 +17,7 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
 from cnr_jax.exporting.leaves import ExportedLeaf
-from cnr_jax.repository.plain_arrays import write_array, zarr_holds
+from cnr_jax.repository.store.plain_arrays import write_array, zarr_holds
 from cnr_jax.state.table import Path as LeafPath
 from cnr_jax.state.table import few
 

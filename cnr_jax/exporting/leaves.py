@@ -15,11 +15,11 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import DenseOnHost
 from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
 from cnr_jax.format.names import DENSE
-from cnr_jax.repository.checked import damage, kind_of, means_damage, numpy_dtype
 from cnr_jax.repository.compare import logical_rows
 from cnr_jax.repository.reading import table_entry
 from cnr_jax.repository.step import codec_text
 from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store.checked import damage, kind_of, means_damage, numpy_dtype
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import few
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from cnr_jax import errors
 from cnr_jax.repository.causes import errno_of, in_one_line
-from cnr_jax.repository.files import (
-    is_local,
+from cnr_jax.repository.layout import lies_in, open_root
+from cnr_jax.repository.store import (
+    can,
     is_named,
     missing_directories,
     sync_directory,
     sync_made,
     sync_tree,
 )
-from cnr_jax.repository.layout import lies_in, open_root
 
 
 def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
@@ -32,7 +32,7 @@ def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -
         ExportError: if something is there, or that cannot be seen.
     """
     found = open_root(directory)
-    if not is_local(found):
+    if not can(found).renames:
         raise errors.OptionError(
             f"{os.fspath(directory)} is no local folder\n"
             "  hint: export to a local one, and copy it",

@@ -26,25 +26,26 @@ from cnr_jax.format.manifest import (
     joined_motion,
 )
 from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
-from cnr_jax.repository.checked import (
-    check_dense_index,
-    file_bytes,
-    mistakable_files,
-)
-from cnr_jax.repository.files import (
+from cnr_jax.repository.layout import Place
+from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.rows_writer import Written
+from cnr_jax.repository.store import (
     AnyPath,
     digest_file,
     digest_of,
     exists,
+    read_all,
     sync_directory,
     sync_files,
     sync_step,
     sync_tree,
     write_durably,
 )
-from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.planner import Plan
-from cnr_jax.repository.rows_writer import Written
+from cnr_jax.repository.store.checked import (
+    check_dense_index,
+    file_bytes,
+    mistakable_files,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +198,7 @@ def _read_processes(
                 f"  {os.fspath(path)} is missing",
                 kind="process_missing",
             )
-        data = path.read_bytes()
+        data = read_all(path)
         process = load_process(data, os.fspath(path))
         if process.uuid != uuid:
             raise errors.IntegrityError(

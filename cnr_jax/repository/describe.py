@@ -11,32 +11,14 @@ import datetime
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.format.tiles import ProcessManifest
-from cnr_jax.repository.checked import (
-    MISTAKABLE,
-    UNKNOWN,
-    check_dense_index,
-    check_size,
-    damage,
-    file_bytes,
-    mistakable_files,
-    numpy_dtype,
-    refuse_pipe,
-)
 from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
-)
-from cnr_jax.repository.files import (
-    AnyPath,
-    is_directory,
-    is_local,
-    size_of,
 )
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
@@ -52,6 +34,24 @@ from cnr_jax.repository.step import (
     read_processes,
     read_step,
     without_collections,
+)
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    is_directory,
+    size_of,
+    store_of,
+)
+from cnr_jax.repository.store.checked import (
+    MISTAKABLE,
+    UNKNOWN,
+    check_dense_index,
+    check_size,
+    damage,
+    file_bytes,
+    mistakable_files,
+    numpy_dtype,
+    refuse_pipe,
 )
 from cnr_jax.repository.upkeep.aside import check_is_here
 
@@ -102,8 +102,8 @@ def describe(
     """
     path = open_root(root)
     check_can_be_read(path, item)
-    # Of plain paths where they can be: joining names to others takes longer than to read.
-    plain: AnyPath = Path(os.fspath(path)) if is_local(path) else path
+    # Joining names to paths of Orbax takes longer than to read.
+    plain = store_of(path).quick(path)
     if item is None:
         item = find_item(plain)
     found = _look_at_all(plain, item, on_step)
@@ -182,13 +182,13 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
     try:
         processes = read_processes(where, manifest)
         step = dataclasses.replace(step, tables=held_tables(manifest, processes))
-        if is_local(root):
+        if can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
         return _Found(step=step, manifest=manifest, damage=str(error))
     try:
         check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
-        if is_local(root):
+        if can(root).cheap_looks:
             _check_dense(where, manifest)
             refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
@@ -279,10 +279,10 @@ def _check_dense(item: AnyPath, manifest: Manifest) -> None:
 def _check_file(item: AnyPath, path: str, nbytes: int) -> None:
     # A step has a dozen files, a root thousands of steps: only what is wrong is looked at closely.
     try:
-        found = os.stat(f"{os.fspath(item)}/{path}").st_size
+        is_right = next(store_of(item).amiss(item, [(path, nbytes)]), None) is None
     except OSError:
-        found = None
-    if found != nbytes:
+        is_right = False
+    if not is_right:
         check_size(item / path, nbytes)
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.layout import folders_in, is_own_item, step_directories
 from cnr_jax.repository.orbax_steps import items_of_orbax
 from cnr_jax.repository.step import uuid_of_step
+from cnr_jax.repository.store import AnyPath, exists
 
 # Steps that are asked for their items, the newest: a root may have thousands.
 _ASKED = 8

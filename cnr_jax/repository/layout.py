@@ -8,19 +8,18 @@ import re
 import urllib.parse
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
-import fsspec
 from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.files import (
+from cnr_jax.repository.store import (
     AnyPath,
+    can,
     exists,
     is_directory,
-    is_local,
     names_in,
+    store_of,
 )
 
 # As Orbax names steps, unless a format of the user's own does.
@@ -83,8 +82,9 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
             f"  got {scheme[1]!r}, expected a local path, file:// or gs://\n"
             "  hint: mount the store as a folder, or save to a local disk and copy"
         )
-    _forget_listings()
-    return epath.Path(text)
+    found = epath.Path(text)
+    store_of(found).forget_listings()
+    return found
 
 
 def lies_in(path: AnyPath, root: AnyPath) -> bool:
@@ -96,25 +96,8 @@ def lies_in(path: AnyPath, root: AnyPath) -> bool:
         >>> lies_in(open_root("/ckpt/a/b"), open_root("file:///ckpt/a"))
         True
     """
-    if not (is_local(path) and is_local(root)):
-        return path.is_relative_to(root)
-    real = [Path(os.path.realpath(os.fspath(each))) for each in (path, root)]
+    real = [Path(store_of(each).real(each)) for each in (path, root)]
     return real[0].is_relative_to(real[1])
-
-
-def _forget_listings() -> None:
-    """Has each listing of a bucket be made anew.
-
-    What TensorStore writes there, and what other processes do, fsspec does not see: by what it
-    has kept, files of a step would be missing in its manifest.
-    """
-    try:
-        # The one that epath uses: fsspec makes one of the same arguments once.
-        system: Any = fsspec.filesystem("gcs", finalize_on_close=True)
-    except ImportError:
-        return  # without gcsfs no path of a bucket can be used at all
-    system.dircache.use_listings_cache = False
-    system.invalidate_cache()
 
 
 def _path_of(url: str) -> str:
@@ -170,13 +153,13 @@ def _at_home(text: str) -> str:
 
 
 def check_is_root(root: AnyPath) -> None:
-    """Checks that a root is not a step of another one; only local ones are looked into.
+    """Checks that a root is not a step of another one, where looks cost next to nothing.
 
     Raises:
         OptionError: if it is, or an item of such a step.
         OSError: if that cannot be seen.
     """
-    if not is_local(root) or not is_directory(root):
+    if not can(root).cheap_looks or not is_directory(root):
         return
     # Orbax leaves a file in each step: a root costs two looks, however many steps it has.
     if exists(root / names.ORBAX_METADATA):
@@ -200,17 +183,7 @@ def check_is_no_file(root: AnyPath) -> None:
         OptionError: if something else is, or the package that reads its store is not installed.
         OSError: if that cannot be seen.
     """
-    if not is_local(root):
-        _check_store(root)
-        return
-    path = root
-    while not exists(path) and path != path.parent:
-        path = path.parent
-    if not is_directory(path):
-        raise errors.OptionError(
-            f"{os.fspath(root)} is no root: {os.fspath(path)} is a file\n"
-            "  got a file, expected a folder, or a path at which to make one"
-        )
+    store_of(root).check_usable(root)
 
 
 def check_is_free(root: AnyPath, directory: str) -> None:
@@ -221,24 +194,13 @@ def check_is_free(root: AnyPath, directory: str) -> None:
         OSError: if that cannot be seen.
     """
     path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
-    if is_local(root) and exists(path) and not is_directory(path):
+    if can(root).renames and exists(path) and not is_directory(path):
         raise errors.DependentsExistError(
             f"{directory} cannot be saved: {os.fspath(path)} is a file\n"
             "  got a file, expected nothing where Orbax makes a folder\n"
             "  hint: move it out of the root, or save another step",
             kind="step_exists",
         )
-
-
-def _check_store(root: AnyPath) -> None:
-    try:
-        fsspec.get_filesystem_class("gs")
-    except ImportError as error:
-        raise errors.OptionError(
-            f"{os.fspath(root)} is no root here, as gcsfs is not installed;"
-            " hint: pip install gcsfs",
-            kind="not_installed",
-        ) from error
 
 
 def check_is_there(root: AnyPath) -> None:
@@ -292,22 +254,8 @@ def step_directories(
         known: names that were found to be such before; they are not looked at again.
     """
     wanted = is_step or names.may_be_step
-    if not is_local(root):
-        found = [path.name for path in root.iterdir() if _is_step(path)]
-    else:
-        with os.scandir(os.fspath(root)) as entries:
-            found = [
-                e.name
-                for e in entries
-                if e.name in known
-                or (names.may_be_step(e.name) and _is_folder(root, e))
-            ]
+    found = store_of(root).folders_in(root, names.may_be_step, known)
     return sorted(name for name in found if name in known or wanted(name))
-
-
-def _is_folder(root: AnyPath, entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory; only of a link another call is needed to tell."""
-    return is_directory(root / entry.name) if entry.is_symlink() else entry.is_dir()
 
 
 def beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
@@ -328,7 +276,7 @@ def _may_be_folder(root: AnyPath, name: str) -> bool:
     path = root / name
     if is_directory(path):
         return True
-    return is_local(root) and os.path.islink(path) and not exists(path)
+    return store_of(path).is_link(path) and not exists(path)
 
 
 def other_checkpoints(
@@ -405,11 +353,6 @@ def folders_in(step: AnyPath) -> list[AnyPath]:
     """The folders in a step directory that may be items, sorted."""
     found = [step / name for name in names_in(step) if names.is_component(name)]
     return [path for path in found if is_directory(path)]
-
-
-def _is_step(path: AnyPath) -> bool:
-    """Whether a path may be a committed step: a folder that ends in a number."""
-    return names.may_be_step(path.name) and is_directory(path)
 
 
 def is_foreign(step: AnyPath) -> bool:

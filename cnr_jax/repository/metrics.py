@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.checked import reading
-from cnr_jax.repository.files import AnyPath, is_local, naming
 from cnr_jax.repository.layout import check_can_be_read, open_root
+from cnr_jax.repository.store import AnyPath, can, read_all, store_of
+from cnr_jax.repository.store.checked import reading
 
 # Of a save, in their order: its report, and so its line, has `find_secs` and so on.
 PHASES = ("find", "gather", "encode", "write", "commit")
@@ -28,7 +28,7 @@ def check_can_append(root: AnyPath) -> None:
     Raises:
         OptionError: if it is in a store, where nothing can be appended.
     """
-    if not is_local(root):
+    if not can(root).appends:
         raise errors.OptionError(
             f"metrics cannot be kept in {os.fspath(root)}\n"
             "  got metrics=True and a root in a store, where files cannot grow; expected a local"
@@ -54,20 +54,8 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
         **facts,
     }
     line = json.dumps(document, separators=(",", ":"), default=str).encode() + b"\n"
-    path = os.fspath(root / names.METRICS)
-    # Never through a link or into a pipe, which somebody else has put there.
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    try:
-        with naming(root / names.METRICS):
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # What a killed program has left stays a line of its own.
-                line = b"\n" + line
-            while line:
-                line = line[os.write(descriptor, line) :]
-    finally:
-        os.close(descriptor)
+    path = root / names.METRICS
+    store_of(path).append(path, line)
 
 
 def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -105,7 +93,7 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = folder / names.METRICS
     try:
         with reading(path):
-            data = path.read_bytes()
+            data = read_all(path)
     except errors.IntegrityError as error:
         if error.kind != "file_missing":
             raise

@@ -14,15 +14,15 @@ from typing import Literal, NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.files import (
+from cnr_jax.repository.layout import is_own_item, step_directories
+from cnr_jax.repository.step import check_committed
+from cnr_jax.repository.store import (
     AnyPath,
     exists,
     is_directory,
     names_in,
     read_small,
 )
-from cnr_jax.repository.layout import is_own_item, step_directories
-from cnr_jax.repository.step import check_committed
 
 # Far more than Orbax notes of a step.
 _MOST_BYTES = 64 << 20

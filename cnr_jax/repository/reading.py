@@ -12,8 +12,6 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.integers import checked_step, step_or_newest
-from cnr_jax.repository.arrays import KeptChunks
-from cnr_jax.repository.checked import about
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     Place,
@@ -33,6 +31,8 @@ from cnr_jax.repository.step import (
     uuid_of_step,
 )
 from cnr_jax.repository.step_reader import StepReader, open_chain
+from cnr_jax.repository.store.arrays import KeptChunks
+from cnr_jax.repository.store.checked import about
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few

@@ -30,15 +30,15 @@ from cnr_jax.format.tiles import (
     Tile,
     dump_process,
 )
-from cnr_jax.repository.arrays import ArrayWriter
-from cnr_jax.repository.checked import numpy_dtype
-from cnr_jax.repository.files import (
+from cnr_jax.repository.store import (
     AnyPath,
     sync_directory,
     sync_tree,
     syncs_directories,
     write_durably,
 )
+from cnr_jax.repository.store.arrays import ArrayWriter
+from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.rows.codecs import Codec, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks

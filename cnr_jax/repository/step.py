@@ -32,9 +32,15 @@ from cnr_jax.format.tiles import (
     lacking_rows,
     load_process,
 )
-from cnr_jax.repository.checked import about, damage, numpy_dtype, read_checked, reading
 from cnr_jax.repository.description import LeafDescription, TableDescription
-from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
+from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_all
+from cnr_jax.repository.store.checked import (
+    about,
+    damage,
+    numpy_dtype,
+    read_checked,
+    reading,
+)
 
 # In the place of a leaf's name: no leaf is called so.
 _ROW_IDS = ""
@@ -67,7 +73,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
     path = directory / names.MANIFEST
     try:
         with reading(path):
-            data = path.read_bytes()
+            data = read_all(path)
     except errors.IntegrityError as error:
         if error.kind != "file_missing":
             raise
@@ -102,7 +108,7 @@ def check_committed(root: AnyPath, directory: str) -> None:
         IntegrityError: if not.
     """
     commit = root / directory / names.COMMITTED
-    if not is_local(root) and not exists(commit):
+    if not can(root).renames and not exists(commit):
         raise errors.IntegrityError(
             f"step {directory} was never committed: {os.fspath(commit)} is missing",
             kind="not_committed",
@@ -156,7 +162,8 @@ def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> 
             return False
         return uuid is None or read_step(root, directory, item).uuid == uuid
     except errors.CnrError as error:
-        return is_local(root) or error.kind not in ("manifest_missing", "not_committed")
+        missing = error.kind in ("manifest_missing", "not_committed")
+        return can(root).renames or not missing
     except OSError:
         return True
 

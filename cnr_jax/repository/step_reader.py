@@ -19,16 +19,16 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
-from cnr_jax.repository.arrays import ArrayReader, KeptChunks
-from cnr_jax.repository.checked import (
+from cnr_jax.repository.step import read_processes, resolve_chain, without_collections
+from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
+from cnr_jax.repository.store.checked import (
     Seal,
     about,
     check_dense_index,
     numpy_dtype,
     sealed,
 )
-from cnr_jax.repository.files import AnyPath
-from cnr_jax.repository.step import read_processes, resolve_chain, without_collections
 from cnr_jax.rows.codecs import Codec, Part, codec_from
 
 

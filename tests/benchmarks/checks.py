@@ -69,8 +69,9 @@ def check_quantized(path: str, got: np.ndarray, want: np.ndarray, bits: int) -> 
     """Within what a codec of so many bits may lose of float32.
 
     In steps of a row, its range by the number of steps of the codec, elements may be off by
-    1.5 at most (a codec may clip) and by 0.35 in the root mean square (rounding alone gives
-    0.29). Rows without a range, or with numbers that are none, have no steps: they are exact.
+    1.5 at most (a codec may clip) and by 0.45 in the root mean square: rounding to the nearest
+    gives 0.29, and dither, of a run that was restored, 0.41. Rows without a range, or with numbers
+    that are none, have no steps: they are exact.
 
     Raises:
         AssertionError: naming the leaf.
@@ -92,4 +93,4 @@ def check_quantized(path: str, got: np.ndarray, want: np.ndarray, bits: int) -> 
         return
     worst, usual = float(off.max()), float(np.sqrt(np.mean(off**2)))
     assert worst <= 1.5, f"{path}: off by {worst:.2f} steps of {bits} bits"
-    assert 0 < usual <= 0.35, f"{path}: off by {usual:.3f} steps of {bits} bits"
+    assert 0 < usual <= 0.45, f"{path}: off by {usual:.3f} steps of {bits} bits"

@@ -66,10 +66,10 @@ _OF_PATHS = {
     ),
     *("stat", "symlink_to", "touch", "unlink", "write_bytes", "write_text"),
 }
-# Where files are to be handled: the store, and what it is today. Exports, drawings and pages
-# stand where the user says, which is not in a root.
-_STORE = ("repository/store/", "repository/files.py")
-_NOT_IN_ROOTS = ("cli/", "exporting/")
+# Where files are to be handled. Exports, drawings and pages stand where the user says, which is
+# not in a root, and neither is what the system tells of processes.
+_STORE = ("repository/store/",)
+_NOT_IN_ROOTS = ("cli/", "exporting/", "repository/upkeep/processes.py", "__main__.py")
 
 
 class Lines(NamedTuple):

@@ -109,8 +109,8 @@ def _looker(way: str, path: Path) -> Any:
 def _digests(size: int, root: Path) -> Figures:
     """A dense part of one file, warm."""
     from cnr_jax.format.manifest import FileDigest
-    from cnr_jax.repository.checked import sealed
-    from cnr_jax.repository.files import digest_file
+    from cnr_jax.repository.store import digest_file
+    from cnr_jax.repository.store.checked import sealed
 
     (root / "dense").mkdir()
     file = root / "dense" / "file"

@@ -20,10 +20,9 @@ import cnr_jax as cnr
 from cnr_jax import errors, handler
 from cnr_jax.format import encodings, manifest, names, rowids, tiles
 from cnr_jax.format.fields import Fields
-from cnr_jax.repository import arrays, checked
-from cnr_jax.repository.arrays import ArrayReader, ArrayWriter
-from cnr_jax.repository.files import digest_of
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.store import arrays, checked, digest_of
+from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter
 from cnr_jax.rows import codecs
 from cnr_jax.rows.codecs import grid
 from cnr_jax.state import layouts

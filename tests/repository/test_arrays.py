@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository.arrays import ArrayReader, ArrayWriter, chunk_length
-from cnr_jax.repository.checked import numpy_dtype
+from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter, chunk_length
+from cnr_jax.repository.store.checked import numpy_dtype
 
 LIMIT = 64
 

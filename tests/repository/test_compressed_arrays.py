@@ -13,8 +13,8 @@ import tensorstore as ts
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
-from cnr_jax.repository import arrays
-from cnr_jax.repository.arrays import ArrayReader, ArrayWriter, KeptChunks
+from cnr_jax.repository.store import arrays
+from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter, KeptChunks
 
 from ..conftest import unpack_zstd
 

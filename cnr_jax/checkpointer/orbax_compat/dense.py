@@ -22,8 +22,8 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import DensePath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
-from cnr_jax.repository.checked import Seal, kind_of, means_damage, numpy_dtype
-from cnr_jax.repository.files import AnyPath, exists, locks_files, syncs_directories
+from cnr_jax.repository.store import AnyPath, exists, locks_files, syncs_directories
+from cnr_jax.repository.store.checked import Seal, kind_of, means_damage, numpy_dtype
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
 

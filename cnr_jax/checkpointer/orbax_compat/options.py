@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.options import Options
-from cnr_jax.repository.files import AnyPath, is_local
+from cnr_jax.repository.store import AnyPath, can
 
 
 def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions:
@@ -124,7 +124,7 @@ def with_safety(
         before_commit: called in the background.
         barriers: where processes meet, unless the user gave others; they do not hang.
     """
-    if is_local(root):
+    if can(root).renames:
         options = dataclasses.replace(options, cleanup_tmp_directories=False)
     if not options.enable_async_checkpointing:
         return options

@@ -21,9 +21,15 @@ from orbax.checkpoint._src.futures import future, signaling_client, synchronizat
 
 from cnr_jax.format import names
 from cnr_jax.integers import checked_step
-from cnr_jax.repository.checked import refuse_pipe
-from cnr_jax.repository.files import AnyPath, exists, is_directory, is_local
 from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.repository.store import (
+    AnyPath,
+    exists,
+    is_directory,
+    names_in,
+    store_of,
+)
+from cnr_jax.repository.store.checked import refuse_pipe
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -49,22 +55,22 @@ class ExactPath(PosixGPath):
 
     def exists(self) -> bool:
         """Whether something is there; raises OSError if that cannot be seen."""
-        return exists(self) if is_local(self) else super().exists()
+        return exists(self)
 
     def is_dir(self) -> bool:
         """Whether a directory is there; raises OSError if that cannot be seen."""
-        return is_directory(self) if is_local(self) else super().is_dir()
+        return is_directory(self)
 
     def glob(self, pattern: str) -> Iterator[Any]:
         """What lies below and fits; raises OSError if that cannot be seen."""
         found: list[Any] = [self]
         for part in pattern.split("/"):
             found = [
-                inner
+                folder / name
                 for folder in found
-                if folder.is_dir()
-                for inner in folder.iterdir()
-                if fnmatch.fnmatchcase(inner.name, part)
+                if is_directory(folder)
+                for name in names_in(folder)
+                if fnmatch.fnmatchcase(name, part)
             ]
         return iter(found)
 
@@ -87,7 +93,7 @@ class DensePath(ExactPath):
 
     def glob(self, pattern: str) -> Iterator[Any]:
         """What lies below, fits, and has a name of Orbax's; else as of `ExactPath`."""
-        for found in super().glob(pattern):
+        for found in ExactPath.glob(self, pattern):
             path = found.relative_to(self).as_posix()
             if names.is_looked_up(path) or names.leads_to_looked_up(path):
                 yield found
@@ -180,7 +186,7 @@ def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
             except Exception as error:
                 damaged["its metrics"] = error
             try:
-                secs = float(step.path.stat().mtime)
+                secs = store_of(step.path).modified_unix_secs(step.path)
             except FileNotFoundError:
                 continue
             if "its time" in damaged:

@@ -24,8 +24,8 @@ from cnr_jax.checkpointer.orbax_compat.places import (
     checkpoint_infos,
     refuse_pipes,
 )
-from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.store import can, exists
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -286,7 +286,7 @@ class OrbaxSeams:
     def load_checkpoint_infos(self, skip_metadata_read: bool) -> list[Any]:
         """What Orbax tracks; damage to its own files must not keep the root closed."""
         try:
-            if not skip_metadata_read and is_local(self.root):
+            if not skip_metadata_read and can(self.root).cheap_looks:
                 for name in step_directories(self.root):
                     refuse_pipes(self.root / name)
             return _Manager._load_checkpoint_infos(self._manager, skip_metadata_read)
@@ -392,7 +392,7 @@ def _is_gone(args: Any) -> bool:
     if any(isinstance(each, OSError) and each.errno in _GONE for each in args):
         return True
     # It was not there at all, without which other steps may be whole.
-    return isinstance(args[0], epath.Path) and not args[0].parent.exists()
+    return isinstance(args[0], epath.Path) and not exists(args[0].parent)
 
 
 _TRACEBACKS = _Tracebacks()

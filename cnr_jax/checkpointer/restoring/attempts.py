@@ -34,8 +34,6 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
-from cnr_jax.repository.checked import UNKNOWN, UNREAD
-from cnr_jax.repository.files import AnyPath, exists
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import naming_hint, open_root
 from cnr_jax.repository.lineage import suspects
@@ -43,6 +41,8 @@ from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
+from cnr_jax.repository.store import AnyPath, exists
+from cnr_jax.repository.store.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.texts import logger
 

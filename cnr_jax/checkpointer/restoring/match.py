@@ -31,9 +31,9 @@ from cnr_jax.checkpointer.restoring.moved import (
     names_in_state,
 )
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
-from cnr_jax.repository.checked import numpy_dtype
 from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.leaves import Abstract, abstract_of
+from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.state.layouts import layout_from
 from cnr_jax.state.table import Leaf, Table, Tables, flatten_paths
 

@@ -16,8 +16,8 @@ import jax
 import jax.monitoring
 
 from cnr_jax import errors
-from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.metrics import PHASES, append_event
+from cnr_jax.repository.store import AnyPath
 from cnr_jax.telemetry import RestoreReport, SaveReport
 from cnr_jax.texts import logger
 

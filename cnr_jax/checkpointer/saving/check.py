@@ -23,7 +23,7 @@ from cnr_jax.format.manifest import (
     Tracking,
 )
 from cnr_jax.integers import NOT_IN_JIT
-from cnr_jax.repository.plain_arrays import zarr_holds
+from cnr_jax.repository.store.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.structure import Form, differences
 from cnr_jax.state.table import Path, Tables, flatten_paths, nest, split

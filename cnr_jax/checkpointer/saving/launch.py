@@ -29,8 +29,8 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
-from cnr_jax.repository.files import AnyPath
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
+from cnr_jax.repository.store import AnyPath
 from cnr_jax.rows.gather.chunk import Stage
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
 from cnr_jax.rows.gather.host import Buffers

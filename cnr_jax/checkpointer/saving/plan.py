@@ -21,13 +21,13 @@ from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
-from cnr_jax.repository.files import is_local
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry, entry_of
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.step import read_processes
+from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import flatten_paths
@@ -230,7 +230,7 @@ class Planning:
         tip = (
             ledger.entries.get(branch.tip.directory) if branch and branch.tip else None
         )
-        is_seen = self._lifecycle.managed or not is_local(place.root)
+        is_seen = self._lifecycle.managed or not can(place.root).cheap_looks
         if tip is not None and (self._writer.gaps.is_stale or not is_seen):
             self._writer.gaps.look(place, ledger.chain(tip))
 

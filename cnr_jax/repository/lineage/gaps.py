@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import ProcessManifest
-from cnr_jax.repository.checked import check_size, file_bytes, means_damage
-from cnr_jax.repository.files import AnyPath, is_local, size_of
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.step import read_processes, read_step
+from cnr_jax.repository.store import size_of, store_of
+from cnr_jax.repository.store.checked import check_size, file_bytes, means_damage
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -137,12 +136,13 @@ class Gaps:
         self, place: Place, entry: Entry, looked: dict[str, _Files], *, dense: bool
     ) -> Gap | None:
         item = place.root / entry.directory / place.item
+        amiss = store_of(item).amiss
         try:
             files = self._files.get(entry.uuid) or _read(place, entry)
             looked[entry.uuid] = files
-            for path, size in _missing(item, files.rows):
+            for path, size in amiss(item, files.rows):
                 check_size(item / path, size)
-            for path, size in _missing(item, files.dense) if dense else ():
+            for path, size in amiss(item, files.dense) if dense else ():
                 check_size(item / path, size)
         except (errors.CnrError, OSError) as error:
             if not means_damage(error):
@@ -190,21 +190,3 @@ def _files_of(
             rows += [(f"{folder}/{name}/c/{i}", size) for i, size in sizes]
     dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
     return _Files(tuple(rows), tuple(dense))
-
-
-def _missing(
-    item: AnyPath, files: Iterable[tuple[str, int]]
-) -> Iterator[tuple[str, int]]:
-    """Files that are not seen to be what they must be; plain calls, as there may be thousands."""
-    if not is_local(item):
-        yield from files
-        return
-    above = os.fspath(item)
-    for path, size in files:
-        try:
-            found = os.stat(f"{above}/{path}")
-        except OSError:
-            yield path, size
-            continue
-        if found.st_size != size or not stat.S_ISREG(found.st_mode):
-            yield path, size

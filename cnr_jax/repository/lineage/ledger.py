@@ -6,18 +6,13 @@ asks it what must be kept; the planner asks it which parents still exist.
 
 from __future__ import annotations
 
-import os
 import secrets
 import types
 from collections.abc import Callable, Iterable, Mapping, Set
-from pathlib import Path
-from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.checked import UNREAD
-from cnr_jax.repository.files import AnyPath, exists, is_gone, is_local
 from cnr_jax.repository.layout import (
     Place,
     is_checkpoint,
@@ -38,6 +33,8 @@ from cnr_jax.repository.lineage.entries import (
 )
 from cnr_jax.repository.orbax_steps import orbax_step, saved_by
 from cnr_jax.repository.step import read_committed, read_step, without_collections
+from cnr_jax.repository.store import AnyPath, exists, is_gone, store_of
+from cnr_jax.repository.store.checked import UNREAD
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -150,8 +147,8 @@ class Ledger:
         ledger = cls(is_step, adopts=adopts)
         if not exists(root):
             return ledger
-        # Of plain paths where they can be: joining names to others takes longer than to read.
-        plain: Any = Path(os.fspath(root)) if is_local(root) else root
+        # Joining names to paths of Orbax takes longer than to read.
+        plain = store_of(root).quick(root)
         with without_collections():
             for directory in step_directories(plain, ledger.is_step):
                 ledger.read(plain, directory, item)

@@ -8,17 +8,16 @@ checkpoints, unless that is asked for.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
-from cnr_jax.repository.files import AnyPath, is_local
 from cnr_jax.repository.layout import hint_of_names
 from cnr_jax.repository.lineage.entries import Entry, order
 from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.store import AnyPath, store_of
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -63,7 +62,7 @@ def run_restored(root: AnyPath, lineage: str) -> RestoredRun | None:
 
 
 def _real(root: AnyPath) -> str:
-    return os.path.realpath(root) if is_local(root) else str(root)
+    return store_of(root).real(root)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cnr_jax.format.tiles import Box, Segment
-from cnr_jax.repository.arrays import SMALL_READ_BYTES
 from cnr_jax.repository.replay.encoded import (
     Encoding,
     listed_rows,
@@ -20,6 +19,7 @@ from cnr_jax.repository.replay.encoded import (
 )
 from cnr_jax.repository.replay.on_host import Decoding, decode_all
 from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store.arrays import SMALL_READ_BYTES
 from cnr_jax.rows.codecs import Part
 
 

@@ -16,12 +16,18 @@ from cnr_jax.format.names import (
     is_replacing,
     step_number,
 )
-from cnr_jax.repository.files import AnyPath, is_local, is_named, sync_directory
 from cnr_jax.repository.layout import Place, beside
 from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.store import (
+    AnyPath,
+    is_named,
+    names_in,
+    store_of,
+    sync_directory,
+)
 from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
 from cnr_jax.texts import count_of, logger
 
@@ -48,9 +54,9 @@ def names_aside(
         )
     for entry in entries:
         path = root / entry.directory
-        if not is_local(path) or not os.path.islink(path):
+        if not store_of(path).is_link(path):
             continue
-        leads = os.readlink(path)
+        leads = store_of(path).link_target(path)
         if not os.path.isabs(leads):
             raise errors.OptionError(
                 f"step {entry.directory} cannot be moved aside for a new run:"
@@ -73,13 +79,14 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
         earlier: folder of the root that they are moved into, with what is noted of steps that
             may lack rows; empty: they stay in the root.
     """
+    store = store_of(root)
     if earlier:
-        (root / earlier).mkdir()
+        store.make_folder(root / earlier)
         sync_directory(root)
         suspects.copy(root, root / earlier)
     # Whichever of these last in a power cut: all are noted, and each comes back by itself.
     for name, now in aside.moved:
-        (root / name).rename(root / now)
+        store.move(root / name, root / now)
         if not earlier:
             _log.warning(
                 "step %s, left behind as the run went back, makes way for the save of step %s:"
@@ -239,7 +246,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
     back: list[str] = []
     for name, now in reversed(aside.moved):
         if is_named(root / now) and not is_named(root / name):
-            (root / now).rename(root / name)
+            store_of(root).move(root / now, root / name)
             back.append(name)
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
         # Stays if somebody has put something there, or if it was never made.
@@ -254,12 +261,12 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 
 
 def _remove_if_empty(folder: AnyPath) -> None:
-    """Removes a local folder that holds nothing but a copy of what is noted of its steps."""
-    held = [path.name for path in folder.iterdir()]
+    """Removes a folder that holds nothing but a copy of what is noted of its steps."""
+    store, held = store_of(folder), names_in(folder)
     if all(name == SUSPECTS or is_replacing(name) for name in held):
         for name in held:
-            os.unlink(folder / name)
-    os.rmdir(folder)
+            store.remove_file(folder / name)
+    store.remove_folder(folder)
 
 
 def recover(root: AnyPath) -> None:

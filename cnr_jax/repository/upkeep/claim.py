@@ -12,10 +12,8 @@ there is nothing to wait for.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-import errno
 import json
 import os
 import secrets
@@ -27,20 +25,17 @@ from typing import Any, cast
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.fields import Fields
-from cnr_jax.repository.files import (
+from cnr_jax.repository.store import (
     AnyPath,
+    FileLock,
+    can,
     exists,
-    is_local,
     read_small,
     replace_durably,
+    store_of,
 )
 from cnr_jax.repository.upkeep.processes import ProcessId, this_process
 from cnr_jax.texts import logger
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl: Any = None
 
 _log = logger(__name__)
 # A rollback of 100,000 steps takes about as much.
@@ -294,7 +289,7 @@ class Claim:
                 self._write(dataclasses.replace(other, aside=own.aside))
             self._own = None
         elif own.aside is None:
-            os.unlink(self._root / names.WRITER)
+            store_of(self._root).remove_file(self._root / names.WRITER)
             self._own = None
 
     def give_up(self) -> None:
@@ -346,8 +341,8 @@ class WritingLock:
 
     def __init__(self, root: AnyPath) -> None:
         self._path = root / names.WRITER_LOCK
-        self._supported = fcntl is not None and is_local(root)
-        self._descriptor: int | None = None
+        self._supported = can(root).locks
+        self._held: FileLock | None = None
 
     def acquire(self, timeout_secs: float) -> bool:
         """Waits until no other manager is writing.
@@ -356,44 +351,34 @@ class WritingLock:
             Whether that is so; False after `timeout_secs`. True without waiting where the file
             system knows no locks.
         """
-        if self._descriptor is not None or not self._supported:
+        if self._held is not None or not self._supported:
             return True
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
-            descriptor = os.open(os.fspath(self._path), flags, 0o666)
+            lock = store_of(self._path).lock(self._path)
         except IsADirectoryError as error:
             raise _in_the_way(self._path, error) from error
         deadline = time.monotonic() + timeout_secs
         try:
-            while not self._try(descriptor):
+            while (found := lock.acquire()) is False:
                 if time.monotonic() >= deadline:
-                    os.close(descriptor)
+                    lock.close(unlocks=False)
                     return False
                 time.sleep(_POLL_SECS)
         except BaseException:
-            os.close(descriptor)
+            lock.close(unlocks=False)
             raise
+        self._supported = found is not None
         if self._supported:
-            self._descriptor = descriptor
+            self._held = lock
             _inherited.add(self)
         else:
-            os.close(descriptor)
-        return True
-
-    def _try(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                return False
-            _log.info("no locks in %s: %s", os.fspath(self._path.parent), error)
-            self._supported = False
+            lock.close(unlocks=False)
         return True
 
     @property
     def is_held(self) -> bool:
         """Whether this manager holds it."""
-        return self._descriptor is not None
+        return self._held is not None
 
     @property
     def is_proof(self) -> bool:
@@ -402,19 +387,16 @@ class WritingLock:
 
     def release(self) -> None:
         """Lets others write; does nothing if the lock is not held."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            # Explicitly: a forked child may have inherited the descriptor. Where it fails, as of a
-            # server that was started anew, there is nothing to free.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        held, self._held = self._held, None
+        if held is not None:
+            # Explicitly: a forked child may have inherited the file.
+            held.close()
 
     def give_up(self) -> None:
-        """In a forked child: lets go of the descriptor, which leaves the parent's lock."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        """In a forked child: lets go of the file, which leaves the parent's lock."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.close(unlocks=False)
 
 
 _inherited: weakref.WeakSet[Claim | WritingLock] = weakref.WeakSet()

@@ -14,13 +14,6 @@ from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount
-from cnr_jax.repository.files import (
-    AnyPath,
-    exists,
-    is_directory,
-    is_gone,
-    is_local,
-)
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
@@ -33,6 +26,14 @@ from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    exists,
+    is_directory,
+    is_gone,
+    store_of,
+)
 from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -212,7 +213,7 @@ def _item_of(root: AnyPath, item: str | None) -> str:
         NoStepError: if there is no such folder.
         OptionError: if it is no root, or not a local one.
     """
-    if not is_local(root):
+    if not can(root).renames:
         raise errors.OptionError(
             f"{root} is in a storage service, where folders cannot be removed at once\n"
             "  hint: manager.delete(step), the newest first"
@@ -421,20 +422,7 @@ def _stays(root: AnyPath, name: str, reason: str, kind: FateKind) -> Fate:
         name=name,
         step=names.step_number(name),
         kind=kind,
-        bytes=_bytes_below(root / name),
+        bytes=store_of(root).bytes_below(root / name),
         stays=True,
         reason=reason,
     )
-
-
-def _bytes_below(folder: AnyPath) -> int:
-    """Bytes of the files in a local folder; of a link none, as what it leads to stays."""
-    if os.path.islink(folder):
-        return 0
-    total = 0
-    for at, _, files in os.walk(os.fspath(folder)):
-        for name in files:
-            # A run that saves there may be deleting them.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                total += os.lstat(f"{at}/{name}").st_size
-    return total

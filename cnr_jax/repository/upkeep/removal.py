@@ -7,7 +7,6 @@ whole steps: left by earlier runs, or by failed saves of this one.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -15,25 +14,25 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from cnr_jax.format import names
-from cnr_jax.repository.files import (
+from cnr_jax.repository.layout import beside
+from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.store import (
     AnyPath,
     exists,
     is_directory,
     names_in,
+    store_of,
     sync_directory,
 )
-from cnr_jax.repository.layout import beside
-from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
 
 
 class Remover:
-    """Removes directories below one local root.
+    """Removes directories below one root, in a store that can rename them.
 
     Args:
         root: holds the step directories.
@@ -43,7 +42,8 @@ class Remover:
     """
 
     def __init__(self, root: AnyPath) -> None:
-        self._root = Path(os.fspath(root))
+        self._store = store_of(root)
+        self._root = self._store.quick(root)
         self.threads = min(16, max(1, (os.cpu_count() or 4) // 2))
         self._purger = _Purger(self.purge)
 
@@ -73,7 +73,7 @@ class Remover:
             OSError: as `remove`.
         """
         if not exists(self._root / folder):
-            (self._root / folder).mkdir(parents=True)
+            self._store.make_folder(self._root / folder)
             sync_directory(self._root)
         target = self._root / folder / directory
         if exists(target):
@@ -90,14 +90,14 @@ class Remover:
             OSError: if it cannot be renamed; then it is there as before.
         """
         target = self._root / _removed(directory)
-        os.rename(self._root / directory, target)
+        self._store.move(self._root / directory, target)
         self.purge_later(target.name)
 
     def purge_later(self, name: str) -> None:
         """Deletes a directory that no reader lists, in the background."""
         self._purger.put(self._root / name)
 
-    def set_aside(self, directory: str) -> Path:
+    def set_aside(self, directory: str) -> AnyPath:
         """Renames a directory so that it is no step any more, durably; returns its new path.
 
         Raises:
@@ -107,9 +107,9 @@ class Remover:
         self._rename(directory, target)
         return target
 
-    def _rename(self, directory: str, target: Path) -> None:
+    def _rename(self, directory: str, target: AnyPath) -> None:
         source = self._root / directory
-        os.rename(source, target)
+        self._store.move(source, target)
         try:
             if target.parent != self._root:
                 sync_directory(target.parent)
@@ -117,31 +117,18 @@ class Remover:
         except OSError:
             # Whole still: nothing is deleted before the new name is sure to last.
             with contextlib.suppress(OSError):
-                os.rename(target, source)
+                self._store.move(target, source)
             raise
-        if target.is_symlink():
+        if self._store.is_link(target):
             _log.warning(
                 "%s is removed, but was a link: what it leads to stays, %s",
                 source,
-                self._root / os.readlink(target),
+                self._root / self._store.link_target(target),
             )
 
-    def purge(self, path: Path) -> bool:
+    def purge(self, path: AnyPath) -> bool:
         """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
-        failed: list[OSError] = []
-        folders, files = _walk(path, failed)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
-                failed += [error for error in pool.map(_unlink, files) if error]
-        except RuntimeError:  # the system has no more threads
-            failed += [error for error in map(_unlink, files) if error]
-        for folder in folders:
-            try:
-                folder.rmdir()
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                failed.append(error)
+        failed = self._store.remove_tree(path, self.threads)
         if failed:
             _log.error(
                 "%s is removed, but %d of its files and folders could not be deleted: %s;"
@@ -152,10 +139,11 @@ class Remover:
             )
         return not failed
 
-    def unlink(self, name: str) -> None:
+    def remove_file(self, name: str) -> None:
         """Deletes a file right below the root, if it is there and can be deleted."""
-        error = _unlink(self._root / name)
-        if error is not None:
+        try:
+            self._store.remove_file(self._root / name)
+        except OSError as error:
             _log.error("%s cannot be deleted: %s", name, error)
 
     def wait(self, timeout_secs: float) -> bool:
@@ -172,27 +160,6 @@ def _removed(directory: str) -> str:
     return names.removed(directory, secrets.token_hex(8))
 
 
-def _walk(path: Path, failed: list[OSError]) -> tuple[list[Path], list[Path]]:
-    """The folders of a tree, innermost first, and its files, among which are all links."""
-    if path.is_symlink():
-        return [], [path]  # `os.walk` would go into the one that it is given
-    folders: list[Path] = []
-    files: list[Path] = []
-    for at, inner, names_ in os.walk(path, topdown=False, onerror=failed.append):
-        folders.append(Path(at))
-        files += [Path(at) / name for name in names_]
-        files += [Path(at) / name for name in inner if (Path(at) / name).is_symlink()]
-    return folders, files
-
-
-def _unlink(path: Path) -> OSError | None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        return error
-    return None
-
-
 class _Purger:
     """A thread that deletes files, started when there are some.
 
@@ -203,19 +170,19 @@ class _Purger:
         purge: deletes a directory; returns whether all of it is gone.
     """
 
-    def __init__(self, purge: Callable[[Path], bool]) -> None:
+    def __init__(self, purge: Callable[[AnyPath], bool]) -> None:
         self._purge = purge
         # What is to be deleted beside what is left; None at the end.
-        self._queue: queue.SimpleQueue[list[Path] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[AnyPath] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left: list[Path] = []
+        self._left: list[AnyPath] = []
         self._pending = 0
         # Locked itself, not through the condition: that would be left locked by an interrupt which
         # comes where Python has just locked it.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
-    def put(self, *paths: Path) -> None:
+    def put(self, *paths: AnyPath) -> None:
         if self._thread is None:
             thread = threading.Thread(
                 target=self._run, args=(self._queue,), name="cnr_purge", daemon=True
@@ -231,7 +198,7 @@ class _Purger:
             self._pending += 1
         self._queue.put([*paths])
 
-    def _run(self, todo: queue.SimpleQueue[list[Path] | None]) -> None:
+    def _run(self, todo: queue.SimpleQueue[list[AnyPath] | None]) -> None:
         while (paths := todo.get()) is not None:
             self._try([*self._left, *paths])
             with self._lock:
@@ -242,10 +209,10 @@ class _Purger:
         )  # for another thread, of whose start an interrupt kept us from knowing
         self._try(self._left)
 
-    def _try(self, paths: list[Path]) -> None:
+    def _try(self, paths: list[AnyPath]) -> None:
         self._left = [path for path in paths if not self._is_purged(path)]
 
-    def _is_purged(self, path: Path) -> bool:
+    def _is_purged(self, path: AnyPath) -> bool:
         try:
             return self._purge(path)
         except Exception as error:
@@ -343,7 +310,7 @@ def clear(remover: Remover, leftovers: Leftovers, temporary: Iterable[str]) -> N
     for name in leftovers.removed:
         remover.purge_later(name)
     for name in leftovers.claims:
-        remover.unlink(name)
+        remover.remove_file(name)
     for name in temporary:
         try:
             remover.remove(name)

@@ -16,15 +16,6 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.checked import UNKNOWN, refuse_pipe
-from cnr_jax.repository.files import (
-    AnyPath,
-    exists,
-    is_directory,
-    is_named,
-    names_in,
-    read_small,
-)
 from cnr_jax.repository.items import find_item, items_of
 from cnr_jax.repository.layout import (
     beside,
@@ -36,6 +27,15 @@ from cnr_jax.repository.layout import (
 )
 from cnr_jax.repository.orbax_steps import items_of_orbax, saved_by
 from cnr_jax.repository.step import read_step
+from cnr_jax.repository.store import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_named,
+    names_in,
+    read_small,
+)
+from cnr_jax.repository.store.checked import UNKNOWN, refuse_pipe
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 from cnr_jax.texts import visible

@@ -25,7 +25,9 @@ from cnr_jax.format.tiles import (
     check_cover,
     lacking_rows,
 )
-from cnr_jax.repository.checked import (
+from cnr_jax.repository.step import read_process
+from cnr_jax.repository.store import AnyPath, names_in
+from cnr_jax.repository.store.checked import (
     MISTAKABLE,
     UNKNOWN,
     accessing,
@@ -37,13 +39,11 @@ from cnr_jax.repository.checked import (
     numpy_dtype,
     unnamed_files,
 )
-from cnr_jax.repository.files import AnyPath, names_in
-from cnr_jax.repository.step import read_process
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
 # and to know what a root holds, takes neither.
 if TYPE_CHECKING:
-    from cnr_jax.repository.arrays import ArrayReader
+    from cnr_jax.repository.store.arrays import ArrayReader
 
 Harm = Literal["none", "step", "chain"]
 
@@ -236,7 +236,7 @@ def _check_chunk(
     check_chunk_file(array, entry, chunk)
     if data:
         if not readers:
-            from cnr_jax.repository.arrays import ArrayReader, KeptChunks
+            from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 
             readers.append(ArrayReader(array, entry, kept=KeptChunks(cache_bytes=0)))
         readers[0].chunk(chunk)
@@ -295,7 +295,7 @@ def _check_tiles(
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
     reader: ArrayReader | None = None
     if data and ids:
-        from cnr_jax.repository.arrays import ArrayReader, KeptChunks
+        from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 
         reader = ArrayReader(item / rows, ids, kept=KeptChunks(cache_bytes=0))
     done: set[tuple[int, int]] = set()

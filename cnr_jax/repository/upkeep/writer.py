@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.names import final_name
-from cnr_jax.repository.files import (
-    AnyPath,
-    exists,
-    is_local,
-    missing_directories,
-    sync_made,
-)
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.lineage.gaps import Gaps
 from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.lineage.suspects import forget_gone
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    exists,
+    make_root,
+    store_of,
+)
 from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside
 from cnr_jax.repository.upkeep.claim import (
     Aside,
@@ -92,7 +91,7 @@ class RootWriter:
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Saves go to this root, if there are any; to which item is said later."""
-        self.remover = Remover(root) if is_local(root) else None
+        self.remover = Remover(root) if can(root).renames else None
         self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
@@ -196,10 +195,7 @@ class RootWriter:
             OSError: if the root cannot be read or claimed.
         """
         root, _, ledger = self._known()
-        made = missing_directories(root)
-        if made or not is_local(root):
-            root.mkdir(parents=True, exist_ok=True)
-        sync_made(made)
+        make_root(root)
         self._has_claimed = True
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
@@ -236,7 +232,7 @@ class RootWriter:
     def _refresh(self) -> bool:
         """Looks at the root before each save where that is cheap; else only in doubt."""
         root, item, ledger = self._known()
-        if not self._doubtful and not is_local(root):
+        if not self._doubtful and not can(root).cheap_looks:
             return False
         changed = ledger.refresh(root, item)
         self._doubtful = False
@@ -432,12 +428,13 @@ class Unfinished:
 
     def _remove(self, name: str) -> bool:
         """Whether a folder is out of the way."""
-        path: Any = self._root / name
+        path = self._root / name
         try:
             if not exists(path):
                 return True  # nothing was written, or it is committed after all
             if self._remover is None:
-                path.rmtree()
+                for error in store_of(path).remove_tree(path):
+                    raise error
             else:
                 self._remover.discard(name)
                 self._waits = True

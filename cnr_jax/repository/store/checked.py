@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import functools
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 # Has numpy know bfloat16 and float8 by name.
@@ -27,16 +26,17 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, FileDigest
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.causes import errno_of
-from cnr_jax.repository.files import (
+from cnr_jax.repository.store import (
     AnyPath,
     digest_file,
     digest_of,
     exists,
     is_directory,
-    is_local,
-    mode_of,
     names_in,
+    read_all,
+    read_end,
     size_of,
+    store_of,
 )
 from cnr_jax.texts import count_of
 
@@ -112,7 +112,7 @@ def reading(path: AnyPath) -> Iterator[None]:
     """
     with accessing(path):
         # Opening a pipe, say, would wait for ever.
-        if is_local(path) and not stat.S_ISREG(os.stat(os.fspath(path)).st_mode):
+        if not store_of(path).is_file(path):
             raise damage(path, "is not a file")
         yield
 
@@ -137,8 +137,7 @@ def refuse_pipe(path: AnyPath) -> None:
         IntegrityError: if it is a pipe, a socket or a device.
         OSError: if the storage does not say.
     """
-    mode = mode_of(path) if is_local(path) else None
-    if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if store_of(path).is_special(path):
         raise damage(path, "is not a file")
 
 
@@ -160,7 +159,7 @@ def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
     """
     path = directory / expected.path
     with reading(path):
-        data = path.read_bytes()
+        data = read_all(path)
     _check_digest(digest_of(expected.path, data), expected, path)
     return data
 
@@ -220,7 +219,7 @@ def unnamed_files(
         is_known = path in parents or (enters is not None and enters(path))
         try:
             with accessing(entry):
-                linked = is_local(entry) and os.path.islink(os.fspath(entry))
+                linked = store_of(entry).is_link(entry)
                 if is_directory(entry) and (is_known or not (enters or linked)):
                     left += [f"{path}/{name}" for name in names_in(entry)]
                 elif linked or exists(entry):
@@ -331,19 +330,14 @@ def _refuse_mistakable(item: AnyPath, named: Sequence[FileDigest]) -> None:
 
 
 def _state(path: AnyPath) -> tuple[int, ...] | None:
-    """Changes when a local file is written or replaced; None where that cannot be seen.
-
-    The time of the last change of its inode is left out: a backup that links the file sets it.
+    """Changes when a file is written or replaced; None where that cannot be seen.
 
     Raises:
         IntegrityError: if it is missing.
         OSError: if it cannot be seen: that says nothing about the file.
     """
-    if not is_local(path):
-        return None
     with accessing(path):
-        found = os.stat(os.fspath(path))
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return store_of(path).state_of(path)
 
 
 def _check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
@@ -415,8 +409,8 @@ def stored_crc32c(path: AnyPath, chunk: int) -> int:
         IntegrityError: if the file is missing or too short to hold one.
     """
     file = path / "c" / str(chunk)
-    with reading(file), file.open("rb") as stream:
-        if stream.seek(0, os.SEEK_END) < 4:
-            raise damage(file, "is cut short")
-        stream.seek(-4, os.SEEK_END)
-        return int.from_bytes(stream.read(4), "little")
+    with reading(file):
+        end = read_end(file, 4)
+    if len(end) < 4:
+        raise damage(file, "is cut short")
+    return int.from_bytes(end, "little")

@@ -21,7 +21,8 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.tiles import ArrayEntry, Compressed
-from cnr_jax.repository.checked import (
+from cnr_jax.repository.store import AnyPath, can, read_all, size_of, store_of
+from cnr_jax.repository.store.checked import (
     check_chunk_file,
     damage,
     file_bytes,
@@ -30,7 +31,6 @@ from cnr_jax.repository.checked import (
     numpy_dtype,
     stored_crc32c,
 )
-from cnr_jax.repository.files import AnyPath, is_local, size_of
 
 # Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
 CHUNK_BYTES = 16 << 20
@@ -82,15 +82,6 @@ def spec_of(
     Raises:
         OptionError: if it does not take the path.
     """
-    where = os.fspath(path)
-    if any("\ud800" <= letter <= "\udfff" for letter in where):
-        raise errors.OptionError(
-            f"{where!r} holds no arrays: TensorStore takes only paths of UTF-8\n"
-            "  hint: rename the folder that is called so"
-        )
-    store: str | dict[str, str] = where if where.endswith("/") else f"{where}/"
-    if is_local(path):
-        store = {"driver": "file", "path": f"{os.path.abspath(where)}/"}
     grid = {"name": "regular", "configuration": {"chunk_shape": [chunk]}}
     metadata = {
         "shape": [length],
@@ -106,7 +97,7 @@ def spec_of(
     }
     return {
         "driver": "zarr3",
-        "kvstore": store,
+        "kvstore": store_of(path).kvstore(path),
         "metadata": metadata,
         # A missing chunk is an error, never a chunk of zeros; so zeros must be written.
         "fill_missing_data_reads": False,
@@ -243,7 +234,7 @@ class ArrayWriter:
         self._store, self._buffer = None, np.empty(0, self._item)
 
     def _describe(self) -> ArrayEntry:
-        metadata = (self._path / "zarr.json").read_bytes()
+        metadata = read_all(self._path / "zarr.json")
         chunks = range(-(-self._written // self._chunk))
         compressed = None
         if self._compression is not None:
@@ -409,7 +400,7 @@ class ArrayReader:
                 # Elsewhere it would be a request for each chunk; large ones alone can promise
                 # more than a manifest has room for, as each takes some bytes of it.
                 nbytes = size * self._dtype.itemsize
-                if is_local(self._path) or nbytes > 4 * CHUNK_BYTES:
+                if can(self._path).cheap_looks or nbytes > 4 * CHUNK_BYTES:
                     check_chunk_file(self._path, self._entry, chunk)
                 self._stored.add(chunk)
 

@@ -1,0 +1,250 @@
+"""Files of roots on any storage: what is there, digests, and the order in which they are durable.
+
+Below a root all that looks at files, or writes, renames and removes them, does it by these
+functions, or by those of the store of a path.
+
+Writers of rows and manifests sync what they write. Orbax syncs nothing: neither its own files, nor
+directories it renames, nor the root. What is missing is done here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+from cnr_jax import errors
+from cnr_jax.format.manifest import FileDigest
+from cnr_jax.repository.store.base import AnyPath as AnyPath
+from cnr_jax.repository.store.base import Capabilities as Capabilities
+from cnr_jax.repository.store.base import FileLock as FileLock
+from cnr_jax.repository.store.base import Store as Store
+from cnr_jax.repository.store.local import LocalStore
+from cnr_jax.repository.store.objects import ObjectStore
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+_LOCAL = LocalStore()
+_STORES: dict[str, Store] = {"gs": ObjectStore("gs", "gcsfs")}
+
+
+def store_of(path: AnyPath) -> Store:
+    """The store that a path is in.
+
+    Example:
+        >>> from etils import epath
+        >>> store_of(epath.Path("/ckpt/run")).can.renames
+        True
+        >>> store_of(epath.Path("gs://bucket/run")).can.renames
+        False
+    """
+    scheme, found, _ = os.fspath(path).partition("://")
+    return _STORES.get(scheme, _STORES["gs"]) if found else _LOCAL
+
+
+def can(path: AnyPath) -> Capabilities:
+    """What the store that a path is in can do."""
+    return store_of(path).can
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether something is there; links are followed.
+
+    Raises:
+        OSError: if that cannot be seen.
+
+    Example:
+        >>> from pathlib import Path
+        >>> exists(Path("/")), exists(Path("/no such folder/file"))
+        (True, False)
+    """
+    return store_of(path).exists(path)
+
+
+def is_directory(path: AnyPath) -> bool:
+    """Whether a directory is there; links are followed.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    return store_of(path).is_directory(path)
+
+
+def is_named(path: AnyPath) -> bool:
+    """Whether there is something of this name, be it a link that leads nowhere.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    return store_of(path).is_named(path)
+
+
+def is_gone(path: AnyPath) -> bool:
+    """Whether a path is seen, at no cost, to lead to nothing, not even a link; False in doubt."""
+    try:
+        return can(path).cheap_looks and not is_named(path)
+    except OSError:
+        return False
+
+
+def names_in(folder: AnyPath) -> list[str]:
+    """Names of all that lies in a folder of a root, sorted; none where it is gone, or no folder.
+
+    A run may be saving in the root: whatever is seen there may be removed before it is listed.
+
+    Raises:
+        OSError: if it cannot be listed, though it is there.
+    """
+    return store_of(folder).names_in(folder)
+
+
+def size_of(path: AnyPath) -> int:
+    """Bytes of a file."""
+    return store_of(path).size_of(path)
+
+
+def read_small(path: AnyPath, limit_bytes: int) -> bytes:
+    """The contents of a file that no digest vouches for.
+
+    Whatever is in its place, this neither waits for ever nor fills the memory.
+
+    Raises:
+        FormatError: if it is no file, such as a pipe or a device, or has more than
+            `limit_bytes`.
+        OSError: if it is not there or cannot be read.
+    """
+    with store_of(path).open_file(path) as stream:
+        data = stream.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        where = os.fspath(path)
+        raise errors.FormatError(
+            f"{where} is too large: more than {limit_bytes:,} bytes", path=where
+        )
+    return data
+
+
+def read_all(path: AnyPath) -> bytes:
+    """The contents of a file."""
+    with path.open("rb") as stream:
+        return stream.read()
+
+
+def read_end(path: AnyPath, count: int) -> bytes:
+    """The last bytes of a file, or all of it if there are fewer."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - count))
+        return stream.read()
+
+
+def write_durably(path: AnyPath, data: bytes) -> FileDigest:
+    """Writes a file so that it survives a power cut once its directory is synced.
+
+    Returns:
+        Its digest, with the file's name as path.
+    """
+    store_of(path).write(path, data, replaces=False)
+    return digest_of(path.name, data)
+
+
+def replace_durably(path: AnyPath, data: bytes) -> None:
+    """Writes a file that is there whole or as it was before, whatever happens meanwhile."""
+    store_of(path).write(path, data, replaces=True)
+
+
+def sync_directory(path: AnyPath) -> None:
+    """Makes the entries of a directory durable."""
+    store_of(path).sync_directory(path)
+
+
+def syncs_directories(path: AnyPath) -> bool:
+    """Whether folders can be synced where a folder is, or will be made."""
+    return store_of(path).syncs_directories(path)
+
+
+def locks_files(path: AnyPath) -> bool:
+    """Whether programs can lock files where a folder is, or will be made."""
+    return store_of(path).locks_files(path)
+
+
+def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
+    """Makes files below a directory durable, and the folders below it that name them."""
+    store = store_of(directory)
+    for path in paths:
+        store.sync_file(directory / path)
+    parts = [path.split("/") for path in paths]
+    folders = {"/".join(each[:i]) for each in parts for i in range(1, len(each))}
+    for folder in sorted(folders, reverse=True):
+        store.sync_directory(directory / folder)
+
+
+def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
+    """Makes all that is below a directory durable; or the files right in it alone."""
+    store_of(directory).sync_tree(directory, deep=deep)
+
+
+def sync_step(directory: AnyPath, item: str) -> None:
+    """Makes all of a step durable before it is renamed to its final name.
+
+    Args:
+        directory: of the step, under its temporary name.
+        item: that holds our checkpoint. Its arrays and its dense part are durable already, of
+            its directory only what Orbax has added is synced.
+    """
+    store = store_of(directory)
+    if not can(directory).renames:
+        return
+    for name in store.names_in(directory):
+        path = directory / name
+        if name == item:
+            store.sync_tree(path, deep=False)
+        elif store.is_directory(path):
+            store.sync_tree(path)
+    store.sync_tree(directory, deep=False)
+
+
+def missing_directories(root: AnyPath) -> list[AnyPath]:
+    """Which of a root and the directories above it do not exist yet, the root first."""
+    found: list[AnyPath] = []
+    path, store = root, store_of(root)
+    while (
+        can(root).renames and not store.exists(path) and path.parent.name != path.name
+    ):
+        found.append(path)
+        path = path.parent
+    return found
+
+
+def sync_made(made: Sequence[AnyPath]) -> None:
+    """Makes directories durable that did not exist before, as `missing_directories` found."""
+    for path in made:
+        if exists(path):
+            try:
+                sync_directory(path.parent)
+            except PermissionError as error:
+                # Making a directory takes no right to read the one it is in.
+                _log.warning("that %s was made may not be durable: %s", path, error)
+
+
+def make_root(root: AnyPath) -> None:
+    """Makes a root, and the folders above it, durably; nothing where it is there."""
+    made = missing_directories(root)
+    store_of(root).make_folder(root)
+    sync_made(made)
+
+
+def digest_of(path: str, data: bytes) -> FileDigest:
+    """Size and SHA-256 of `data`."""
+    return FileDigest(
+        path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+def digest_file(file: AnyPath, path: str) -> FileDigest:
+    """Streams a file of any size through SHA-256, 1 MiB at a time; `path` names it."""
+    digest, size = hashlib.sha256(), 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return FileDigest(path=path, bytes=size, sha256=digest.hexdigest())
