@@ -319,8 +319,8 @@ def test_training_is_paired_by_seed_and_leaves_the_state_alone(
         state,
         tables,
         evaluate,
-        better="higher",
-        within=1.0,
+        better={"sum": "higher", "w": "higher"},
+        within={"sum": 1.0, "w": 1.0},
         bits=[2, "raw"],
         seeds=4,
         options=QUICK,
@@ -432,8 +432,9 @@ def test_what_options_give_for_one_table_is_its_own_at_every_width() -> None:
     def evaluate(given: Any) -> dict[str, float]:
         return {n: len(np.unique(np.asarray(given[n])[0])) for n in "abcd"}
 
+    ways: dict[str, Any] = dict.fromkeys("abcd", "higher")
     found = cnr.try_bits(
-        state, tables, evaluate, better="higher", bits=[2, 4, "raw"], options=options
+        state, tables, evaluate, better=ways, bits=[2, 4, "raw"], options=options
     )
     levels = {each.bits: each.metrics for each in found.widths}
     for bits, d in ((2, 4), (4, DIM), ("raw", DIM)):

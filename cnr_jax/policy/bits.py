@@ -171,9 +171,9 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
         >>> older_bits({2: 0.25, 3: 1e-4, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
         (3, None)
     """
-    known = [(bits, error) for bits, error in sorted(errors.items()) if error]
+    known = [(bits, e) for bits, e in sorted(errors.items()) if e is not None]
     for (bits, error), (_, wider) in itertools.pairwise(known):
-        if error <= wider:
+        if error <= wider and wider > 0:
             return bits
     return None
 

@@ -31,14 +31,15 @@ from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,
-    digest_file,
     digest_of,
+    digests_of,
     exists,
+    is_directory,
+    names_in,
     read_all,
+    store_of,
     sync_directory,
-    sync_files,
     sync_step,
-    sync_tree,
     write_durably,
 )
 from cnr_jax.repository.store.checked import (
@@ -176,8 +177,9 @@ def sync_committed(place: Place, *, whole: bool) -> None:
     if whole:
         sync_step(path, place.item)
     else:
-        # What Orbax writes right before it renames the step.
-        sync_tree(path, deep=False)
+        # What Orbax writes right before it renames the step lies right in its folder.
+        items = [name for name in names_in(path) if is_directory(path / name)]
+        store_of(path).sync_tree(path, but=items)
     sync_directory(place.root)
 
 
@@ -217,9 +219,7 @@ def _sync_dense(directory: AnyPath) -> tuple[FileDigest, ...]:
     Other files may lie there too, such as those of a desktop: named, each would be missed once
     it is gone.
     """
-    files = mistakable_files(directory)
-    sync_files(directory, files)
-    return tuple(digest_file(directory / path, path) for path in files)
+    return digests_of(directory, mistakable_files(directory))
 
 
 def _totals(

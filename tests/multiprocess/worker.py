@@ -448,7 +448,7 @@ def tried(run: Run) -> str:
         run.state,
         run.tables,
         far,
-        better="lower",
+        better={"user": "lower", "item": "lower"},
         bits=[2, "raw"],
         seeds=2,
         options=cnr.Options(codec="asymmetric", rounding="dithered"),

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest
 from cnr_jax.repository.store.base import AnyPath as AnyPath
 from cnr_jax.repository.store.base import Capabilities as Capabilities
@@ -167,8 +168,8 @@ def locks_files(path: AnyPath) -> bool:
     return store_of(path).locks_files(path)
 
 
-def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
-    """Makes files below a directory durable, and the folders below it that name them."""
+def digests_of(directory: AnyPath, paths: Sequence[str]) -> tuple[FileDigest, ...]:
+    """Digests of files below a directory, which are durable then, as are their names."""
     store = store_of(directory)
     for path in paths:
         store.sync_file(directory / path)
@@ -176,11 +177,12 @@ def sync_files(directory: AnyPath, paths: Sequence[str]) -> None:
     folders = {"/".join(each[:i]) for each in parts for i in range(1, len(each))}
     for folder in sorted(folders, reverse=True):
         store.sync_directory(directory / folder)
+    return tuple(digest_file(directory / path, path) for path in paths)
 
 
-def sync_tree(directory: AnyPath, *, deep: bool = True) -> None:
-    """Makes all that is below a directory durable; or the files right in it alone."""
-    store_of(directory).sync_tree(directory, deep=deep)
+def sync_tree(directory: AnyPath) -> None:
+    """Makes all that is below a directory durable."""
+    store_of(directory).sync_tree(directory)
 
 
 def sync_step(directory: AnyPath, item: str) -> None:
@@ -194,13 +196,12 @@ def sync_step(directory: AnyPath, item: str) -> None:
     store = store_of(directory)
     if not can(directory).renames:
         return
-    for name in store.names_in(directory):
-        path = directory / name
-        if name == item:
-            store.sync_tree(path, deep=False)
-        elif store.is_directory(path):
-            store.sync_tree(path)
-    store.sync_tree(directory, deep=False)
+    # What a save has written into its item was synced before; Orbax may have added something.
+    held = store.names_in(directory / item)
+    synced = [name for name in held if names.is_own(name) or name == names.DENSE]
+    if len(synced) < len(held):
+        store.sync_tree(directory / item, but=synced)
+    store.sync_tree(directory, but=[item])
 
 
 def missing_directories(root: AnyPath) -> list[AnyPath]:
@@ -229,7 +230,8 @@ def sync_made(made: Sequence[AnyPath]) -> None:
 def make_root(root: AnyPath) -> None:
     """Makes a root, and the folders above it, durably; nothing where it is there."""
     made = missing_directories(root)
-    store_of(root).make_folder(root)
+    if made or not can(root).renames:
+        store_of(root).make_folder(root)
     sync_made(made)
 
 

@@ -203,8 +203,8 @@ class Store(Protocol):
         """Makes the names in a folder durable."""
         ...
 
-    def sync_tree(self, folder: AnyPath, *, deep: bool = True) -> None:
-        """Makes all that is below a folder durable; or the files right in it alone.
+    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
+        """Makes all that is below a folder durable, but what is called so right in it.
 
         Others may have put something there: links and what else is no file are left out, what is
         gone by now, and what this program may not open, since it has not written it.

@@ -15,7 +15,11 @@ from typing import Any, BinaryIO
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store.base import AnyPath, Capabilities, naming
+from cnr_jax.repository.store.base import (
+    AnyPath,
+    Capabilities,
+    naming,
+)
 from cnr_jax.texts import logger
 
 try:
@@ -237,16 +241,15 @@ class LocalStore:
                 )
             _syncs[device] = False
 
-    def sync_tree(self, folder: AnyPath, *, deep: bool = True) -> None:
-        for name in self.names_in(folder):
-            entry = folder / name
+    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
+        for entry in (folder / n for n in self.names_in(folder) if n not in but):
             mode = _mode_of(entry, follow=False) or 0
             if not os.access(entry, os.R_OK):
                 continue
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISREG(mode):
                     self.sync_file(entry)
-                elif stat.S_ISDIR(mode) and deep:
+                elif stat.S_ISDIR(mode):
                     self.sync_tree(entry)
         self.sync_directory(folder)
 

@@ -126,7 +126,7 @@ class ObjectStore:
     def sync_directory(self, path: AnyPath) -> None:
         pass
 
-    def sync_tree(self, folder: AnyPath, *, deep: bool = True) -> None:
+    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
         pass
 
     def syncs_directories(self, path: AnyPath) -> bool:
