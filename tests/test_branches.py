@@ -139,7 +139,7 @@ def test_with_two_full_ones_no_single_file_takes_all_steps(
     tiny_run: Any, opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, root = tiny_run(), tmp_path / "root"
-    caplog.set_level(logging.INFO, "cnr_jax.repository.lineage.retention")
+    caplog.set_level(logging.INFO, "cnr_jax.repository.index.retention")
     manager = opened(run, policy=cnr.OneShot(), max_to_keep=1, min_fulls=2)
     run.run(manager, range(1, 7))
     kinds = {each.step: each.kind for each in cnr.describe(root).steps}
@@ -193,7 +193,7 @@ def test_the_first_deletion_says_what_the_steps_that_stay_are_worth(
     tiny_run: Any, opened: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tiny_run()
-    caplog.set_level(logging.INFO, "cnr_jax.repository.lineage.retention")
+    caplog.set_level(logging.INFO, "cnr_jax.repository.index.retention")
     manager = opened(run, policy=cnr.OneShot(), max_to_keep=2)
     run.run(manager, range(1, 6))
     (said,) = (r.getMessage() for r in caplog.records if "from now on" in r.message)

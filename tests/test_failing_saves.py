@@ -36,7 +36,7 @@ from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.repository import rows_writer
-from cnr_jax.repository.lineage import planner
+from cnr_jax.repository.index import planner
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk, Stage

@@ -66,7 +66,7 @@ PLAIN = (
     "dtypes",
     "items",
     "layout",
-    "lineage",
+    "index",
     "metrics",
     "orbax_steps",
     "step",

@@ -19,9 +19,9 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.options import with_retention
+from cnr_jax.repository.index.ledger import Entry
+from cnr_jax.repository.index.retention import ChainPreservation
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.ledger import Entry
-from cnr_jax.repository.lineage.retention import ChainPreservation
 from cnr_jax.repository.step_reader import open_chain
 
 from .conftest import each_of

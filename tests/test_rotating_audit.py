@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.index import suspects
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault

@@ -15,6 +15,9 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
+from cnr_jax.repository.index.entries import Entry, branch_of
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import blockers
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
@@ -26,9 +29,6 @@ from cnr_jax.repository.layout import (
     naming_hint,
     step_directories,
 )
-from cnr_jax.repository.lineage.entries import Entry, branch_of
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.retention import blockers
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import deleted_step, read_step
 from cnr_jax.repository.store import (

@@ -16,8 +16,8 @@ from cnr_jax.repository.description import (
     aligned,
     amount,
 )
+from cnr_jax.repository.index.entries import records
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.lineage.entries import records
 from cnr_jax.repository.step import read_step
 from cnr_jax.texts import count_of
 

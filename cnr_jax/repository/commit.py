@@ -26,8 +26,8 @@ from cnr_jax.format.manifest import (
     joined_motion,
 )
 from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
+from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,

@@ -20,6 +20,7 @@ from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
 )
+from cnr_jax.repository.index import suspects
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
@@ -27,7 +28,6 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.lineage import suspects
 from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import (
     held_tables,

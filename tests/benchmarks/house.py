@@ -42,7 +42,7 @@ PACKAGE = Path(cnr.__file__).parent
 
 # Code that follows parents from a step to the full checkpoint below it.
 CHAIN_WALKERS = (
-    ("repository/lineage/entries.py", "derive"),
+    ("repository/index/entries.py", "derive"),
     ("repository/describe.py", "_obstacles"),
     ("repository/upkeep/verify.py", "_Item._parent_problems"),
     ("repository/step.py", "resolve_chain"),
@@ -60,7 +60,7 @@ KIND_TELLERS = (
     ("repository/orbax_steps.py", "saved_by"),
     ("repository/step.py", "is_same_step"),
     ("repository/describe.py", "_look"),
-    ("repository/lineage/ledger.py", "Ledger.read"),
+    ("repository/index/ledger.py", "Ledger.read"),
     ("repository/upkeep/verify.py", "_unknown"),
     ("checkpointer/listing.py", "Listing.find_state"),
 )
@@ -70,18 +70,18 @@ STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/orbax_compat/seams.py", "OrbaxSeams"): ("_commit", "_end"),
     ("checkpointer/saving/ending.py", "Ending"): ("_launching", "_is_stale"),
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
-    ("repository/lineage/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
+    ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),
-    ("repository/lineage/planner.py", "Plan"): ("committed",),
+    ("repository/index/planner.py", "Plan"): ("committed",),
     ("checkpointer/tracking/tracker.py", "Tracker"): ("_last", "_prints"),
     ("checkpointer/multihost.py", "Barriers"): ("_save", "_next"),
     ("rows/gather/host.py", "Buffers"): ("_idle",),
 }
 # Types of which one is made for each save, to describe it.
 TYPES_OF_A_SAVE = (
-    ("repository/lineage/planner.py", "Request"),
-    ("repository/lineage/runs.py", "Origin"),
-    ("repository/lineage/planner.py", "Plan"),
+    ("repository/index/planner.py", "Request"),
+    ("repository/index/runs.py", "Origin"),
+    ("repository/index/planner.py", "Plan"),
     ("repository/commit.py", "Facts"),
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),

@@ -17,7 +17,7 @@ from worker import Faults, Run, refused
 
 import cnr_jax as cnr
 import cnr_jax.handler
-from cnr_jax.repository.lineage import suspects
+from cnr_jax.repository.index import suspects
 from cnr_jax.repository.upkeep.claim import Claim
 from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.testing import inprocess

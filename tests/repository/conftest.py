@@ -16,8 +16,8 @@ from cnr_jax.format.manifest import (
     TableEntry,
     Totals,
 )
-from cnr_jax.repository.lineage.entries import Entry, entry_of
-from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.index.entries import Entry, entry_of
+from cnr_jax.repository.index.ledger import Ledger
 
 
 def table(rows: int = 8) -> TableEntry:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef, dump
+from cnr_jax.repository.index.entries import Entry, entry_of, named, order
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import ChainPreservation, blockers
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry, entry_of, named, order
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.retention import ChainPreservation, blockers
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 from .conftest import make_manifest

@@ -10,8 +10,8 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format.manifest import HistoryEntry, bounded_history
 from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
-from cnr_jax.repository.lineage.entries import Entry, records
-from cnr_jax.repository.lineage.planner import Plan, Planner, Request
+from cnr_jax.repository.index.entries import Entry, records
+from cnr_jax.repository.index.planner import Plan, Planner, Request
 
 from ..conftest import each_of
 

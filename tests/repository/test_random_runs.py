@@ -17,11 +17,11 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.policy import Consecutive, Full, OneShot
-from cnr_jax.repository.lineage.entries import Entry, branch_of, entry_of
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Planner, Request
-from cnr_jax.repository.lineage.retention import ChainPreservation
-from cnr_jax.repository.lineage.runs import Origin, RestoredRun
+from cnr_jax.repository.index.entries import Entry, branch_of, entry_of
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.planner import Planner, Request
+from cnr_jax.repository.index.retention import ChainPreservation
+from cnr_jax.repository.index.runs import Origin, RestoredRun
 
 from .conftest import make_manifest, table
 

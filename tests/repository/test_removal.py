@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cnr_jax.format import names
+from cnr_jax.repository.index.retention import children_first
 from cnr_jax.repository.layout import step_directories
-from cnr_jax.repository.lineage.retention import children_first
 from cnr_jax.repository.upkeep.removal import Remover
 
 

@@ -34,10 +34,10 @@ from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.names import step_number
+from cnr_jax.repository.index.entries import Entry, orbax_entry
+from cnr_jax.repository.index.planner import Planner
+from cnr_jax.repository.index.runs import note_restored
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry, orbax_entry
-from cnr_jax.repository.lineage.planner import Planner
-from cnr_jax.repository.lineage.runs import note_restored
 from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.replay.leaves import abstract_of
 from cnr_jax.repository.store.checked import kind_of, means_damage, numpy_dtype

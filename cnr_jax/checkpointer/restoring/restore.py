@@ -36,11 +36,11 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.encodings import EncodingEntry, encoding_told
 from cnr_jax.format.manifest import TableEntry
+from cnr_jax.repository.index.entries import entry_of, order
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.planner import Planner
+from cnr_jax.repository.index.runs import note_restored
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import entry_of, order
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Planner
-from cnr_jax.repository.lineage.runs import note_restored
 from cnr_jax.repository.replay.leaves import (
     restore_leaves,
     restore_stamps,

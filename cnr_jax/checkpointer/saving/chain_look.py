@@ -14,9 +14,9 @@ from typing import TypeGuard
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.lineage.entries import Entry, entry_of, full_ones
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.index.entries import Entry, entry_of, full_ones
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 

@@ -23,9 +23,9 @@ from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import sync_committed, sync_uncommitted
-from cnr_jax.repository.lineage.gaps import Gap
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.retention import children_first
+from cnr_jax.repository.index.gaps import Gap
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import children_first
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.touched import Touched

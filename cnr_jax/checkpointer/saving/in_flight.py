@@ -16,10 +16,10 @@ from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.names import step_number
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.commit import Facts
+from cnr_jax.repository.index.entries import Entry
+from cnr_jax.repository.index.gaps import Gap
+from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry
-from cnr_jax.repository.lineage.gaps import Gap
-from cnr_jax.repository.lineage.planner import Plan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store.checked import means_damage

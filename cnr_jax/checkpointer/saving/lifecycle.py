@@ -22,8 +22,8 @@ from cnr_jax.checkpointer.saving.reporting import (
 )
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.options import Options
-from cnr_jax.repository.lineage.entries import Entry
-from cnr_jax.repository.lineage.planner import Planner
+from cnr_jax.repository.index.entries import Entry
+from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger

@@ -21,11 +21,11 @@ from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told
 from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
+from cnr_jax.repository.index import suspects
+from cnr_jax.repository.index.entries import Entry, entry_of
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.planner import Plan, Planner, Request
 from cnr_jax.repository.layout import check_is_free
-from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry, entry_of
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan, Planner, Request
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter

@@ -24,7 +24,7 @@ from cnr_jax.policy.bits import (
     small_tables,
     width_told,
 )
-from cnr_jax.repository.lineage.planner import Plan
+from cnr_jax.repository.index.planner import Plan
 from cnr_jax.rows.codecs import bytes_of
 from cnr_jax.state.table import Tables
 from cnr_jax.texts import logger

@@ -16,9 +16,9 @@ from cnr_jax.format.names import (
     is_replacing,
     step_number,
 )
+from cnr_jax.repository.index import suspects
+from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.layout import Place, beside
-from cnr_jax.repository.lineage import suspects
-from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import (

@@ -14,6 +14,8 @@ from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import children_first, kept_steps
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
@@ -22,8 +24,6 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.retention import children_first, kept_steps
 from cnr_jax.repository.orbax_steps import saved_by, way_on
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import (

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from cnr_jax.format import names
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.layout import beside
-from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.store import (
     AnyPath,
     exists,

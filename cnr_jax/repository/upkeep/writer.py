@@ -8,11 +8,11 @@ from collections.abc import Callable
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.names import final_name
+from cnr_jax.repository.index.gaps import Gaps
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.suspects import forget_gone
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.gaps import Gaps
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.planner import Plan
-from cnr_jax.repository.lineage.suspects import forget_gone
 from cnr_jax.repository.store import (
     AnyPath,
     can,

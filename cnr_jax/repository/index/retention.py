@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.lineage.entries import Entry, branch_of, order, parent_of
-from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.index.entries import Entry, branch_of, order, parent_of
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.texts import logger
 
 _log = logger(__name__)

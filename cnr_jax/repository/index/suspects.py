@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.lineage.entries import Entry
-from cnr_jax.repository.lineage.ledger import Ledger
+from cnr_jax.repository.index.entries import Entry
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.store import AnyPath, read_small, replace_durably
 from cnr_jax.texts import logger
 

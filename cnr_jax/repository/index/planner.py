@@ -26,7 +26,7 @@ from cnr_jax.format.manifest import (
 from cnr_jax.integers import LARGEST
 from cnr_jax.policy import Decision, Policy
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
-from cnr_jax.repository.lineage.entries import (
+from cnr_jax.repository.index.entries import (
     Branch,
     Entry,
     forks_of_next,
@@ -34,8 +34,8 @@ from cnr_jax.repository.lineage.entries import (
     named,
     records,
 )
-from cnr_jax.repository.lineage.ledger import Ledger
-from cnr_jax.repository.lineage.runs import Origin, Runs
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.runs import Origin, Runs
 from cnr_jax.texts import logger
 
 _log = logger(__name__)

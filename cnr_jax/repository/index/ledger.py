@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
-from cnr_jax.repository.layout import (
-    Place,
-    is_checkpoint,
-    is_foreign,
-    is_of_others,
-    step_directories,
-)
-from cnr_jax.repository.lineage.entries import (
+from cnr_jax.repository.index.entries import (
     NOWHERE,
     Derived,
     Entry,
@@ -30,6 +23,13 @@ from cnr_jax.repository.lineage.entries import (
     orbax_entry,
     order,
     parent_of,
+)
+from cnr_jax.repository.layout import (
+    Place,
+    is_checkpoint,
+    is_foreign,
+    is_of_others,
+    step_directories,
 )
 from cnr_jax.repository.orbax_steps import orbax_step, saved_by
 from cnr_jax.repository.step import read_committed, read_step, without_collections

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
+from cnr_jax.repository.index.entries import Entry, order
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.layout import hint_of_names
-from cnr_jax.repository.lineage.entries import Entry, order
-from cnr_jax.repository.lineage.ledger import Ledger
 from cnr_jax.repository.store import AnyPath, store_of
 from cnr_jax.texts import logger
 

@@ -16,8 +16,8 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.lineage.entries import Entry
 from cnr_jax.repository.step import read_processes, read_step
 from cnr_jax.repository.store import size_of, store_of
 from cnr_jax.repository.store.checked import check_size, file_bytes, means_damage
