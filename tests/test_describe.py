@@ -227,7 +227,7 @@ def test_chains_that_lead_nowhere(root: Path, tiny_run: Any) -> None:
     shutil.rmtree(root / "1")
     assert problems(root) == {
         2: "its parent 1 is missing",
-        3: "it rests on 2, which cannot be restored",
+        3: "it rests on 2, which cannot be restored: its parent 1 is missing",
     }
     shutil.copytree(other / "1", root / "1")
     assert problems(root)[2] == "1 is not the parent it was saved with"

@@ -15,7 +15,7 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.index.entries import Entry, branch_of
+from cnr_jax.repository.index.entries import branch_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import blockers
 from cnr_jax.repository.items import find_item
@@ -126,7 +126,7 @@ class Listing:
             with as_root_errors(self._root):
                 sync_made(made)
                 report(self._root, find_leftovers(self._root, self._ending.ledger))
-            listed = self._restorable()
+            listed = self._asked_again().newest()
             hint = "" if listed else naming_hint(self._root, self._writer.is_step)
             if hint:
                 _log.warning("%s has no step that is listed;%s", self._root, hint[1:])
@@ -184,18 +184,18 @@ class Listing:
         Raises:
             OSError: if there is none, but a step that storage does not give out.
         """
-        restorable = self._restorable()
-        if restorable:
-            return restorable[-1].step
-        ledger = self._ending.ledger
+        ledger = self._asked_again()
+        if (entry := ledger.newest()) is not None:
+            return entry.step
         for directory in sorted(ledger.withheld):
             read_step(self._root, directory, str(self.item))
         return None
 
     def steps(self) -> list[int]:
         """Steps of the newest branch that can be restored, in order."""
-        found = self._restorable()
-        return sorted({e.step for e in branch_of(found[-1], found)}) if found else []
+        ledger = self._asked_again()
+        newest, found = ledger.newest(), ledger.restorable()
+        return sorted({e.step for e in branch_of(newest, found)}) if newest else []
 
     def best_step(self) -> int | None:
         """The best of these steps by metrics; the newest where steps are not ranked."""
@@ -205,17 +205,17 @@ class Listing:
         found = [step for step in self._orbax.ranked_steps() if step in restorable]
         return found[-1] if found else None
 
-    def _restorable(self) -> list[Entry]:
-        """Steps that can be restored, newest last; storage is asked again what it withheld."""
+    def _asked_again(self) -> Ledger:
+        """What is known of the steps, once storage was asked again what it withheld."""
         self._ending.settle()
         ledger = self._ending.ledger
         if not self._orbax.is_writing_here():
             for directory in sorted(ledger.withheld):
                 ledger.read(self._root, directory, str(self.item))
-        # One failure to read what all steps rest on must not make the root look empty.
-        return ledger.restorable() or (
-            ledger.restorable() if ledger.take_back_unread() else []
-        )
+        if ledger.newest() is None:
+            # One failure to read what all steps rest on must not make the root look empty.
+            ledger.take_back_unread()
+        return ledger
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
         """What is wrong in the root; damaged steps are not listed any more."""
@@ -308,7 +308,9 @@ class Listing:
         if step in known or self.ledger.by_step(step) is not None:
             self.check_is_found(step)
             return deleted_step(self._root, step)
-        restorable = {entry.step for entry in self._restorable()} & set(known)
+        restorable = {entry.step for entry in self._asked_again().restorable()} & set(
+            known
+        )
         return errors.NoStepError(
             f"step {step} does not exist in {os.fspath(self._root)}\n"
             f"  steps: {_in_line(known)}\n"

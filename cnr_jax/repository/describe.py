@@ -21,6 +21,8 @@ from cnr_jax.repository.description import (
     StepDescription,
 )
 from cnr_jax.repository.index import suspects
+from cnr_jax.repository.index.chains import Chains
+from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
@@ -109,19 +111,23 @@ def describe(
     found = _look_at_all(plain, item, on_step)
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
-    obstacles = _obstacles(found)
+    chains = _chains(found)
     steps = [
         dataclasses.replace(
             each.step,
-            problem=_in_a_line(obstacles[name] or each.spoilt, plain),
-            may_lack_rows=each.manifest is not None
-            and (name, each.manifest.uuid) in lacking,
+            problem=_in_a_line(_obstacle(each, chains), plain),
+            may_lack_rows=each.entry is not None and (name, each.entry.uuid) in lacking,
         )
         for name, each in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
+    newest = chains.newest()
     return RootDescription(
-        root=os.fspath(path), item=item, steps=tuple(steps), **beside(plain)
+        root=os.fspath(path),
+        item=item,
+        steps=tuple(steps),
+        latest_step=newest.step if newest else None,
+        **beside(plain),
     )
 
 
@@ -151,15 +157,35 @@ class _Found:
 
     Attributes:
         step: described without what its parents mean for it.
-        manifest: None if there is none that can be read.
+        entry: None if there is no manifest that can be read.
         damage: why neither it nor what rests on it can be restored.
         spoilt: why it cannot be restored, though others can rest on it.
     """
 
     step: StepDescription
-    manifest: Manifest | None = None
+    entry: Entry | None = None
     damage: str = ""
     spoilt: str = ""
+
+
+def _chains(found: Mapping[str, _Found]) -> Chains:
+    """What the chains of steps come to."""
+    chains = Chains()
+    for name, each in found.items():
+        if each.entry is None:
+            chains.note_unreadable(name, each.damage or each.spoilt)
+            continue
+        chains.add(each.entry)
+        if each.damage or each.spoilt:
+            reason = each.damage or each.spoilt
+            chains.harm(name, reason, only_dense=not each.damage)
+    return chains
+
+
+def _obstacle(found: _Found, chains: Chains) -> str:
+    """Why a step cannot be restored; empty: it can."""
+    own = found.damage or found.spoilt
+    return own if found.entry is None else chains.obstacle(found.entry)
 
 
 def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
@@ -178,14 +204,14 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
         step = _described(directory, manifest, size_of(where / names.MANIFEST))
     except (errors.CnrError, OSError) as error:
         return _Found(step=unreadable, damage=str(error))
-    spoilt = ""
+    entry, spoilt = entry_of(directory, manifest), ""
     try:
         processes = read_processes(where, manifest)
         step = dataclasses.replace(step, tables=held_tables(manifest, processes))
         if can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
-        return _Found(step=step, manifest=manifest, damage=str(error))
+        return _Found(step=step, entry=entry, damage=str(error))
     try:
         check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
         if can(root).cheap_looks:
@@ -193,19 +219,25 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
             refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
         spoilt = str(error)
-    return _Found(step=step, manifest=manifest, spoilt=spoilt)
+    return _Found(step=step, entry=entry, spoilt=spoilt)
 
 
 def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
     """Forgets steps that somebody has removed since they were looked at."""
     # A parent goes after its children: until no more is found to be gone.
-    while gone := [
-        name
-        for name, obstacle in _obstacles(found).items()
-        if (obstacle or found[name].spoilt) and not is_directory(root / name)
-    ]:
+    while gone := _gone(root, found):
         for name in gone:
             del found[name]
+
+
+def _gone(root: AnyPath, found: Mapping[str, _Found]) -> list[str]:
+    """Steps that cannot be restored and are not there any more."""
+    chains = _chains(found)
+    return [
+        name
+        for name, each in found.items()
+        if _obstacle(each, chains) and not is_directory(root / name)
+    ]
 
 
 def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:
@@ -284,46 +316,6 @@ def _check_file(item: AnyPath, path: str, nbytes: int) -> None:
         is_right = False
     if not is_right:
         check_size(item / path, nbytes)
-
-
-def _obstacles(found: Mapping[str, _Found]) -> dict[str, str]:
-    """Why each step cannot be restored, as far as its chain tells; empty: it can."""
-    known: dict[str, str] = {}
-    for name in found:
-        path: list[str] = []
-        at: str | None = name
-        while at is not None and at in found and at not in known and at not in path:
-            path.append(at)
-            manifest = found[at].manifest
-            at = manifest.parent.directory if manifest and manifest.parent else None
-        # Parents first. In a circle, the parent of the first of these is not known yet.
-        for each in reversed(path):
-            known[each] = found[each].damage or _obstacle_above(each, found, known)
-    return known
-
-
-def _obstacle_above(
-    name: str, found: Mapping[str, _Found], known: Mapping[str, str]
-) -> str:
-    """What is wrong with the parent of a step."""
-    manifest = found[name].manifest
-    if manifest is None or manifest.parent is None:
-        return ""
-    parent = manifest.parent
-    above = found.get(parent.directory)
-    if above is None:
-        return f"its parent {parent.directory} is missing"
-    if above.manifest is None:
-        return f"its parent {parent.directory} cannot be read"
-    if above.manifest.uuid != parent.uuid:
-        return f"{parent.directory} is not the parent it was saved with"
-    if parent.directory not in known:
-        return "its parents lead in a circle"
-    if known[parent.directory]:
-        return f"it rests on {parent.directory}, which cannot be restored"
-    if above.manifest.tables != manifest.tables:
-        return f"its tables are not those of its parent {parent.directory}"
-    return ""
 
 
 def _in_a_line(text: str, root: AnyPath) -> str:

@@ -160,6 +160,7 @@ class RootDescription:
         earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
         unfinished: folders of saves that are being written, or were killed.
         removed: folders of removed steps of which files are left.
+        latest_step: the step that `restore(None)` would take; None: there is none.
     """
 
     root: str
@@ -169,13 +170,7 @@ class RootDescription:
     earlier_runs: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
-
-    @property
-    def latest_step(self) -> int | None:
-        """The step that `restore(None)` would take; None: there is none."""
-        whole = [each for each in self.steps if each.restorable]
-        newest = max(whole, key=lambda s: (s.generation, s.step), default=None)
-        return newest.step if newest else None
+    latest_step: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -185,8 +180,7 @@ class RootDescription:
     def asdict(self) -> dict[str, Any]:
         """All of it, and what follows from it, as values of JSON."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found["steps"] = [step.asdict() for step in self.steps]
-        return {**found, "latest_step": self.latest_step}
+        return {**found, "steps": [step.asdict() for step in self.steps]}
 
     def __str__(self) -> str:
         """The steps as a table, and what lies beside them."""

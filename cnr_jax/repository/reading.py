@@ -267,8 +267,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     if len(named) == 1:
         return Place(path, named[0], item)
     ledger = Ledger.load(path, item)
-    found = ledger.restorable() if step is None else [ledger.by_step(step)]
-    newest = found[-1] if found else None
+    newest = ledger.newest() if step is None else ledger.by_step(step)
     if newest is None:
         lines = [f"no step in {os.fspath(path)} can be read"]
         lines += [f"{name}: {why}" for name, why in sorted(ledger.unreadable.items())]

@@ -23,7 +23,7 @@ from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import Manifest, ParentRef, TableEntry, load
+from cnr_jax.format.manifest import Manifest, TableEntry, load
 from cnr_jax.format.tiles import (
     ProcessManifest,
     box_json,
@@ -238,101 +238,6 @@ def read_processes(
     tiles = (tile for process in found for tile in process.tiles)
     check_cover(manifest.tables, tiles, os.fspath(directory))
     return tuple(found)
-
-
-def resolve_chain(
-    root: AnyPath, directory: str, item: str
-) -> list[tuple[str, Manifest]]:
-    """The checkpoints to replay, the full one first and `directory` last.
-
-    Args:
-        root: holds the step directories.
-        directory: name of the step directory to restore.
-        item: name of the item in each step directory.
-
-    Returns:
-        The name of each step directory and its manifest.
-
-    Raises:
-        ParentMissingError: if a parent is not there or is another than the named one.
-        ChainError: if the parents lead in a circle.
-        IntegrityError: if the manifest of the step itself is missing or damaged.
-        ManifestError: if a manifest is damaged, or the tables of a chain differ.
-    """
-    chain = [(directory, read_step(root, directory, item))]
-    while (parent := chain[-1][1].parent) is not None:
-        manifest = _read_parent(root, item, parent, chain)
-        chain.append((parent.directory, manifest))
-    chain.reverse()
-    _check_tables(root, chain)
-    return chain
-
-
-def _read_parent(
-    root: AnyPath,
-    item: str,
-    parent: ParentRef,
-    chain: Sequence[tuple[str, Manifest]],
-) -> Manifest:
-    child, heir = chain[0][0], chain[-1][0]
-    if any(manifest.uuid == parent.uuid for _, manifest in chain):
-        raise errors.ChainError(
-            f"checkpoint {child} cannot be restored: its chain is a circle\n"
-            f"  chain: {_picture(chain, parent.directory, 'again')}",
-            kind="circle",
-            path=os.fspath(root / heir / item),
-        )
-    path = root / parent.directory
-    try:
-        # Of whatever step: which checkpoint it must be, its uuid says.
-        manifest = read_manifest(path / item)
-    except errors.IntegrityError as error:
-        if error.kind == "manifest_missing":
-            raise errors.ParentMissingError(
-                f"checkpoint {child} cannot be restored: its parent {parent.directory}"
-                f" is missing\n  chain: {_picture(chain, parent.directory, 'missing')}\n"
-                f"  hint: bring back {os.fspath(path)}, or restore another step",
-                path=os.fspath(path / item),
-            ) from error
-        raise
-    if manifest.uuid != parent.uuid:
-        raise errors.ParentMissingError(
-            f"checkpoint {child} cannot be restored: {parent.directory} is not the"
-            f" parent it was saved with\n  got uuid {manifest.uuid}, expected"
-            f" {parent.uuid}, as {names.MANIFEST} of {heir} says\n"
-            f"  chain: {_picture(chain, parent.directory, 'another run')}\n"
-            f"  hint: bring back the {parent.directory} that {heir} was saved on, or"
-            " restore another step",
-            kind="foreign_parent",
-            # The parent itself is as good as any: what names it is not.
-            path=os.fspath(root / heir / item),
-        )
-    return manifest
-
-
-def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str:
-    known = [f"{name} ({manifest.kind})" for name, manifest in chain]
-    return " <- ".join([f"{last} ({note})", *reversed(known)])
-
-
-def _check_tables(root: AnyPath, chain: Sequence[tuple[str, Manifest]]) -> None:
-    """A delta holds rows of the very tables of its parent: names, leaves and shapes."""
-    for (name, parent), (child_name, child) in itertools.pairwise(chain):
-        if parent.tables != child.tables:
-            raise errors.ManifestError(
-                f"checkpoints {name} and {child_name} are of one chain but hold"
-                " different tables",
-                [f"{name}: {_names(parent)}", f"{child_name}: {_names(child)}"],
-                path=os.fspath(root / child_name),
-            )
-
-
-def _names(manifest: Manifest) -> str:
-    return ", ".join(
-        f"{table.name}.{leaf.name} {list(leaf.shape)} {leaf.dtype}"
-        for table in manifest.tables
-        for leaf in table.leaves
-    )
 
 
 def held_tables(

@@ -19,7 +19,8 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
-from cnr_jax.repository.step import read_processes, resolve_chain, without_collections
+from cnr_jax.repository.index.resolve import resolve_chain
+from cnr_jax.repository.step import read_processes, without_collections
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.store.checked import (

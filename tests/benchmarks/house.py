@@ -42,16 +42,16 @@ PACKAGE = Path(cnr.__file__).parent
 
 # Code that follows parents from a step to the full checkpoint below it.
 CHAIN_WALKERS = (
-    ("repository/index/entries.py", "derive"),
+    ("repository/index/entries.py", "chain_of"),
+    ("repository/lineage/entries.py", "derive"),
     ("repository/describe.py", "_obstacles"),
-    ("repository/upkeep/verify.py", "_Item._parent_problems"),
+    ("repository/upkeep/verify.py", "_Item._chain"),
     ("repository/step.py", "resolve_chain"),
 )
 # Code that decides which step of a root is the newest to take.
 NEWEST_RULES = (
-    ("checkpointer/listing.py", "Listing.latest_step"),
-    ("checkpointer/restoring/attempts.py", "StepChooser.newest"),
-    ("repository/reading.py", "_find"),
+    ("repository/index/chains.py", "Chains.newest"),
+    ("checkpointer/listing.py", "Listing._restorable"),
     ("repository/description.py", "RootDescription.latest_step"),
 )
 # Modules that tell of a folder whose it is and what it holds, with one function of each that does.

@@ -222,19 +222,17 @@ class StepChooser:
             OSError: if none is known that is newer than one that storage does not give out.
         """
         ledger = self.ledger
-        restorable = ledger.restorable()
-        newest = restorable[-1].step if restorable else -1
+        newest = entry.step if (entry := ledger.newest()) else -1
         for directory in sorted(ledger.withheld):
             if names.step_number(directory) > newest:
                 ledger.read(self._root, directory, self._item)
                 if directory in ledger.withheld:
                     read_step(self._root, directory, self._item)
-        restorable = ledger.restorable()
-        if not restorable and not self._has_asked_again:
+        if ledger.newest() is None and not self._has_asked_again:
             self._has_asked_again = True
-            restorable = ledger.restorable() if ledger.take_back_unread() else []
-        if restorable:
-            return restorable[-1].step
+            ledger.take_back_unread()
+        if (entry := ledger.newest()) is not None:
+            return entry.step
         check_is_here(self._root)
         lines = [f"no step in {os.fspath(self._root)} can be restored"]
         lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""The checkpoints of a root, what follows from which rests on which, and which led to which.
+"""The checkpoints of a root, and which led to which.
 
 Pure, without disk. A *branch* is the steps that led to one, without those left behind: a rollback
 leaves steps in the root that are newer by number than the step that the run went back to, but what
@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Literal
 
 from cnr_jax.format.manifest import (
     Fork,
@@ -98,170 +105,6 @@ def orbax_entry(directory: str, step: OrbaxStep) -> Entry:
     )
 
 
-class Standing(NamedTuple):
-    """What the chain of an entry comes to.
-
-    Attributes:
-        depth: entries in it, itself included.
-        rooted: it leads to one without a parent.
-        whole: it does so without damage, and without a save that is being written.
-    """
-
-    depth: int
-    rooted: bool
-    whole: bool
-
-    def with_child(self, entry: Entry, *, sound: bool) -> Standing:
-        """What the chain comes to with one more entry; of a full one that is the whole chain."""
-        is_full = entry.parent is None
-        whole = (self.whole or is_full) and sound
-        return Standing(self.depth + 1, self.rooted or is_full, whole)
-
-
-NOWHERE = Standing(depth=0, rooted=False, whole=False)
-
-
-@dataclasses.dataclass(slots=True)
-class Derived:
-    """What follows from the entries and the known damage, by one pass over them.
-
-    Attributes:
-        version: of the ledger, when the pass began.
-        committed: newest last.
-        restorable: newest last.
-        by_step: entries of each step, mostly one.
-        children: directories of the entries that rest on an entry, by its directory.
-        wanted: directories of parents that are not there, or were not.
-        standing: of all entries, by directory.
-    """
-
-    version: int
-    committed: list[Entry]
-    restorable: list[Entry]
-    by_step: dict[int, list[Entry]]
-    children: dict[str, list[str]]
-    wanted: set[str]
-    standing: dict[str, Standing]
-
-    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
-        """Takes in an entry, if no other rests on it and none that is committed is newer.
-
-        Saves add such an entry, and take it away again: a pass for each would cost more than
-        all else that a save does in a root of thousands.
-
-        Args:
-            entry: of a directory that has none.
-            above: its parent, if it is known.
-            sound: whether it is committed and free of damage.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        newest = self.committed[-1] if self.committed else entry
-        is_older = order(entry) < order(newest)
-        if entry.directory in self.wanted or above is entry or is_older:
-            return False
-        standing = self.standing[above.directory] if above else NOWHERE
-        standing = standing.with_child(entry, sound=sound)
-        self.standing[entry.directory] = standing
-        self.by_step.setdefault(entry.step, []).append(entry)
-        if above is not None:
-            self.children.setdefault(above.directory, []).append(entry.directory)
-        elif entry.parent is not None:
-            self.wanted.add(entry.parent.directory)
-        if entry.is_committed:
-            self.committed.append(entry)
-            if standing.whole:
-                self.restorable.append(entry)
-        return True
-
-    def shrink(self, entry: Entry, above: Entry | None) -> bool:
-        """Drops an entry, if no other rests on it and none that is committed is newer.
-
-        Returns:
-            Whether that is all that changes.
-        """
-        if self.children.get(entry.directory):
-            return False
-        if entry.is_committed:
-            if self.committed[-1] is not entry:
-                return False
-            self.committed.pop()
-            if self.restorable and self.restorable[-1] is entry:
-                self.restorable.pop()
-        del self.standing[entry.directory]
-        self.by_step[entry.step].remove(entry)
-        if above is not None:
-            self.children[above.directory].remove(entry.directory)
-        return True
-
-
-def derive(
-    version: int,
-    entries: Sequence[Entry],
-    damaged: Collection[str],
-    spoilt: Collection[str],
-) -> Derived:
-    """What follows from all entries of a ledger.
-
-    Args:
-        version: of the ledger.
-        entries: one for each directory.
-        damaged: uuids of those that cannot be restored, nor what rests on them.
-        spoilt: uuids of those that cannot be restored themselves.
-    """
-    known = {entry.directory: entry for entry in entries}
-    above = {entry.directory: parent_of(entry, known) for entry in entries}
-    by_step: dict[int, list[Entry]] = {}
-    children: dict[str, list[str]] = {}
-    wanted: set[str] = set()
-    for entry in entries:
-        by_step.setdefault(entry.step, []).append(entry)
-        parent = above[entry.directory]
-        if parent is not None:
-            children.setdefault(parent.directory, []).append(entry.directory)
-        elif entry.parent is not None:
-            wanted.add(entry.parent.directory)
-    standing = _standing(entries, above, damaged)
-    committed = [entry for entry in entries if entry.is_committed]
-    committed.sort(key=order)
-    return Derived(
-        version=version,
-        committed=committed,
-        restorable=[
-            entry
-            for entry in committed
-            if standing[entry.directory].whole and entry.uuid not in spoilt
-        ],
-        by_step=by_step,
-        children=children,
-        wanted=wanted,
-        standing=standing,
-    )
-
-
-def _standing(
-    entries: Sequence[Entry],
-    above: Mapping[str, Entry | None],
-    damaged: Collection[str],
-) -> dict[str, Standing]:
-    """What all chains come to, parents first: each entry is looked at once."""
-    found: dict[str, Standing] = {}
-    for entry in entries:
-        path: list[Entry] = []
-        each: Entry | None = entry
-        while each is not None and each.directory not in found:
-            # What a chain that is a circle meets when it comes round.
-            found[each.directory] = NOWHERE
-            path.append(each)
-            each = above[each.directory]
-        standing = found[each.directory] if each else NOWHERE
-        for below in reversed(path):
-            standing = standing.with_child(below, sound=is_sound(below, damaged))
-            found[below.directory] = standing
-    return found
-
-
 def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
     """The entry that one rests on, if it is known."""
     if entry.parent is None:
@@ -270,9 +113,22 @@ def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
     return above if above is not None and above.uuid == entry.parent.uuid else None
 
 
-def is_sound(entry: Entry, damaged: Collection[str]) -> bool:
-    """Whether an entry by itself is committed and not known to be damaged."""
-    return entry.is_committed and entry.uuid not in damaged
+def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[Entry]:
+    """An entry and those that it rests on, itself first, as far as they are known.
+
+    Where parents lead in a circle, each once; the last one has a parent then, as it has where that
+    is not known.
+
+    Args:
+        entry: to begin with.
+        above: the parent of an entry; None: it has none, or none is known.
+    """
+    seen = set[str]()
+    each: Entry | None = entry
+    while each is not None and each.directory not in seen:
+        seen.add(each.directory)
+        yield each
+        each = above(each)
 
 
 def named(entries: Collection[Entry]) -> str:
@@ -335,11 +191,8 @@ def branch_of(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     own = _of_run(tip, entries)
     last = _last_steps(tip, own)
     # Also where somebody has saved a lower step than the one before it.
-    known, chain = {each.directory: each for each in own}, set[str]()
-    at: Entry | None = tip
-    while at is not None and at.directory not in chain:
-        chain.add(at.directory)
-        at = parent_of(at, known)
+    known = {each.directory: each for each in own}
+    chain = {e.directory for e in chain_of(tip, lambda e: parent_of(e, known))}
     return [
         each
         for each in own

@@ -7,11 +7,12 @@ and keeps, beside what it keeps, all that these rest on.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.index.entries import Entry, branch_of, order, parent_of
+from cnr_jax.repository.index.entries import Entry, branch_of, order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.texts import logger
 
@@ -117,15 +118,15 @@ def kept_steps(
 
 def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
     """Adds what the steps that stay rest on."""
-    entries, walked = ledger.entries, set[str]()
+    walked = set[str]()
     for step in sorted(reasons, reverse=True):
         entry = ledger.by_step(step)
-        while entry is not None and entry.directory not in walked:
-            walked.add(entry.directory)
-            above = parent_of(entry, entries)
-            if above is not None:
-                reasons.setdefault(above.step, f"{entry.step} rests on it")
-            entry = above
+        along = ledger.along(entry) if entry is not None else ()
+        for each, above in itertools.pairwise(along):
+            if each.directory in walked:
+                break
+            walked.add(each.directory)
+            reasons.setdefault(above.step, f"{each.step} rests on it")
 
 
 def _parted(

@@ -427,6 +427,7 @@ class ArrayReader:
             except ValueError as error:
                 if not means_damage(error):
                     raise
+                self._check(chunks)  # which names the chunk
                 text = str(error).splitlines()[0][:300]
                 fact = f"is damaged in elements {start} to {stop}\n  {text}"
                 raise damage(

@@ -15,7 +15,8 @@ from typing import Literal, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import Manifest
+from cnr_jax.repository.index.chains import Chains, Flaw
+from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.items import find_item, items_of
 from cnr_jax.repository.layout import (
     beside,
@@ -206,7 +207,7 @@ class _Item:
 
     def __init__(self, root: AnyPath, item: str, level: Level) -> None:
         self._root, self._item, self._level = root, item, level
-        self._manifests: dict[str, Manifest] = {}
+        self._chains = Chains()
 
     def problems(
         self, steps: dict[str, list[str]], looked: Callable[[], None]
@@ -218,7 +219,7 @@ class _Item:
             looked()
         self._catch_up(found)
         for step, findings in found.items():
-            for finding in (*findings, *self._parent_problems(step, found)):
+            for finding in (*findings, *self._parent_problems(step)):
                 yield self._problem(step, finding, found)
 
     def _catch_up(self, found: dict[str, list[Finding]]) -> None:
@@ -230,14 +231,14 @@ class _Item:
             ]:
                 for step in gone:
                     del found[step]
-                    self._manifests.pop(step, None)
-            apart = [step for step in found if self._parent_problems(step, found)]
+                    self._chains.forget(step)
+            apart = [step for step in found if self._parent_problems(step)]
             stale = [step for step in apart if self._is_stale(step)]
             for step in stale:
-                manifest = self._manifests.get(step)
-                parent = manifest.parent if manifest else None
+                parent = self._chains.entries[step].parent
                 for name in (step, *([parent.directory] if parent else [])):
                     found.pop(name, None)
+                    self._chains.forget(name)
                     if is_own_item(self._root / name / self._item):
                         found[name] = self._look(name)
             if not stale:
@@ -245,12 +246,12 @@ class _Item:
 
     def _is_stale(self, step: str) -> bool:
         """Whether a step or its parent is another by now than those that were compared."""
-        manifest = self._manifests[step]
-        assert manifest.parent is not None
-        known = self._manifests.get(manifest.parent.directory)
+        entry = self._chains.entries[step]
+        assert entry.parent is not None
+        known = self._chains.entries.get(entry.parent.directory)
         # In this order: a step goes before what it rests on.
-        now = self._uuid(manifest.parent.directory)
-        if self._uuid(step) != manifest.uuid:
+        now = self._uuid(entry.parent.directory)
+        if self._uuid(step) != entry.uuid:
             return True
         return now != (known.uuid if known else None)
 
@@ -258,16 +259,17 @@ class _Item:
         """Looks at one step; again if it was replaced meanwhile."""
         findings: list[Finding] = []
         for _ in range(3):
-            self._manifests.pop(step, None)
+            self._chains.forget(step)
             where = self._root / step / self._item
             try:
                 manifest = read_step(self._root, step, self._item)
             except (errors.CnrError, OSError) as error:
                 findings = [Finding.of(error, names.MANIFEST, where)]
+                self._chains.note_unreadable(step, str(error))
             else:
-                self._manifests[step] = manifest
+                self._chains.add(entry_of(step, manifest))
                 findings = inspect_item(where, manifest, data=self._level == "data")
-            known = self._manifests.get(step)
+            known = self._chains.entries.get(step)
             if not findings or self._uuid(step) == (known.uuid if known else None):
                 break
         return findings
@@ -278,51 +280,37 @@ class _Item:
         except (errors.CnrError, OSError):
             return None
 
-    def _parent_problems(self, step: str, known: Collection[str]) -> list[Finding]:
-        manifest = self._manifests.get(step)
-        if manifest is None or manifest.parent is None:
+    def _parent_problems(self, step: str) -> list[Finding]:
+        entry = self._chains.entries.get(step)
+        flaw = self._chains.flaw(entry) if entry is not None else None
+        if flaw is not None:
+            if flaw.kind == "parent_unreadable":
+                return []  # which is said there
+            text = f"{flaw.text}{self._told_uuids(step, flaw)}"
+            return [Finding(names.MANIFEST, flaw.kind, text, "chain")]
+        above = self._chains.chain(entry)[1:2] if entry is not None else []
+        if entry is None or not above or above[0].generation <= entry.generation:
             return []
-        parent = manifest.parent
-        other, harms = self._manifests.get(parent.directory), "chain"
-        if other is None and parent.directory in known:
-            return []  # its manifest is damaged, which is said there
-        if other is None:
-            kind, text = "parent_missing", f"the parent {parent.directory} is missing"
-        elif other.uuid != parent.uuid:
-            kind = "foreign_parent"
-            text = f"{parent.directory} is not the parent this was saved with"
-            text += f"\n  got uuid {other.uuid}, expected {parent.uuid}"
-        elif step in self._chain(parent.directory):
-            kind, text = "circle", "the parents lead in a circle"
-        elif other.tables != manifest.tables:
-            kind = "tables_differ"
-            text = f"the tables are not those of the parent {parent.directory}"
-        elif other.generation > manifest.generation:
-            kind, harms = "generation", "none"
-            text = f"the parent {parent.directory} is of a later generation"
-            text += (
-                f"\n  got {other.generation}, expected at most {manifest.generation}"
-            )
-        else:
-            return []
-        return [Finding(names.MANIFEST, kind, text, harms)]
+        text = (
+            f"the parent {above[0].directory} is of a later generation\n"
+            f"  got {above[0].generation}, expected at most {entry.generation}"
+        )
+        return [Finding(names.MANIFEST, "generation", text, "none")]
 
-    def _chain(self, step: str) -> set[str]:
-        """A step and those it rests on, as far as they are known."""
-        found: set[str] = set()
-        at: str | None = step
-        # Parents may lead in a circle.
-        while at is not None and at not in found:
-            found.add(at)
-            manifest = self._manifests.get(at)
-            at = manifest.parent.directory if manifest and manifest.parent else None
-        return found
+    def _told_uuids(self, step: str, flaw: Flaw) -> str:
+        """Which checkpoint is in the place of a parent, where it is another one."""
+        parent = self._chains.entries[step].parent
+        if flaw.kind != "foreign_parent" or parent is None:
+            return ""
+        other = self._chains.entries[parent.directory].uuid
+        return f"\n  got uuid {other}, expected {parent.uuid}"
 
     def _problem(self, step: str, finding: Finding, known: Collection[str]) -> Problem:
         harmed: tuple[str, ...] = ()
         if finding.harms == "step":
             harmed = (step,)
         elif finding.harms == "chain":
-            harmed = tuple(name for name in known if step in self._chain(name))
+            heirs = set(self._chains.heirs(step))
+            harmed = tuple(name for name in known if name in heirs)
         file = f"{self._item}/{finding.file}".rstrip("/")
         return Problem(step, file, finding.kind, harmed, finding.message)

@@ -1,0 +1,489 @@
+"""Which checkpoints rest on which, what that comes to, and what is wrong with them.
+
+Pure, without disk: whoever looks at a root tells what it has seen, and asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from cnr_jax.format import names
+from cnr_jax.repository.index.entries import Entry, chain_of, order, parent_of
+
+
+class Flaw(NamedTuple):
+    """What keeps a checkpoint from resting on the parent that it names.
+
+    Attributes:
+        kind: stable identifier.
+        text: in a line.
+    """
+
+    kind: Literal[
+        "parent_missing",
+        "parent_unreadable",
+        "foreign_parent",
+        "circle",
+        "tables_differ",
+    ]
+    text: str
+
+
+class Standing(NamedTuple):
+    """What the chain of an entry comes to.
+
+    Attributes:
+        depth: entries in it, itself included.
+        rooted: it leads to one without a parent.
+        whole: it does so without damage, and without a save that is being written.
+    """
+
+    depth: int
+    rooted: bool
+    whole: bool
+
+    def with_child(self, entry: Entry, *, sound: bool) -> Standing:
+        """What the chain comes to with one more entry; of a full one that is the whole chain."""
+        is_full = entry.parent is None
+        whole = (self.whole or is_full) and sound
+        return Standing(self.depth + 1, self.rooted or is_full, whole)
+
+
+NOWHERE = Standing(depth=0, rooted=False, whole=False)
+
+
+@dataclasses.dataclass(slots=True)
+class Derived:
+    """What follows from the entries and the known damage, by one pass over them.
+
+    Attributes:
+        version: of the chains, when the pass began.
+        committed: newest last.
+        restorable: newest last.
+        by_step: entries of each step, mostly one.
+        children: directories of the entries that rest on an entry, by its directory.
+        wanted: directories of parents that are not there, or were not.
+        standing: of all entries, by directory.
+    """
+
+    version: int
+    committed: list[Entry]
+    restorable: list[Entry]
+    by_step: dict[int, list[Entry]]
+    children: dict[str, list[str]]
+    wanted: set[str]
+    standing: dict[str, Standing]
+
+    def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
+        """Takes in an entry, if no other rests on it and none that is committed is newer.
+
+        Saves add such an entry, and take it away again: a pass for each would cost more than
+        all else that a save does in a root of thousands.
+
+        Args:
+            entry: of a directory that has none.
+            above: its parent, if it is known.
+            sound: whether it is committed and free of damage.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        newest = self.committed[-1] if self.committed else entry
+        is_older = order(entry) < order(newest)
+        if entry.directory in self.wanted or above is entry or is_older:
+            return False
+        standing = self.standing[above.directory] if above else NOWHERE
+        standing = standing.with_child(entry, sound=sound)
+        self.standing[entry.directory] = standing
+        self.by_step.setdefault(entry.step, []).append(entry)
+        if above is not None:
+            self.children.setdefault(above.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            self.wanted.add(entry.parent.directory)
+        if entry.is_committed:
+            self.committed.append(entry)
+            if standing.whole:
+                self.restorable.append(entry)
+        return True
+
+    def shrink(self, entry: Entry, above: Entry | None) -> bool:
+        """Drops an entry, if no other rests on it and none that is committed is newer.
+
+        Returns:
+            Whether that is all that changes.
+        """
+        if self.children.get(entry.directory):
+            return False
+        if entry.is_committed:
+            if self.committed[-1] is not entry:
+                return False
+            self.committed.pop()
+            if self.restorable and self.restorable[-1] is entry:
+                self.restorable.pop()
+        del self.standing[entry.directory]
+        self.by_step[entry.step].remove(entry)
+        if above is not None:
+            self.children[above.directory].remove(entry.directory)
+        return True
+
+
+def _derive(
+    version: int,
+    entries: Sequence[Entry],
+    is_sound: Callable[[Entry, Entry | None], bool],
+    spoilt: Collection[str],
+) -> Derived:
+    """What follows from all entries.
+
+    Args:
+        version: of the chains.
+        entries: one for each directory.
+        is_sound: whether one is free of damage, beside its parent, if that is known.
+        spoilt: uuids of those that cannot be restored themselves.
+    """
+    known = {entry.directory: entry for entry in entries}
+    above = {entry.directory: parent_of(entry, known) for entry in entries}
+    by_step: dict[int, list[Entry]] = {}
+    children: dict[str, list[str]] = {}
+    wanted: set[str] = set()
+    for entry in entries:
+        by_step.setdefault(entry.step, []).append(entry)
+        parent = above[entry.directory]
+        if parent is not None:
+            children.setdefault(parent.directory, []).append(entry.directory)
+        elif entry.parent is not None:
+            wanted.add(entry.parent.directory)
+    standing = _standing(entries, above, is_sound)
+    committed = [entry for entry in entries if entry.is_committed]
+    committed.sort(key=order)
+    return Derived(
+        version=version,
+        committed=committed,
+        restorable=[
+            entry
+            for entry in committed
+            if standing[entry.directory].whole and entry.uuid not in spoilt
+        ],
+        by_step=by_step,
+        children=children,
+        wanted=wanted,
+        standing=standing,
+    )
+
+
+def _standing(
+    entries: Sequence[Entry],
+    above: Mapping[str, Entry | None],
+    is_sound: Callable[[Entry, Entry | None], bool],
+) -> dict[str, Standing]:
+    """What all chains come to, parents first: each entry is looked at once."""
+    found: dict[str, Standing] = {}
+    for entry in entries:
+        path: list[Entry] = []
+        standing = NOWHERE  # also of parents that lead in a circle
+        for each in chain_of(entry, lambda e: above[e.directory]):
+            if each.directory in found:
+                standing = found[each.directory]
+                break
+            path.append(each)
+        for below in reversed(path):
+            sound = is_sound(below, above[below.directory])
+            standing = standing.with_child(below, sound=sound)
+            found[below.directory] = standing
+    return found
+
+
+class Chains:
+    """Checkpoints by their step directories, and the damage that is known of them.
+
+    What it answers costs one pass over the entries after a change, and look-ups until the next.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._unreadable: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._spoilt: dict[str, str] = {}
+        # Of these, those that storage failed to read, which it may do once and not again.
+        self._unread: set[str] = set()
+        # Whether a child and its parent hold the same tables, which may be thousands.
+        self._alike: dict[tuple[str, str], bool] = {}
+        # Of the entries and the known damage: counts their changes. After each, or what another
+        # thread derives meanwhile would pass for what follows from it; and at once, without a
+        # call in which an interrupt may come.
+        self._version = 0
+        self._derived: Derived | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Committed checkpoints, and at most one that is being written, by directory."""
+        return types.MappingProxyType(self._entries)
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Step directories whose manifest is missing or damaged, with the reason."""
+        return types.MappingProxyType(self._unreadable)
+
+    @property
+    def damaged(self) -> Mapping[str, str]:
+        """Uuids of checkpoints whose rows or process manifests are damaged, with the reason.
+
+        Neither they nor what rests on them can be restored.
+        """
+        return types.MappingProxyType(self._damaged)
+
+    @property
+    def spoilt(self) -> Mapping[str, str]:
+        """Uuids of checkpoints of which only `dense/` is damaged, with the reason.
+
+        They cannot be restored, but others can rest on them.
+        """
+        return types.MappingProxyType(self._spoilt)
+
+    # What is told.
+
+    def add(self, entry: Entry) -> None:
+        """Takes in an entry, in the place of what was known of its directory."""
+        self.forget(entry.directory)
+        derived = self._current()
+        self._entries[entry.directory] = entry
+        self._version += 1
+        if derived is not None and entry.uuid not in self._spoilt:
+            above = parent_of(entry, self._entries)
+            if derived.grow(entry, above, sound=self._is_sound(entry, above)):
+                derived.version = self._version
+
+    def note_unreadable(self, directory: str, reason: str) -> None:
+        """Notes that a step directory is there, but not what it holds."""
+        self._unreadable[directory] = reason
+
+    def forget(self, directory: str) -> None:
+        """Drops a step directory that is gone or about to be."""
+        self.drop(directory)
+        self._unreadable.pop(directory, None)
+
+    def drop(self, directory: str) -> None:
+        """Drops an entry, if there is one."""
+        entry = self._entries.get(directory)
+        if entry is None:
+            return
+        derived, above = self._current(), parent_of(entry, self._entries)
+        del self._entries[directory]
+        self._version += 1
+        if derived is not None and derived.shrink(entry, above):
+            derived.version = self._version
+
+    def note_damage(self, path: str, reason: str, *, unread: bool = False) -> None:
+        """Notes what was found damaged.
+
+        Args:
+            path: of the file or folder below the root, its step directory first.
+            reason: what is wrong, in a line.
+            unread: whether storage failed to read it.
+        """
+        directory, *rest = path.split("/")
+        only_dense = rest[1:2] == [names.DENSE]
+        self.harm(directory, reason, only_dense=only_dense, unread=unread)
+
+    def harm(
+        self, directory: str, reason: str, *, only_dense: bool, unread: bool = False
+    ) -> None:
+        """Notes that a step is damaged.
+
+        Args:
+            directory: of the step.
+            reason: what is wrong, in a line.
+            only_dense: whether it is of no use to itself alone: others can rest on it.
+            unread: whether storage failed to read it.
+        """
+        entry = self._entries.get(directory)
+        if entry is not None:
+            (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
+            (self._unread.add if unread else self._unread.discard)(entry.uuid)
+            self._version += 1
+
+    def take_back_unread(self) -> bool:
+        """Takes back damage that is a failure of storage; returns whether there was any."""
+        unread, self._unread = self._unread, set()
+        for uuid in unread:
+            self._damaged.pop(uuid, None)
+            self._spoilt.pop(uuid, None)
+            self._version += 1
+        return bool(unread)
+
+    def become(self, fresh: Chains) -> None:
+        """Takes over what was read anew."""
+        self._entries, self._unreadable = fresh._entries, fresh._unreadable
+        self._damaged, self._spoilt, self._unread = {}, {}, set()
+        self._alike = {}
+        self._version += 1
+
+    # What is asked.
+
+    def committed(self) -> list[Entry]:
+        """Committed checkpoints, newest last."""
+        return list(self._derive().committed)
+
+    def head(self) -> Entry | None:
+        """The newest committed checkpoint of the highest generation."""
+        committed = self._derive().committed
+        return committed[-1] if committed else None
+
+    def restorable(self) -> list[Entry]:
+        """Committed checkpoints in whose chains nothing is missing or known to be damaged.
+
+        Newest last.
+        """
+        return list(self._derive().restorable)
+
+    def newest(self) -> Entry | None:
+        """The newest checkpoint that can be restored, which is the one to restore."""
+        restorable = self._derive().restorable
+        return restorable[-1] if restorable else None
+
+    def flaw(self, entry: Entry) -> Flaw | None:
+        """What keeps a checkpoint from resting on the parent that it names, if anything does."""
+        parent = entry.parent
+        if parent is None:
+            return None
+        name = parent.directory
+        if name in self._unreadable:
+            return Flaw("parent_unreadable", f"its parent {name} cannot be read")
+        above = self._entries.get(name)
+        if above is None:
+            return Flaw("parent_missing", f"its parent {name} is missing")
+        if above.uuid != parent.uuid:
+            text = f"{name} is not the parent it was saved with"
+            return Flaw("foreign_parent", text)
+        if entry in self.along(above):
+            return Flaw("circle", "its parents lead in a circle")
+        if not self._are_alike(entry, above):
+            text = f"its tables are not those of its parent {name}"
+            return Flaw("tables_differ", text)
+        return None
+
+    def obstacle(self, entry: Entry) -> str:
+        """Why a checkpoint cannot be restored, in a line; empty: it can."""
+        own = self._damaged.get(entry.uuid) or self._flaw_text(entry)
+        if own:
+            return own
+        for each in reversed(self.chain(entry)):
+            below = f"it rests on {each.directory}, which"
+            if each.uuid in self._damaged:
+                return f"{below} is damaged: {self._damaged[each.uuid]}"
+            if flaw := self._flaw_text(each):
+                return f"{below} cannot be restored: {flaw}"
+        return self._spoilt.get(entry.uuid, "")
+
+    def _flaw_text(self, entry: Entry) -> str:
+        flaw = self.flaw(entry)
+        return flaw.text if flaw is not None else ""
+
+    def by_step(self, step: int) -> Entry | None:
+        """The entry of a step; of the highest generation, should there be several."""
+        found = self._derive().by_step.get(step)
+        return max(found, key=order) if found else None
+
+    def chain(self, entry: Entry) -> list[Entry]:
+        """An entry and those it rests on, as far as they are known, itself first."""
+        return list(self.along(entry))
+
+    def along(self, entry: Entry) -> Iterator[Entry]:
+        """The same, one by one: whoever has been there before need not go on."""
+        return chain_of(entry, self._above)
+
+    def is_whole(self, entry: Entry) -> bool:
+        """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
+        if self._entries.get(entry.directory) is entry:
+            return self._derive().standing[entry.directory].whole
+        above = self._above(entry)
+        return self._is_sound(entry, above) and (
+            entry.parent is None or (above is not None and self.is_whole(above))
+        )
+
+    def orphans(self) -> list[Entry]:
+        """Entries that cannot be restored for want of a parent, oldest first."""
+        standing = self._derive().standing
+        found = [e for e in self._entries.values() if not standing[e.directory].rooted]
+        return sorted(found, key=order)
+
+    def dependents(self, directory: str) -> list[Entry]:
+        """Every entry whose chain contains `directory`, itself left out, newest first."""
+        children, found, left = self._derive().children, {directory}, [directory]
+        while left:
+            new = [name for name in children.get(left.pop(), ()) if name not in found]
+            found.update(new)
+            left += new
+        if len(found) == 1:
+            return []
+        found.remove(directory)
+        entries = [e for e in self._entries.values() if e.directory in found]
+        return sorted(entries, key=order, reverse=True)
+
+    def heirs(self, directory: str) -> list[str]:
+        """Directories of all that name one among their parents, whatever is in it now.
+
+        Itself among them, where something is known of it.
+        """
+
+        def above(entry: Entry) -> Entry | None:
+            return self._entries.get(entry.parent.directory) if entry.parent else None
+
+        found = [directory] if directory in self._unreadable else []
+        for entry in self._entries.values():
+            chain = list(chain_of(entry, above))
+            last = chain[-1].parent
+            named = {each.directory for each in chain}
+            if directory in named or (last is not None and last.directory == directory):
+                found.append(entry.directory)
+        return found
+
+    def depth(self, directory: str) -> int:
+        """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
+        return self._derive().standing.get(directory, NOWHERE).depth
+
+    def closure(self, directories: Iterable[str]) -> set[str]:
+        """The given directories and all that they rest on."""
+        found = set(directories)
+        for directory in list(found):
+            entry = self._entries.get(directory)
+            for each in self.along(entry) if entry is not None else ():
+                if each is not entry and each.directory in found:
+                    break  # and so is what that rests on, or will be
+                found.add(each.directory)
+        return found
+
+    def _above(self, entry: Entry) -> Entry | None:
+        return parent_of(entry, self._entries)
+
+    def _is_sound(self, entry: Entry, above: Entry | None) -> bool:
+        """Whether an entry is committed, free of known damage, and fits its parent."""
+        if not entry.is_committed or entry.uuid in self._damaged:
+            return False
+        return above is None or self._are_alike(entry, above)
+
+    def _are_alike(self, entry: Entry, above: Entry) -> bool:
+        """Whether an entry and its parent hold the same tables, as far as that is known."""
+        if entry.manifest is None or above.manifest is None:
+            return True
+        key = entry.uuid, above.uuid
+        if key not in self._alike:
+            self._alike[key] = entry.manifest.tables == above.manifest.tables
+        return self._alike[key]
+
+    def _current(self) -> Derived | None:
+        """What follows from the entries as they are now, if that is known."""
+        known = self._derived
+        return known if known is not None and known.version == self._version else None
+
+    def _derive(self) -> Derived:
+        """What follows from the entries as they are now."""
+        known = self._current()
+        if known is not None:
+            return known
+        entries = list(self._entries.values())
+        self._derived = _derive(self._version, entries, self._is_sound, self._spoilt)
+        return self._derived
