@@ -41,19 +41,9 @@ import cnr_jax as cnr
 PACKAGE = Path(cnr.__file__).parent
 
 # Code that follows parents from a step to the full checkpoint below it.
-CHAIN_WALKERS = (
-    ("repository/index/entries.py", "chain_of"),
-    ("repository/lineage/entries.py", "derive"),
-    ("repository/describe.py", "_obstacles"),
-    ("repository/upkeep/verify.py", "_Item._chain"),
-    ("repository/step.py", "resolve_chain"),
-)
+CHAIN_WALKERS = (("repository/index/entries.py", "chain_of"),)
 # Code that decides which step of a root is the newest to take.
-NEWEST_RULES = (
-    ("repository/index/chains.py", "Chains.newest"),
-    ("checkpointer/listing.py", "Listing._restorable"),
-    ("repository/description.py", "RootDescription.latest_step"),
-)
+NEWEST_RULES = (("repository/index/chains.py", "Chains.newest"),)
 # Modules that tell of a folder whose it is and what it holds, with one function of each that does.
 KIND_TELLERS = (
     ("repository/layout.py", "is_foreign"),

@@ -46,7 +46,7 @@ from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate
-from cnr_jax.repository.index.entries import Derived
+from cnr_jax.repository.index.chains import Derived
 from cnr_jax.testing import damage
 
 PACKAGE = Path(cnr.__file__).parent

@@ -123,10 +123,11 @@ def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[E
         entry: to begin with.
         above: the parent of an entry; None: it has none, or none is known.
     """
-    seen = set[str]()
+    # By directory and else as a whole: one may stand where another was saved before.
+    seen: dict[str, list[Entry]] = {}
     each: Entry | None = entry
-    while each is not None and each.directory not in seen:
-        seen.add(each.directory)
+    while each is not None and each not in seen.setdefault(each.directory, []):
+        seen[each.directory].append(each)
         yield each
         each = above(each)
 
