@@ -50,13 +50,13 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.commit import Facts, write_manifest
+from cnr_jax.repository.index.folders import is_state_of_orbax, other_checkpoints
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner, Request
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
 from cnr_jax.repository.index.runs import Origin, run_restored
-from cnr_jax.repository.layout import Place, other_checkpoints
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.metrics import check_can_append
-from cnr_jax.repository.orbax_steps import is_state_of_orbax
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import own_settings

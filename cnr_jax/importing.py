@@ -14,6 +14,7 @@ from cnr_jax.checkpointer.orbax_compat.places import step_names
 from cnr_jax.format.names import step_number
 from cnr_jax.manager import CheckpointManager
 from cnr_jax.options import Options, checked
+from cnr_jax.repository.index.folders import is_state_of_orbax, saved_by
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
@@ -22,7 +23,7 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import is_state_of_orbax, item_beside, saved_by
+from cnr_jax.repository.orbax_steps import item_beside
 from cnr_jax.repository.store import AnyPath, exists, is_directory, names_in
 from cnr_jax.rows.touched import init_touched
 from cnr_jax.state.find import find_tables

@@ -16,6 +16,7 @@ from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
 from cnr_jax.repository.index.entries import branch_of
+from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import blockers
 from cnr_jax.repository.items import find_item
@@ -25,8 +26,6 @@ from cnr_jax.repository.layout import (
     check_is_no_file,
     check_is_root,
     hint_of_names,
-    is_own_item,
-    naming_hint,
     step_directories,
 )
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step

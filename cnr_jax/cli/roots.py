@@ -10,12 +10,8 @@ from cnr_jax import errors
 from cnr_jax.cli.printing import progress
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import RootDescription, StepDescription
-from cnr_jax.repository.layout import (
-    check_can_be_read,
-    is_checkpoint,
-    open_root,
-    step_directories,
-)
+from cnr_jax.repository.index.folders import is_checkpoint
+from cnr_jax.repository.layout import check_can_be_read, open_root, step_directories
 from cnr_jax.texts import count_of
 
 if TYPE_CHECKING:

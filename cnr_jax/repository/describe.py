@@ -23,6 +23,7 @@ from cnr_jax.repository.description import (
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.chains import Chains
 from cnr_jax.repository.index.entries import Entry, entry_of
+from cnr_jax.repository.index.folders import saved_by
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
@@ -30,7 +31,6 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.step import (
     held_tables,
     read_processes,

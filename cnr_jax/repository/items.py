@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cnr_jax.format import names
-from cnr_jax.repository.layout import folders_in, is_own_item, step_directories
-from cnr_jax.repository.orbax_steps import items_of_orbax
+from cnr_jax.repository.index.folders import folders_in, is_own_item, items_of_orbax
+from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import uuid_of_step
 from cnr_jax.repository.store import AnyPath, exists
 

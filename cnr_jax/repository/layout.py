@@ -163,7 +163,7 @@ def check_is_root(root: AnyPath) -> None:
         return
     # Orbax leaves a file in each step: a root costs two looks, however many steps it has.
     if exists(root / names.ORBAX_METADATA):
-        step, held = root, folders_in(root)
+        step, held = root, [root / name for name in names_in(root)]
     elif exists(root / names.MANIFEST) and exists(root.parent / names.ORBAX_METADATA):
         step, held = root.parent, [root]
     else:
@@ -279,35 +279,6 @@ def _may_be_folder(root: AnyPath, name: str) -> bool:
     return store_of(path).is_link(path) and not exists(path)
 
 
-def other_checkpoints(
-    root: AnyPath, is_step: Callable[[str], bool] | None
-) -> tuple[str, ...]:
-    """Step directories that a manager does not list, since it would name them otherwise.
-
-    Such as `ck_12` for one without a prefix. Looks into each folder that may be one.
-
-    Raises:
-        OSError: if the root cannot be seen or listed.
-    """
-    if is_step is None or not exists(root):
-        return ()
-    found = [name for name in step_directories(root) if not is_step(name)]
-    return tuple(name for name in found if is_checkpoint(root / name))
-
-
-def naming_hint(root: AnyPath, is_step: Callable[[str], bool] | None) -> str:
-    """Which options list the checkpoints that a manager does not; empty if there are none.
-
-    Args:
-        root: whose steps are named in another way, if any are.
-        is_step: as for `other_checkpoints`.
-    """
-    try:
-        return hint_of_names(other_checkpoints(root, is_step))
-    except OSError:
-        return ""
-
-
 def hint_of_names(others: Collection[str]) -> str:
     """Which options list step directories of such names; empty for none."""
     if not others:
@@ -338,71 +309,3 @@ def options_of_names(directories: Collection[str]) -> str:
     if any(each[0] == "0" and len(each) > 1 for each in alike):
         said += f", step_format_fixed_length={min(map(len, alike))}"
     return said
-
-
-def is_own_item(item: AnyPath) -> bool:
-    """Whether a folder of a step holds anything that this library alone writes.
-
-    Raises:
-        OSError: if it cannot be listed, though it is there.
-    """
-    return any(map(names.is_own, names_in(item)))
-
-
-def folders_in(step: AnyPath) -> list[AnyPath]:
-    """The folders in a step directory that may be items, sorted."""
-    found = [step / name for name in names_in(step) if names.is_component(name)]
-    return [path for path in found if is_directory(path)]
-
-
-def is_foreign(step: AnyPath) -> bool:
-    """Whether a step directory holds something, but nothing that this library writes."""
-    try:
-        found = [name for item in folders_in(step) for name in names_in(item)]
-    except OSError:
-        return True  # it is not known, and so left alone
-    return bool(found) and not any(map(names.is_own, found))
-
-
-def is_of_others(step: AnyPath, item: str) -> bool:
-    """Whether a folder that is called as a step is the user's, such as `2024` with plots.
-
-    It holds something, but neither what this library or Orbax saved nor the item's folder, of
-    which all else may be lost. An empty one may have been a step.
-    """
-    try:
-        held = names_in(step)
-        return bool(held) and item not in held and not _was_saved(step)
-    except OSError:
-        return False  # it is not known, and so others may rest on it
-
-
-def is_checkpoint(step: AnyPath) -> bool:
-    """Whether this library or Orbax has saved a step directory, as far as can be seen.
-
-    Orbax leaves `_CHECKPOINT_METADATA` in each step.
-    """
-    try:
-        return _was_saved(step)
-    except OSError:
-        return True  # it is not known, and so nothing is begun beside it
-
-
-def _was_saved(step: AnyPath) -> bool:
-    if names.ORBAX_METADATA in names_in(step):
-        return True
-    return any(map(is_own_item, folders_in(step)))
-
-
-def is_earlier_run(folder: AnyPath) -> bool:
-    """Whether a folder of a root is the root of an earlier run: called so, and a step is in it.
-
-    Anybody may call a folder so: before it is deleted, it must be seen to be one.
-
-    Raises:
-        OSError: if that cannot be seen.
-    """
-    if names.kind_of_folder(folder.name) != "earlier_runs" or not is_directory(folder):
-        return False
-    steps = [*step_directories(folder), *beside(folder)["abandoned"]]
-    return any(_was_saved(folder / name) for name in steps)

@@ -7,14 +7,14 @@ Orbax's to read, and nothing here changes them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.layout import is_own_item, step_directories
+from cnr_jax.repository.index.folders import handlers_of, is_state_of_orbax, saved_by
+from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import check_committed
 from cnr_jax.repository.store import (
     AnyPath,
@@ -26,45 +26,9 @@ from cnr_jax.repository.store import (
 
 # Far more than Orbax notes of a step.
 _MOST_BYTES = 64 << 20
-_OURS = "cnr_jax."
 # In which the API that Orbax calls v1 saves a state as an item of its own naming.
 _V1 = "orbax.checkpoint.experimental.v1."
-# What Orbax leaves in the folder of a pytree; the first of them says what leaves it has.
-_TREE = "_METADATA"
-_BY_ORBAX = {_TREE, "_sharding", "manifest.ocdbt", "array_metadatas"}
 _DEFAULT = "default"
-
-
-def saved_by(step: AnyPath, item: str) -> Literal["own", "orbax"] | None:
-    """Whether this library (`"own"`) or plain Orbax saved a folder; None: neither.
-
-    A folder that cannot be seen is taken for one of ours, and then said to be unreadable.
-
-    Args:
-        step: the step directory.
-        item: of this library, in it.
-    """
-    try:
-        if exists(step / item / names.MANIFEST):
-            return "own"
-        held, below = names_in(step), set[str]()
-        for name in held:
-            if is_directory(step / name):
-                below.update(names_in(step / name))
-    except OSError:
-        return "own"
-    if any(map(names.is_own, below)):
-        return "own"
-    if names.ORBAX_METADATA in held:
-        # One of ours of which nothing else is left.
-        is_own = any(each.startswith(_OURS) for each in _handlers(step).values())
-        return "own" if is_own else "orbax"
-    return "orbax" if _BY_ORBAX & {*held, *below} else None
-
-
-def is_state_of_orbax(item: AnyPath) -> bool:
-    """Whether the folder of an item holds a pytree that plain Orbax saved."""
-    return exists(item / _TREE) and not is_own_item(item)
 
 
 class OrbaxStep(NamedTuple):
@@ -200,7 +164,7 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
                 f"  hint: CheckpointManager(root, item={held[0]!r}) says which one to go on with"
             )
         if held:
-            by_v1 = _handlers(step).get(held[0], "").startswith(_V1)
+            by_v1 = handlers_of(step).get(held[0], "").startswith(_V1)
             return _DEFAULT if by_v1 else held[0]
     return None
 
@@ -212,27 +176,3 @@ def _states(step: AnyPath) -> list[str]:
         for name in names_in(step)
         if is_directory(step / name) and is_state_of_orbax(step / name)
     ]
-
-
-def items_of_orbax(step: AnyPath) -> frozenset[str]:
-    """Names of the items of a step, as Orbax noted them; empty where they are not known."""
-    return frozenset(_handlers(step)) - {""}
-
-
-def _handlers(step: AnyPath) -> Mapping[str, str]:
-    """What handles which item, as Orbax noted it; nothing where that cannot be understood."""
-    try:
-        text = read_small(step / names.ORBAX_METADATA, _MOST_BYTES)
-        handlers = json.loads(text)["item_handlers"]
-    except (
-        errors.CnrError,
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):
-        return {}
-    # Of a step without items there is one handler.
-    told = handlers if isinstance(handlers, dict) else {"": handlers}
-    return {str(item): str(handler) for item, handler in told.items()}

@@ -12,6 +12,7 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.integers import checked_step, step_or_newest
+from cnr_jax.repository.index.folders import saved_by
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
@@ -20,7 +21,6 @@ from cnr_jax.repository.layout import (
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import saved_by
 from cnr_jax.repository.replay.encoded import check_rows_stored
 from cnr_jax.repository.replay.picked import picked_rows
 from cnr_jax.repository.step import (

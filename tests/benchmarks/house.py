@@ -46,13 +46,8 @@ CHAIN_WALKERS = (("repository/index/entries.py", "chain_of"),)
 NEWEST_RULES = (("repository/index/chains.py", "Chains.newest"),)
 # Modules that tell of a folder whose it is and what it holds, with one function of each that does.
 KIND_TELLERS = (
-    ("repository/layout.py", "is_foreign"),
-    ("repository/orbax_steps.py", "saved_by"),
-    ("repository/step.py", "is_same_step"),
-    ("repository/describe.py", "_look"),
-    ("repository/index/ledger.py", "Ledger.read"),
-    ("repository/upkeep/verify.py", "_unknown"),
-    ("checkpointer/listing.py", "Listing.find_state"),
+    ("repository/index/folders.py", "Folder"),
+    ("repository/orbax_steps.py", "orbax_step"),
 )
 # Objects that hold something of the save in flight, or of "the last" one, and where in them.
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {

@@ -36,9 +36,10 @@ from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, order
+from cnr_jax.repository.index.folders import naming_hint
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import naming_hint, open_root
+from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
 from cnr_jax.repository.store import AnyPath, exists

@@ -14,14 +14,9 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.index.chains import Chains
 from cnr_jax.repository.index.entries import Entry, entry_of, orbax_entry
-from cnr_jax.repository.layout import (
-    Place,
-    is_checkpoint,
-    is_foreign,
-    is_of_others,
-    step_directories,
-)
-from cnr_jax.repository.orbax_steps import orbax_step, saved_by
+from cnr_jax.repository.index.folders import Folder
+from cnr_jax.repository.layout import Place, step_directories
+from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.step import read_committed, read_step, without_collections
 from cnr_jax.repository.store import AnyPath, exists, is_gone, store_of
 from cnr_jax.repository.store.checked import UNREAD
@@ -153,18 +148,19 @@ class Ledger(Chains):
             if is_gone(root / directory):
                 return
             self.note_unreadable(directory, str(error))
-            if is_of_others(root / directory, item):
+            folder = Folder.look(root / directory)
+            if folder.is_of_others(item):
                 self.of_others.add(directory)
             if not isinstance(error, errors.CnrError):
                 self.withheld.add(directory)
                 self.doubtful.add(directory)
             elif error.kind == UNREAD:
                 self.doubtful.add(directory)
-            elif directory in self.of_others or is_foreign(root / directory):
+            elif directory in self.of_others or folder.is_foreign:
                 self.foreign.add(directory)
-            if not is_checkpoint(root / directory):
+            if not folder.is_checkpoint:
                 self.strange.add(directory)
-            if not self.adopts and saved_by(root / directory, item) == "orbax":
+            if not self.adopts and folder.saved_by == "orbax":
                 self.of_orbax.add(directory)
                 text = "step %s is not looked at: plain Orbax saved it, and no Options(adopt=True)"
                 _log.info(text, directory)

@@ -14,17 +14,17 @@ from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import aligned, amount
+from cnr_jax.repository.index.folders import is_earlier_run, saved_by
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import children_first, kept_steps
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
-    is_earlier_run,
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import saved_by, way_on
+from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import (
     AnyPath,

@@ -17,16 +17,19 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.index.chains import Chains, Flaw
 from cnr_jax.repository.index.entries import entry_of
+from cnr_jax.repository.index.folders import (
+    is_checkpoint,
+    is_own_item,
+    items_of_orbax,
+    saved_by,
+)
 from cnr_jax.repository.items import find_item, items_of
 from cnr_jax.repository.layout import (
     beside,
     check_can_be_read,
-    is_checkpoint,
-    is_own_item,
     open_root,
     step_directories,
 )
-from cnr_jax.repository.orbax_steps import items_of_orbax, saved_by
 from cnr_jax.repository.step import read_step
 from cnr_jax.repository.store import (
     AnyPath,
