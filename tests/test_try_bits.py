@@ -319,8 +319,8 @@ def test_training_is_paired_by_seed_and_leaves_the_state_alone(
         state,
         tables,
         evaluate,
-        better="higher",
-        within=1.0,
+        better={"sum": "higher", "w": "higher"},
+        within={"sum": 1.0, "w": 1.0},
         bits=[2, "raw"],
         seeds=4,
         options=QUICK,
@@ -339,6 +339,38 @@ def test_training_is_paired_by_seed_and_leaves_the_state_alone(
     after = jax.tree.map(np.asarray, {**state, "key": 0})
     jax.tree.map(np.testing.assert_array_equal, after, before)
     donating(state, 0)
+
+
+def test_what_functions_assign_to_is_not_of_the_state(
+    state: Any, tables: cnr.Tables
+) -> None:
+    state["count"] = np.zeros(3)
+    leaves = dict(state)
+
+    def evaluate(state: Any) -> dict[str, float]:
+        found = {"count": state["count"].sum(), "step": state["step"]}
+        state["count"] += 1
+        state["step"] = -1
+        state["user"] = None
+        return found
+
+    def train(state: Any, seed: int) -> Any:
+        state["count"] += 1
+        state["step"] += 1
+        return state
+
+    ways: list[tuple[Any, dict[str, float]]] = [
+        ({}, {"count": 0, "step": 3}),
+        ({"train": train, "restores": 2}, {"count": 6, "step": 5}),
+    ]
+    for given, want in ways:
+        better = dict.fromkeys(want, "higher")
+        asked = {**GOOD, "better": better, "seeds": 2, "bits": [2, "raw"], **given}
+        found = cnr.try_bits(state, tables, evaluate, **asked)
+        assert found.metrics == want
+        assert all(each.metrics == want for each in found.widths)
+        assert not state["count"].any()
+        assert all(state[name] is leaf for name, leaf in leaves.items())
 
 
 def test_restores_in_turn_show_what_one_restore_does_not(
@@ -433,7 +465,12 @@ def test_what_options_give_for_one_table_is_its_own_at_every_width() -> None:
         return {n: len(np.unique(np.asarray(given[n])[0])) for n in "abcd"}
 
     found = cnr.try_bits(
-        state, tables, evaluate, better="higher", bits=[2, 4, "raw"], options=options
+        state,
+        tables,
+        evaluate,
+        better=dict.fromkeys("abcd", "higher"),
+        bits=[2, 4, "raw"],
+        options=options,
     )
     levels = {each.bits: each.metrics for each in found.widths}
     for bits, d in ((2, 4), (4, DIM), ("raw", DIM)):
@@ -576,4 +613,8 @@ def test_tables_stay_in_the_memory_that_they_are_in() -> None:
             return 1.0
 
         cnr.try_bits(state, tables, evaluate, **GOOD)
+        assert seen == [kind, kind]
+        seen.clear()
+        train = {"train": lambda state, seed: state, "seeds": 1}
+        cnr.try_bits(state, tables, evaluate, **GOOD, **train)
         assert seen == [kind, kind]
