@@ -292,6 +292,34 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     assert followed.are_of(tiles, "1" * 32)
 
 
+def test_rows_too_wide_for_any_codec_leave_the_room_to_others() -> None:
+    state = {"expert": jax.numpy.ones((2, 600_000)), "user": jax.numpy.ones((300, 16))}
+    tables = cnr.find_tables(state, list(state))
+    where = {name: array.sharding for name, array in state.items()}
+    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
+    followed = FollowedRows(tiles, "1" * 32)
+    found = {tile.table.name: (tile.table.name, tile.piece.box) for tile in tiles}
+    assert len(followed.among(found["user"], None)) == 300
+    assert not len(followed.among(found["expert"], None))
+
+
+def test_rows_too_wide_for_the_bound_are_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = {f"t{i}": (8, 64 if i % 2 == 0 else 4) for i in range(8)}
+    state = {name: jax.numpy.ones(shape) for name, shape in shapes.items()}
+    tables = cnr.find_tables(state, list(state))
+    where = {name: state[name].sharding for name in state}
+    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
+    shards = shards_of({name: {"table": state[name]} for name in state})
+    for kept, found in ((4 * 63, 1), (4 * 150, 2)):
+        monkeypatch.setattr(motion, "KEPT_BYTES", kept)
+        followed = FollowedRows(tiles, "1" * 32)
+        followed.begin(shards, lambda *_: "host")
+        sizes = [each.nbytes for each in followed._before.values()]
+        assert len(sizes) == found and sum(sizes) <= kept
+
+
 def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:
     state = make_state()
     where = state["user"].sharding
