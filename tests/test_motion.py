@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import motion
 from cnr_jax.rows.gather.motion import FollowedRows
@@ -230,6 +231,43 @@ def test_fixed_bits_are_warned_of_once_where_they_are_too_few(
     assert said.startswith(f"rounding to {bits} bits may harm this training: ")
     assert "restored 2 times, between restores rows moved 0." in said
     assert "Options(bits='auto')" in said and "bits=8" in said
+
+
+def test_one_restore_is_no_cause_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state()
+    with (
+        caplog.at_level(logging.WARNING, WIDENING),
+        opened(tmp_path, state, bits=4) as manager,
+    ):
+        save(manager, 0, state)
+        save(manager, 1, moved(state, 1, 0.004))
+        assert read_manifest(tmp_path / "1" / "default").motion is not None
+        state = moved(restore(manager, state, 1), 2, 0.004)
+        save(manager, 2, state)
+        assert not caplog.records, "how soon others come is not known"
+        save(manager, 3, moved(restore(manager, state, 2), 3, 0.004))
+        assert len(caplog.records) == 1
+
+
+def test_motion_before_an_earlier_restore_does_not_count(tmp_path: Path) -> None:
+    state = make_state()
+    with opened(tmp_path, state, bits="auto", expected_restores=20) as manager:
+        save(manager, 0, state)
+        save(manager, 1, moved(state, 1, 0.004))
+        state = restore(manager, state, 1)
+        assert save(manager, 2, moved(state, 2, 0.1, rows=5)).auto_bits == 8
+        assert read_manifest(tmp_path / "2" / "default").motion is None
+        state = restore(manager, state, 2)
+        assert save(manager, 3, moved(state, 3, 0.1)).auto_bits == 4
+
+
+def test_small_tables_are_saved_exactly_where_the_others_are() -> None:
+    state = {"user": jax.numpy.ones((3000, 16)), "day": jax.numpy.ones((4, 16))}
+    found = Widening(cnr.Options(bits="auto"), cnr.find_tables(state, list(state)))
+    assert found.widths(4) == {"user": 4, "day": 8}
+    assert found.widths(32) == {"user": 32, "day": 32}
 
 
 def test_where_eight_bits_are_too_few_the_warning_names_what_options_take(

@@ -9,7 +9,7 @@ import pytest
 
 from cnr_jax.errors import OptionError
 from cnr_jax.policy import bits_after, bits_for, expected_restores, small_tables
-from cnr_jax.policy.bits import older_bits
+from cnr_jax.policy.bits import bits_for_motion, is_harmful, older_bits
 
 from ..conftest import each_of
 
@@ -116,3 +116,12 @@ def test_rows_on_codes_are_told_by_errors_that_do_not_fall(
     errors: dict[int, float | None], bits: int | None
 ) -> None:
     assert older_bits(errors) == bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_motion_asks_for_more_bits_where_it_was_measured_to_do_harm(bits: int) -> None:
+    """The marks of docs/accuracy.md: moving them takes measuring anew."""
+    even_bits = math.log2(2**bits - 1)
+    harmless, harmful = (even_bits + math.log2(x) / 2 for x in (0.5, 0.66))
+    assert bits_for_motion(harmless - 0.01) <= bits < bits_for_motion(harmless + 0.01)
+    assert is_harmful(harmful + 0.01, bits) and not is_harmful(harmful - 0.01, bits)
