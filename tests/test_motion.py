@@ -194,6 +194,22 @@ def test_tables_that_options_keep_exact_do_not_count_when_all_bits_are_saved(
     assert auto == [4, 4, 32, 32, 32]
 
 
+def test_tables_that_are_exact_do_not_count_beside_rounded_ones(tmp_path: Path) -> None:
+    state = {name: make_state()["user"] for name in ("user", "item")}
+    given = cnr.Options(
+        bits=4, tracking="fingerprint", tables={"item": cnr.TableOptions(codec="raw")}
+    )
+    found = cnr.find_tables(state, list(state))
+    with cnr.CheckpointManager(tmp_path, tables=found, options=given) as manager:
+        save(manager, 0, state)
+        for name, by in (("user", 0.004), ("item", 0.1)):
+            state[name] = moved({"user": state[name]}, 1, by)["user"]
+        save(manager, 1, state)
+    motion = read_manifest(tmp_path / "1" / "default").motion
+    assert motion is not None and motion.rows == ROWS
+    assert motion.even_bits == pytest.approx(in_bits(0.004), abs=0.1)
+
+
 def test_a_save_soon_after_a_restore_takes_no_more_than_the_last_interval_asks_for(
     tmp_path: Path,
 ) -> None:
