@@ -30,6 +30,7 @@ from cnr_jax.policy.bits import (
     bits_after,
 )
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
+from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.choice import (
     check_readable,
     configuration_of,
@@ -39,8 +40,6 @@ from cnr_jax.rows.codecs.choice import (
 )
 from cnr_jax.rows.codecs.slots import slot_codec
 
-# Elements of a row up to which codecs state their error; expert weights may have millions.
-WIDEST = 1 << 16
 # Where nothing is given, and no run goes on.
 _CODEC, _BITS, _SLOT_CODEC = "adaptive", 4, "raw"
 _LEAVES = ("table", "slot")

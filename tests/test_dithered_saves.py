@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 
 ROWS, DIM = 400, 16
 
@@ -150,6 +151,16 @@ def test_host_device_and_meshes_give_the_same_codes(
     with opened(tmp_path / "nearest", nearest, codec="asymmetric") as manager:
         save(manager, 0, nearest)
         assert (np.asarray(restore(manager, nearest)["user"]) != first).any()
+
+
+def test_each_part_of_cut_columns_has_keys_of_its_own() -> None:
+    """Else an error would come again and again along a row."""
+    table, lineage = cnr.find_tables(make_state(), ["user"])["user"], "1" * 32
+    for first in (0, 8):
+        box, rows = ((4, ROWS), (first, first + 8)), np.arange(9)
+        found = capture.keys_of(table, box, lineage)(rows)
+        want = row_keys(dither_seed(lineage, "user", first), rows + 4)
+        assert np.array_equal(found, want)
 
 
 def test_padded_and_dealt_rows_have_the_keys_of_their_logical_ids(

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import motion
 from cnr_jax.rows.gather.motion import FollowedRows
@@ -193,6 +194,22 @@ def test_tables_that_options_keep_exact_do_not_count_when_all_bits_are_saved(
     assert auto == [4, 4, 32, 32, 32]
 
 
+def test_tables_that_are_exact_do_not_count_beside_rounded_ones(tmp_path: Path) -> None:
+    state = {name: make_state()["user"] for name in ("user", "item")}
+    given = cnr.Options(
+        bits=4, tracking="fingerprint", tables={"item": cnr.TableOptions(codec="raw")}
+    )
+    found = cnr.find_tables(state, list(state))
+    with cnr.CheckpointManager(tmp_path, tables=found, options=given) as manager:
+        save(manager, 0, state)
+        for name, by in (("user", 0.004), ("item", 0.1)):
+            state[name] = moved({"user": state[name]}, 1, by)["user"]
+        save(manager, 1, state)
+    motion = read_manifest(tmp_path / "1" / "default").motion
+    assert motion is not None and motion.rows == ROWS
+    assert motion.even_bits == pytest.approx(in_bits(0.004), abs=0.1)
+
+
 def test_a_save_soon_after_a_restore_takes_no_more_than_the_last_interval_asks_for(
     tmp_path: Path,
 ) -> None:
@@ -230,6 +247,43 @@ def test_fixed_bits_are_warned_of_once_where_they_are_too_few(
     assert said.startswith(f"rounding to {bits} bits may harm this training: ")
     assert "restored 2 times, between restores rows moved 0." in said
     assert "Options(bits='auto')" in said and "bits=8" in said
+
+
+def test_one_restore_is_no_cause_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state()
+    with (
+        caplog.at_level(logging.WARNING, WIDENING),
+        opened(tmp_path, state, bits=4) as manager,
+    ):
+        save(manager, 0, state)
+        save(manager, 1, moved(state, 1, 0.004))
+        assert read_manifest(tmp_path / "1" / "default").motion is not None
+        state = moved(restore(manager, state, 1), 2, 0.004)
+        save(manager, 2, state)
+        assert not caplog.records, "how soon others come is not known"
+        save(manager, 3, moved(restore(manager, state, 2), 3, 0.004))
+        assert len(caplog.records) == 1
+
+
+def test_motion_before_an_earlier_restore_does_not_count(tmp_path: Path) -> None:
+    state = make_state()
+    with opened(tmp_path, state, bits="auto", expected_restores=20) as manager:
+        save(manager, 0, state)
+        save(manager, 1, moved(state, 1, 0.004))
+        state = restore(manager, state, 1)
+        assert save(manager, 2, moved(state, 2, 0.1, rows=5)).auto_bits == 8
+        assert read_manifest(tmp_path / "2" / "default").motion is None
+        state = restore(manager, state, 2)
+        assert save(manager, 3, moved(state, 3, 0.1)).auto_bits == 4
+
+
+def test_small_tables_are_saved_exactly_where_the_others_are() -> None:
+    state = {"user": jax.numpy.ones((3000, 16)), "day": jax.numpy.ones((4, 16))}
+    found = Widening(cnr.Options(bits="auto"), cnr.find_tables(state, list(state)))
+    assert found.widths(4) == {"user": 4, "day": 8}
+    assert found.widths(32) == {"user": 32, "day": 32}
 
 
 def test_where_eight_bits_are_too_few_the_warning_names_what_options_take(
@@ -290,6 +344,34 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
     assert [len(each) for each in followed._before.values()] == [1, 1]
     assert followed.are_of(tiles, "1" * 32)
+
+
+def test_rows_too_wide_for_any_codec_leave_the_room_to_others() -> None:
+    state = {"expert": jax.numpy.ones((2, 600_000)), "user": jax.numpy.ones((300, 16))}
+    tables = cnr.find_tables(state, list(state))
+    where = {name: array.sharding for name, array in state.items()}
+    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
+    followed = FollowedRows(tiles, "1" * 32)
+    found = {tile.table.name: (tile.table.name, tile.piece.box) for tile in tiles}
+    assert len(followed.among(found["user"], None)) == 300
+    assert not len(followed.among(found["expert"], None))
+
+
+def test_rows_too_wide_for_the_bound_are_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = {f"t{i}": (8, 64 if i % 2 == 0 else 4) for i in range(8)}
+    state = {name: jax.numpy.ones(shape) for name, shape in shapes.items()}
+    tables = cnr.find_tables(state, list(state))
+    where = {name: state[name].sharding for name in state}
+    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
+    shards = shards_of({name: {"table": state[name]} for name in state})
+    for kept, found in ((4 * 63, 1), (4 * 150, 2)):
+        monkeypatch.setattr(motion, "KEPT_BYTES", kept)
+        followed = FollowedRows(tiles, "1" * 32)
+        followed.begin(shards, lambda *_: "host")
+        sizes = [each.nbytes for each in followed._before.values()]
+        assert len(sizes) == found and sum(sizes) <= kept
 
 
 def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:

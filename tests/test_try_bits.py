@@ -341,6 +341,38 @@ def test_training_is_paired_by_seed_and_leaves_the_state_alone(
     donating(state, 0)
 
 
+def test_what_functions_assign_to_is_not_of_the_state(
+    state: Any, tables: cnr.Tables
+) -> None:
+    state["count"] = np.zeros(3)
+    leaves = dict(state)
+
+    def evaluate(state: Any) -> dict[str, float]:
+        found = {"count": state["count"].sum(), "step": state["step"]}
+        state["count"] += 1
+        state["step"] = -1
+        state["user"] = None
+        return found
+
+    def train(state: Any, seed: int) -> Any:
+        state["count"] += 1
+        state["step"] += 1
+        return state
+
+    ways: list[tuple[Any, dict[str, float]]] = [
+        ({}, {"count": 0, "step": 3}),
+        ({"train": train, "restores": 2}, {"count": 6, "step": 5}),
+    ]
+    for given, want in ways:
+        better = dict.fromkeys(want, "higher")
+        asked = {**GOOD, "better": better, "seeds": 2, "bits": [2, "raw"], **given}
+        found = cnr.try_bits(state, tables, evaluate, **asked)
+        assert found.metrics == want
+        assert all(each.metrics == want for each in found.widths)
+        assert not state["count"].any()
+        assert all(state[name] is leaf for name, leaf in leaves.items())
+
+
 def test_restores_in_turn_show_what_one_restore_does_not(
     state: Any, tables: cnr.Tables
 ) -> None:
@@ -577,4 +609,8 @@ def test_tables_stay_in_the_memory_that_they_are_in() -> None:
             return 1.0
 
         cnr.try_bits(state, tables, evaluate, **GOOD)
+        assert seen == [kind, kind]
+        seen.clear()
+        train = {"train": lambda state, seed: state, "seeds": 1}
+        cnr.try_bits(state, tables, evaluate, **GOOD, **train)
         assert seen == [kind, kind]

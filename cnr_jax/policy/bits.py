@@ -165,10 +165,10 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
 
     Returns:
         The narrowest width that errs by no more than a wider one, as rows err that a restore
-        brought and training has not moved since; None: there is none.
+        brought and training has not moved since; None: there is none, or none errs at all.
 
     Example:
-        >>> older_bits({2: 0.25, 3: 1e-4, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
+        >>> older_bits({2: 0.25, 3: 0.0, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
         (3, None)
     """
     known = [(bits, e) for bits, e in sorted(errors.items()) if e is not None]

@@ -103,6 +103,8 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
         ([[0.0, 1.0, 3.0]], 1)
     """
     shape, shards = rows.sharding.shard_shape(rows.shape), rows.addressable_shards
+    if not shards:  # nor any device that programs below run on
+        return Rounded(rows, ())
     # The shards one below the other: one program for all devices, whatever the sharding.
     devices = sorted(rows.sharding.device_set, key=lambda device: device.id)
     below = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))

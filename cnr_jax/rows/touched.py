@@ -423,7 +423,11 @@ def _place(values: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Arr
     if sharding is None:
         return jax.device_put(np.array(values, dtype))
     return jax.make_array_from_callback(
-        values.shape, sharding, lambda index: np.array(values[index], dtype)
+        values.shape,
+        sharding,
+        lambda index: np.array(values[index], dtype),
+        # Which a process that holds nothing of it could not tell.
+        dtype=dtype,
     )
 
 

@@ -20,7 +20,10 @@ def test_two_processes_take_the_width_that_all_rows_ask_for(tmp_path: Path) -> N
     with Processes(2, tmp_path / "root", out, worker=WORKER) as processes:
         first, second = processes.finish()
     assert first == second
+    *first, tried = first
     widths = [line.split(",")[0] for line in first[::2]]
+    # Two tables of 512 rows: 8 bytes of codes each, and 4 of scale and offset.
+    assert tried.split()[0] == f"{2 * 512 * 12}"
     # Alone, process 0 would save all bits, and process 1 four.
     assert widths == ["0: 4 bits", "1: 4 bits", "2: 8 bits", "3: 8 bits"]
     assert first[1] == "None"

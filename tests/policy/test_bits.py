@@ -9,6 +9,7 @@ import pytest
 
 from cnr_jax.errors import OptionError
 from cnr_jax.policy import bits_after, bits_for, expected_restores, small_tables
+from cnr_jax.policy.bits import bits_for_motion, is_harmful, older_bits
 
 from ..conftest import each_of
 
@@ -94,3 +95,33 @@ def test_what_is_no_number_of_restores_is_refused(value: Any) -> None:
 def test_nodes_that_fail_all_the_time_are_refused() -> None:
     with pytest.raises(OptionError, match="node_mtbf_hours is 0"):
         expected_restores(node_mtbf_hours=0, nodes=1, job_hours=1)
+
+
+@each_of(
+    ("errors", "bits"),
+    [
+        # As of trained rows, and of rows on codes of 2, 3, 4 and 8 bits.
+        ({2: 0.3, 3: 0.13, 4: 0.06, 8: 0.003}, None),
+        ({2: 0.0, 3: 0.13, 4: 0.001, 8: 7e-8}, 2),
+        ({2: 0.3, 3: 0.0, 8: 0.0035}, 3),
+        ({2: 0.3, 3: 0.13, 4: 0.0, 8: 0.0}, 4),
+        ({2: 0.3, 3: 0.13, 4: 0.06, 8: 0.0}, None),
+        # Stored exactly in each width, or not known.
+        ({2: 0.0, 3: 0.0, 4: 0.0, 8: 0.0}, None),
+        ({2: 0.3, 3: None, 4: None}, None),
+        ({}, None),
+    ],
+)
+def test_rows_on_codes_are_told_by_errors_that_do_not_fall(
+    errors: dict[int, float | None], bits: int | None
+) -> None:
+    assert older_bits(errors) == bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_motion_asks_for_more_bits_where_it_was_measured_to_do_harm(bits: int) -> None:
+    """The marks of docs/accuracy.md: moving them takes measuring anew."""
+    even_bits = math.log2(2**bits - 1)
+    harmless, harmful = (even_bits + math.log2(x) / 2 for x in (0.5, 0.66))
+    assert bits_for_motion(harmless - 0.01) <= bits < bits_for_motion(harmless + 0.01)
+    assert is_harmful(harmful + 0.01, bits) and not is_harmful(harmful - 0.01, bits)

@@ -21,10 +21,11 @@ import numpy as np
 
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Choose
-from cnr_jax.encoding import WIDEST, Encoding
+from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
 from cnr_jax.repository.rows_writer import RunPlan
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
+from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes

@@ -339,7 +339,7 @@ class _Trial:
         Raises:
             OptionError: if that is not finite numbers, of the same names as before.
         """
-        found = self._evaluate(state)
+        found = self._evaluate(_lent(state))
         with own_settings():  # numbers may lie on devices
             metrics = checked_metrics(found, what)
         if like is not None and set(metrics) != set(like):
@@ -398,7 +398,20 @@ def _difference(got: Any, want: Any) -> str:
     return problems[0] + more
 
 
+def _lent(state: Any) -> Any:
+    """The same, to be looked at: what could be assigned to is its own, arrays of jax are not."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, state)
+
+
 @own_settings()
 def _copied(tree: Any) -> Any:
-    """The same with arrays of its own."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+    """The same with arrays of its own, in the memory that they are in."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        found = leaf.copy()
+        is_there = found.sharding == leaf.sharding
+        return found if is_there else jax.device_put(found, leaf.sharding)
+
+    return jax.tree.map(copied, _lent(tree))

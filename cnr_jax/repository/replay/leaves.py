@@ -129,7 +129,7 @@ def _restore_large(wanted: WantedLeaf, abstract: Abstract) -> jax.Array:
     for group in large.values():
         for batch in _batches(group):
             arrays |= _decoded(wanted, batch)
-    return global_array(abstract.shape, sharding, arrays)
+    return global_array(abstract.shape, sharding, abstract.dtype, arrays)
 
 
 def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
@@ -386,7 +386,7 @@ def placed(
                 for box, devices in local_boxes(each.sharding, each.shape).items()
                 for device in devices
             }
-            arrays[i] = global_array(each.shape, each.sharding, shards)
+            arrays[i] = global_array(each.shape, each.sharding, each.dtype, shards)
     # In one call: calls cost more than small arrays do.
     put = jax.device_put(whole, {i: abstract[i].sharding for i in whole})
     arrays.update(put)

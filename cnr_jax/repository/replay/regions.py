@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from cnr_jax.format.tiles import Box
 from cnr_jax.repository.replay.encoded import (
@@ -161,12 +162,13 @@ def local_boxes(
 def global_array(
     shape: tuple[int, ...],
     sharding: Sharding,
+    dtype: DTypeLike,
     arrays: Mapping[jax.Device, jax.Array],
 ) -> jax.Array:
-    """An array from the regions on local devices."""
+    """An array from the regions on local devices, of which there may be none."""
     order = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(
-        shape, sharding, [arrays[device] for device in order]
+        shape, sharding, [arrays[device] for device in order], dtype=np.dtype(dtype)
     )
 
 

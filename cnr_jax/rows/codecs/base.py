@@ -22,6 +22,8 @@ from jax.typing import DTypeLike
 Configuration = dict[str, int | float | str | list[float]]
 # What quantizers take.
 DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
+# Elements of a row up to which codecs state their error; expert weights may have millions.
+WIDEST = 1 << 16
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cnr_jax.rows.codecs.base import DTYPES, Raw
+from cnr_jax.rows.codecs.base import DTYPES, WIDEST, Raw
 from cnr_jax.rows.gather.chunk import Run
 from cnr_jax.rows.gather.device import rows_of
 from cnr_jax.rows.gather.host import copied_rows
@@ -62,20 +62,28 @@ class FollowedRows:
 
     def __init__(self, tiles: Iterable[OwnTile], lineage: str) -> None:
         self.lineage = lineage
+        # Of what no codec takes nothing need be known, and a row of it may take all the room.
         own = {
-            (tile.table.name, tile.piece.box): tile
+            ref: tile
             for tile in tiles
-            if tile.leaf.name == "table" and tile.leaf.dtype in DTYPES
+            if tile.leaf.name == "table"
+            and tile.leaf.dtype in DTYPES
+            and _width(ref := (tile.table.name, tile.piece.box)) <= WIDEST
         }
-        width = sum(math.prod(b - a for a, b in box[1:]) for _, box in own)
+        width = sum(map(_width, own))
         # Of so many tiles that one row of each were too much, only some are followed.
         some = -(-4 * width // KEPT_BYTES)
         each = KEPT_BYTES // max(1, 4 * width) or 1
-        self._tiles = dict(list(own.items())[:: max(1, some)])
-        self._positions = {
-            key: _spread(tile.rows[1] - tile.rows[0], min(each, _MOST_ROWS))
-            for key, tile in self._tiles.items()
-        }
+        self._tiles: dict[TileRef, OwnTile] = {}
+        self._positions: dict[TileRef, np.ndarray] = {}
+        left = KEPT_BYTES
+        for key, tile in list(own.items())[:: max(1, some)]:
+            followed = _spread(tile.rows[1] - tile.rows[0], min(each, _MOST_ROWS))
+            size = 4 * _width(key) * len(followed)
+            # These may be wider than others, and one row alone too wide.
+            if size <= left:
+                self._tiles[key], self._positions[key] = tile, followed
+                left -= size
         self._before: dict[TileRef, np.ndarray] = {}
 
     def are_of(self, tiles: Iterable[OwnTile], lineage: str) -> bool:
@@ -144,6 +152,12 @@ class FollowedRows:
             error = np.square(reach) * (now.shape[1] / 6)
             found = 0.5 * np.log2(error / motion)
         return found[np.isfinite(found)]
+
+
+def _width(tile: TileRef) -> int:
+    """Elements of a row of a tile."""
+    _, box = tile
+    return math.prod(stop - start for start, stop in box[1:])
 
 
 def _spread(rows: int, count: int) -> np.ndarray:
