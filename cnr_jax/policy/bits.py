@@ -172,8 +172,10 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
         (3, None)
     """
     known = [(bits, e) for bits, e in sorted(errors.items()) if e is not None]
+    if not any(error for _, error in known):
+        return None  # as of rows that are stored exactly in each width
     for (bits, error), (_, wider) in itertools.pairwise(known):
-        if error <= wider and wider > 0:
+        if error <= wider:
             return bits
     return None
 
