@@ -200,7 +200,10 @@ class RootWriter:
         if not self._claim.is_taken:
             self._before, self._tidy = self._claim.take(), False
             self._unfinished.forget()
-        self._claim.check()
+        was_held = self._lock.is_held
+        if not self._lock.acquire(0):
+            # Whoever holds it may have taken over, and is not waited for then.
+            self._claim.check()
         if not self._lock.acquire(HAND_OVER_SECS):
             raise errors.WriterError(
                 f"another manager is writing a save in {os.fspath(root)}\n"
@@ -208,8 +211,12 @@ class RootWriter:
                 f"  hint: {other_writer(self._before)}; then save again",
                 kind="writer_busy",
             )
-        # While it waited a third one may have come.
-        self._claim.check()
+        try:
+            self._claim.check()
+        except BaseException:
+            if not was_held:
+                self._lock.release()
+            raise
         if own is not None:
             self._unfinished.forget(own)
         self._unfinished.clear()
