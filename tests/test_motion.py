@@ -18,7 +18,7 @@ import cnr_jax as cnr
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import motion
 from cnr_jax.rows.gather.motion import FollowedRows
-from cnr_jax.rows.tiling import own_tiles, shards_of
+from cnr_jax.rows.tiling import Shards, Tiling
 from tests.conftest import each_of
 
 ROWS, DIM = 300, 16
@@ -278,27 +278,29 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     state = make_state(4)
     tables = cnr.find_tables(state, ["user"])
     where = state["user"].sharding
-    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+    shardings = {"user": {"table": where}}
+    tiling = Tiling(tables, shardings, {"user": where}, lambda *_: "host")
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 4 * 10)  # ten rows of each tile
-    followed = FollowedRows(tiles, "1" * 32)
-    followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    followed.begin(Shards(tiling, {"user": {"table": state["user"]}}))
     kept = list(followed._before.values())
     assert [len(each) for each in kept] == [10] * 4
     assert sum(each.nbytes for each in kept) == motion.KEPT_BYTES
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 3)  # not one row of each
-    followed = FollowedRows(tiles, "1" * 32)
-    followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    followed.begin(Shards(tiling, {"user": {"table": state["user"]}}))
     assert [len(each) for each in followed._before.values()] == [1, 1]
-    assert followed.are_of(tiles, "1" * 32)
+    assert followed.are_of(tiling, "1" * 32)
 
 
 def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -> None:
     state = make_state()
     where = state["user"].sharding
     tables = cnr.find_tables(state, ["user"])
-    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
-    followed = FollowedRows(tiles, "1" * 32)
-    tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
+    shardings = {"user": {"table": where}}
+    tiling = Tiling(tables, shardings, {"user": where}, lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    tile, rows = ("user", tiling.tiles[0].piece.box), np.asarray(state["user"])
     everything = followed.among(tile, None)
     assert not len(followed.even_bits(tile, everything[:100], rows[:100]))
     there = np.asarray(moved(state, 1, 0.004)["user"])

@@ -84,6 +84,13 @@ class Group(NamedTuple):
     rows: tuple[int, int]
 
 
+class Rows(NamedTuple):
+    """Some rows of a table: start and stop."""
+
+    table: str
+    rows: tuple[int, int]
+
+
 def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
     """The groups that tiles form, each with its tiles in the order of leaves."""
     found: dict[Group, tuple[OwnTile, ...]] = {}
@@ -208,68 +215,233 @@ def _choose(
     return next((d for d in devices if d.process_index in processes), None)
 
 
+class Spot(NamedTuple):
+    """Where rows of an array are: the number of a local shard, and the row it starts with."""
+
+    shard: int
+    first: int
+
+
 @functools.lru_cache(maxsize=4096)
-def _rows_on(
+def _local_boxes(
     sharding: Sharding, shape: tuple[int, ...]
-) -> Mapping[jax.Device, tuple[int, int]]:
-    """Start and stop of the rows of each device; jax takes longer to tell that of a shard."""
-    boxes = boxes_of(sharding, shape).items()
-    return {device: box[0] for box, devices in boxes for device in devices}
+) -> Mapping[jax.Device, tuple[int, Box]]:
+    """Number and box of the shard on each device of this process, in jax's order of shards."""
+    # As jax itself goes through them where it reads a whole array.
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {
+        device: (number, box_of(index or (), shape))
+        for number, (device, index) in enumerate(indices.items())
+    }
 
 
-class LocalShards:
-    """The shards of an array on this process, looked up once: jax makes them anew each time.
+def spot_on(sharding: Sharding, shape: tuple[int, ...], device: jax.Device) -> Spot:
+    """Where an array is on a device of this process.
 
-    Example:
-        >>> shards = LocalShards(jax.numpy.zeros((4, 2)))
-        >>> data, first = shards.holding((1, 3))
-        >>> data.shape, first
-        ((4, 2), 0)
+    Raises:
+        TableError: if it has no shard there.
+    """
+    boxes = _local_boxes(sharding, shape)
+    if device not in boxes:
+        raise errors.TableError(f"the array has no shard on {device}")
+    number, box = boxes[device]
+    return Spot(number, box[0][0])
+
+
+def spot_of(sharding: Sharding, shape: tuple[int, ...], rows: tuple[int, int]) -> Spot:
+    """Where rows of an array are on this process.
+
+    Raises:
+        TableError: if no shard holds all of them.
+    """
+    for number, box in _local_boxes(sharding, shape).values():
+        start, stop = box[0]
+        if start <= rows[0] and rows[1] <= stop:
+            return Spot(number, start)
+    raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
+
+
+def local_shards(array: jax.Array) -> list[jax.Array]:
+    """The shards of an array on this process, by their number in `Spot`."""
+    count = len(array.sharding.addressable_devices)
+    if count == 1 and array.is_fully_addressable:
+        return [array]
+    if array.is_fully_replicated:  # of which jax gives the first one alone
+        return [shard.data for shard in array.addressable_shards]
+    # Quicker than `addressable_shards`, which makes a sharding for each.
+    return [array.addressable_data(number) for number in range(count)]
+
+
+class Tiling:
+    """The tiles of tables that are sharded in one way, and all that follows from that alone.
+
+    Made once for each such way: what a save of thousands of tiles would have to find out for each
+    of them, it looks up by the number of a tile, or of a range of rows. Holds no arrays.
+
+    Args:
+        tables: the tables of a state.
+        shardings: of their leaves, by table and leaf name; those missing are left out.
+        stamps: sharding of each table's stamps.
+        way: where rows on a device are handled.
+
+    Attributes:
+        tiles: that this process saves, in the order of tables and leaves.
+        wheres: of each tile, where its rows are handled.
+        firsts: of each tile, the row of its shard at which it starts.
+        groups: of tiles with the same rows on the same device.
+        numbers: of the tiles of each group.
+        ranges: the rows that tiles have, each once.
+        range_of: of each tile, the number of its rows.
+        range_rows: int64[ranges], how many rows.
+        stamps: of each range, where its stamps are handled, and the row of their shard at which
+            they start.
+
+    Raises:
+        TableError: if for some rows no process holds both values and stamps.
     """
 
-    def __init__(self, array: jax.Array) -> None:
-        rows = _rows_on(array.sharding, array.shape)
-        self._shards: dict[jax.Device, tuple[jax.Array, int, int]] = {
-            shard.device: (shard.data, *rows[shard.device])
-            for shard in array.addressable_shards
-        }
+    def __init__(
+        self,
+        tables: Tables,
+        shardings: Shardings,
+        stamps: Mapping[str, Sharding],
+        way: Way,
+    ) -> None:
+        self.way = way
+        self.tiles = own_tiles(tables, shardings, stamps)
+        self.groups = group_tiles(self.tiles)
+        numbers: dict[Group, list[int]] = {group: [] for group in self.groups}
+        ranges: dict[Rows, int] = {}
+        leaves: dict[tuple[str, str], list[int]] = {}
+        range_of, firsts, wheres = list[int](), list[int](), list[Where]()
+        for number, tile in enumerate(self.tiles):
+            table, leaf, device = tile.table.name, tile.leaf, tile.piece.device
+            numbers[Group(table, device, tile.rows)].append(number)
+            range_of.append(ranges.setdefault(Rows(table, tile.rows), len(ranges)))
+            sharding = shardings[table][leaf.name]
+            spot = spot_on(sharding, leaf.shape, device)
+            leaves.setdefault((table, leaf.name), []).append(spot.shard)
+            firsts.append(tile.rows[0] - spot.first)
+            shape = sharding.shard_shape(leaf.shape)
+            wheres.append(way(device, math.prod(shape) * leaf.dtype.itemsize))
+        self.numbers = {group: tuple(found) for group, found in numbers.items()}
+        self.ranges, self.range_of = tuple(ranges), tuple(range_of)
+        self.range_rows = np.array([r.rows[1] - r.rows[0] for r in ranges], np.int64)
+        self.firsts, self.wheres = tuple(firsts), tuple(wheres)
+        self._leaves = leaves
+        self._stamps: dict[str, list[int]] = {}
+        found: list[tuple[Where, int]] = []
+        for table, rows in self.ranges:
+            shape = tables[table].leaf.shape[:1]
+            spot = spot_of(stamps[table], shape, rows)
+            self._stamps.setdefault(table, []).append(spot.shard)
+            (size,) = stamps[table].shard_shape(shape)
+            indices = _local_boxes(stamps[table], shape)
+            device = next(d for d, (n, _) in indices.items() if n == spot.shard)
+            found.append((way(device, 4 * size), rows[0] - spot.first))
+        self.stamps = tuple(found)
 
-    def holding(self, rows: tuple[int, int]) -> tuple[jax.Array, int]:
-        """A shard that holds `rows`, and its first row.
+    @functools.cached_property
+    def boxes(self) -> tuple[tuple[str, str, Piece], ...]:
+        """Which parts of which leaves the tiles are, and the devices they are on."""
+        return tuple((t.table.name, t.leaf.name, t.piece) for t in self.tiles)
 
-        Raises:
-            TableError: if none does.
+    def data_in(self, arrays: Arrays) -> list[jax.Array]:
+        """The shard that each tile is in, of arrays that are sharded in this way."""
+        found: list[jax.Array] = []
+        for (table, leaf), numbers in self._leaves.items():
+            shards = local_shards(arrays[table][leaf])
+            found += [shards[number] for number in numbers]
+        return found
+
+    def stamps_in(self, stamps: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """The shard that the stamps of each range are in."""
+        found: list[jax.Array] = []
+        for table, numbers in self._stamps.items():
+            shards = local_shards(stamps[table])
+            found += [shards[number] for number in numbers]
+        return found
+
+
+class Shards:
+    """The parts of one state that its save reads, on this process.
+
+    They are of the state, which may be donated after the save has begun: nothing may keep them.
+    Looked up once, as jax makes the shards of an array anew each time.
+
+    Args:
+        tiling: of the state.
+        arrays: its leaves, by table and leaf name.
+        stamps: by table, if rows are chosen by those that `record` wrote.
+
+    Attributes:
+        data: of each tile, the shard that it is in.
+    """
+
+    def __init__(
+        self,
+        tiling: Tiling,
+        arrays: Arrays,
+        stamps: Mapping[str, jax.Array] | None = None,
+    ) -> None:
+        self.tiling = tiling
+        self.data = tiling.data_in(arrays)
+        self._of_tables, self._stamps = stamps, list[jax.Array]()
+        self._words: list[np.ndarray | None] | None = None
+
+    @property
+    def stamps(self) -> list[jax.Array]:
+        """Of each range of rows, the shard that its stamps are in."""
+        if not self._stamps and self._of_tables is not None:
+            self._stamps = self.tiling.stamps_in(self._of_tables)
+        return self._stamps
+
+    @property
+    def words(self) -> list[np.ndarray | None]:
+        """Of each tile the rows of its shard in host memory, as `row_words`; None on a device.
+
+        Views where rows are in host memory already. A view that is alive when its buffer is
+        donated makes XLA copy the whole table instead of reusing it: see `release`.
         """
-        for data, start, stop in self._shards.values():
-            if start <= rows[0] and rows[1] <= stop:
-                return data, start
-        raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
+        if self._words is None:
+            wheres = self.tiling.wheres
+            for data, where in zip(self.data, wheres, strict=True):
+                if where == "host" and data.platform() != "cpu":
+                    data.copy_to_host_async()
+            self._words = [
+                row_words(np.asarray(data)) if where == "host" else None
+                for data, where in zip(self.data, wheres, strict=True)
+            ]
+        return self._words
 
-    def on(self, device: jax.Device) -> tuple[jax.Array, int]:
-        """The shard on `device`, and its first row.
-
-        Raises:
-            TableError: if there is none.
-        """
-        if device not in self._shards:
-            raise errors.TableError(f"the array has no shard on {device}")
-        data, start, _ = self._shards[device]
-        return data, start
-
-
-# The shards of a leaf, by the names of its table and itself.
-ShardsOf = Callable[[str, str], LocalShards]
+    def release(self) -> None:
+        """Lets go of all of it: the save has read what it needs."""
+        self.data, self._stamps, self._words, self._of_tables = [], [], None, None
 
 
-def shards_of(arrays: Arrays) -> ShardsOf:
-    """Looks the shards of leaves up, those of each once.
+def row_words(leaf: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each row as the widest words they fill, [rows, words].
+
+    A view where rows lie one after the other. numpy copies such words faster than it does some
+    numbers, and never takes them for numbers.
 
     Example:
-        >>> shards = shards_of({"user": {"table": jax.numpy.zeros((4, 2))}})
-        >>> shards("user", "table") is shards("user", "table")
-        True
+        >>> row_words(np.zeros((3, 5), np.float16)).dtype
+        dtype('uint16')
     """
-    return functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
+    leaf = np.ascontiguousarray(leaf)
+    size, word = _row_words(leaf.shape[1:], leaf.dtype)
+    flat = leaf if leaf.ndim == 2 else leaf.reshape(len(leaf), size)
+    return flat.view(word)
+
+
+@functools.cache
+def _row_words(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, np.dtype]:
+    """Elements of a row of this shape, and the words that its bytes fill."""
+    elements = math.prod(shape)
+    nbytes = elements * dtype.itemsize
+    width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)
+    return elements, np.dtype(f"u{width}")
 
 
 def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int:

@@ -9,7 +9,14 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax import errors
-from cnr_jax.rows.tiling import Box, LocalShards, boxes_of, tile_leaf
+from cnr_jax.rows.tiling import (
+    Box,
+    boxes_of,
+    local_shards,
+    spot_of,
+    spot_on,
+    tile_leaf,
+)
 
 from ..conftest import each_of
 
@@ -94,7 +101,9 @@ def test_owner_holds_its_tile_and_rows_of_one_shard_of_stamps(
             first, last, _ = part.indices(size)
             assert first <= start and stop <= last
         assert any(a <= box[0][0] and box[0][1] <= b for a, b in stamp_boxes)
-        data, first = LocalShards(array).on(device)
+        number, first = spot_on(leaf, shape, device)
+        data = local_shards(array)[number]
+        assert data.devices() == {device}
         got = np.asarray(data)[box[0][0] - first : box[0][1] - first]
         expected = np.asarray(array)[tuple(slice(*pair) for pair in box)]
         assert np.array_equal(got, expected)
@@ -160,13 +169,14 @@ def test_tiles_are_cut_where_the_stamps_are() -> None:
 
 def test_local_shard_holds_the_rows_and_says_where_it_starts() -> None:
     stamps = jax.device_put(np.arange(ROWS, dtype=np.int32), sharding("a"))
-    data, first = LocalShards(stamps).holding((5, 7))
+    number, first = spot_of(stamps.sharding, stamps.shape, (5, 7))
+    data = local_shards(stamps)[number]
     assert (first, np.asarray(data).tolist()) == (4, [4, 5, 6, 7])
     with pytest.raises(errors.TableError, match="rows 3 to 5"):
-        LocalShards(stamps).holding((3, 5))
+        spot_of(stamps.sharding, stamps.shape, (3, 5))
 
 
 def test_shard_of_a_device_that_holds_none_is_refused() -> None:
     array = jax.device_put(np.zeros(4), jax.devices()[0])
     with pytest.raises(errors.TableError, match="no shard"):
-        LocalShards(array).on(jax.devices()[1])
+        spot_on(array.sharding, array.shape, jax.devices()[1])

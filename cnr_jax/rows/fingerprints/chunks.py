@@ -15,13 +15,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host, row_words
+from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host
 from cnr_jax.rows.tiling import (
     SMALL_ROWS,
     Program,
     aligned_empty,
     host_device,
     padded,
+    row_words,
 )
 
 # Bytes of rows that are hashed at once. A call costs as much as hashing half a MiB to one; a pass
