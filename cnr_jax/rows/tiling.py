@@ -40,6 +40,9 @@ SMALL_ROWS = 512
 # Shards up to this size are copied to the host whole: each shape and device would need programs
 # of its own, a tenth of a second each, which makes minutes of a thousand tables.
 SMALL_SHARD_BYTES = 1 << 20
+# Of ranges of as many rows stamps are copied to be compared together: below, a call of numpy takes
+# longer than its work.
+_SMALL_RANGE = 1 << 14
 
 
 class Piece(NamedTuple):
@@ -261,15 +264,22 @@ def spot_of(sharding: Sharding, shape: tuple[int, ...], rows: tuple[int, int]) -
     raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
 
 
-def local_shards(array: jax.Array) -> list[jax.Array]:
+def local_shards(array: jax.Array) -> Sequence[jax.Array]:
     """The shards of an array on this process, by their number in `Spot`."""
-    count = len(array.sharding.addressable_devices)
-    if count == 1 and array.is_fully_addressable:
-        return [array]
-    if array.is_fully_replicated:  # of which jax gives the first one alone
-        return [shard.data for shard in array.addressable_shards]
-    # Quicker than `addressable_shards`, which makes a sharding for each.
-    return [array.addressable_data(number) for number in range(count)]
+    return _ways_to_shards(array.sharding)(array)
+
+
+def _ways_to_shards(
+    sharding: Sharding,
+) -> Callable[[jax.Array], Sequence[jax.Array]]:
+    """The quickest way to the shards of arrays that are sharded so."""
+    count = len(sharding.addressable_devices)
+    if len(sharding.device_set) == 1:
+        return lambda array: (array,)
+    if sharding.is_fully_replicated:
+        # Of which `addressable_data` gives the first one alone.
+        return lambda array: [shard.data for shard in array.addressable_shards]
+    return lambda array: [array.addressable_data(number) for number in range(count)]
 
 
 class Tiling:
@@ -295,6 +305,9 @@ class Tiling:
         range_rows: int64[ranges], how many rows.
         stamps: of each range, where its stamps are handled, and the row of their shard at which
             they start.
+        parts: numbers of ranges whose stamps are handled together in host memory.
+        part_of: int64[ranges], the part of each range; -1: its stamps stay on their device.
+        starts: int64[ranges], the row of its part at which a range starts.
 
     Raises:
         TableError: if for some rows no process holds both values and stamps.
@@ -310,36 +323,63 @@ class Tiling:
         self.way = way
         self.tiles = own_tiles(tables, shardings, stamps)
         self.groups = group_tiles(self.tiles)
-        numbers: dict[Group, list[int]] = {group: [] for group in self.groups}
+        of_groups: dict[Group, list[int]] = {group: [] for group in self.groups}
         ranges: dict[Rows, int] = {}
         leaves: dict[tuple[str, str], list[int]] = {}
         range_of, firsts, wheres = list[int](), list[int](), list[Where]()
+        words: list[tuple[int, int, np.dtype]] = []
         for number, tile in enumerate(self.tiles):
             table, leaf, device = tile.table.name, tile.leaf, tile.piece.device
-            numbers[Group(table, device, tile.rows)].append(number)
+            of_groups[Group(table, device, tile.rows)].append(number)
             range_of.append(ranges.setdefault(Rows(table, tile.rows), len(ranges)))
             sharding = shardings[table][leaf.name]
             spot = spot_on(sharding, leaf.shape, device)
             leaves.setdefault((table, leaf.name), []).append(spot.shard)
             firsts.append(tile.rows[0] - spot.first)
-            shape = sharding.shard_shape(leaf.shape)
-            wheres.append(way(device, math.prod(shape) * leaf.dtype.itemsize))
-        self.numbers = {group: tuple(found) for group, found in numbers.items()}
-        self.ranges, self.range_of = tuple(ranges), tuple(range_of)
+            rows, *row = sharding.shard_shape(leaf.shape)
+            size, word = _row_words(tuple(row), leaf.dtype)
+            nbytes = size * leaf.dtype.itemsize
+            words.append((rows, nbytes // word.itemsize, word))
+            wheres.append(way(device, rows * nbytes))
+        self.numbers = {group: tuple(found) for group, found in of_groups.items()}
+        self.range_of, self.firsts = tuple(range_of), tuple(firsts)
+        self.wheres, self._words = tuple(wheres), tuple(words)
+        self._leaves = [
+            (table, leaf, _ways_to_shards(shardings[table][leaf]), found)
+            for (table, leaf), found in leaves.items()
+        ]
+        self.ranges = tuple(ranges)
         self.range_rows = np.array([r.rows[1] - r.rows[0] for r in ranges], np.int64)
-        self.firsts, self.wheres = tuple(firsts), tuple(wheres)
-        self._leaves = leaves
-        self._stamps: dict[str, list[int]] = {}
+        self._place_stamps(tables, stamps)
+
+    def _place_stamps(self, tables: Tables, stamps: Mapping[str, Sharding]) -> None:
+        """Finds out where the stamps of each range are, and which are compared together."""
+        shards: dict[str, list[int]] = {}
         found: list[tuple[Where, int]] = []
         for table, rows in self.ranges:
-            shape = tables[table].leaf.shape[:1]
-            spot = spot_of(stamps[table], shape, rows)
-            self._stamps.setdefault(table, []).append(spot.shard)
-            (size,) = stamps[table].shard_shape(shape)
-            indices = _local_boxes(stamps[table], shape)
-            device = next(d for d, (n, _) in indices.items() if n == spot.shard)
-            found.append((way(device, 4 * size), rows[0] - spot.first))
+            shape, sharding = tables[table].leaf.shape[:1], stamps[table]
+            spot = spot_of(sharding, shape, rows)
+            shards.setdefault(table, []).append(spot.shard)
+            boxes = _local_boxes(sharding, shape).items()
+            device = next(d for d, (number, _) in boxes if number == spot.shard)
+            where = self.way(device, 4 * sharding.shard_shape(shape)[0])
+            found.append((where, rows[0] - spot.first))
         self.stamps = tuple(found)
+        self._stamps = [
+            (table, _ways_to_shards(stamps[table]), numbers)
+            for table, numbers in shards.items()
+        ]
+        on_host = np.array([where == "host" for where, _ in found], bool)
+        is_small = on_host & (self.range_rows <= _SMALL_RANGE)
+        small = np.flatnonzero(is_small)
+        large = np.flatnonzero(on_host & ~is_small)
+        self.parts = [small] * bool(len(small)) + [np.array([each]) for each in large]
+        self.part_of = np.full(len(found), -1, np.int64)
+        for part, numbers in enumerate(self.parts):
+            self.part_of[numbers] = part
+        self.starts = np.zeros(len(found), np.int64)
+        sizes = self.range_rows[small]
+        self.starts[small] = np.cumsum(sizes) - sizes
 
     @functools.cached_property
     def boxes(self) -> tuple[tuple[str, str, Piece], ...]:
@@ -349,17 +389,35 @@ class Tiling:
     def data_in(self, arrays: Arrays) -> list[jax.Array]:
         """The shard that each tile is in, of arrays that are sharded in this way."""
         found: list[jax.Array] = []
-        for (table, leaf), numbers in self._leaves.items():
-            shards = local_shards(arrays[table][leaf])
-            found += [shards[number] for number in numbers]
+        for table, leaf, shards_of, numbers in self._leaves:
+            found += map(shards_of(arrays[table][leaf]).__getitem__, numbers)
         return found
 
     def stamps_in(self, stamps: Mapping[str, jax.Array]) -> list[jax.Array]:
         """The shard that the stamps of each range are in."""
         found: list[jax.Array] = []
-        for table, numbers in self._stamps.items():
-            shards = local_shards(stamps[table])
-            found += [shards[number] for number in numbers]
+        for table, shards_of, numbers in self._stamps:
+            found += map(shards_of(stamps[table]).__getitem__, numbers)
+        return found
+
+    def words_in(self, data: Sequence[jax.Array]) -> list[np.ndarray | None]:
+        """Of the shard of each tile the rows in host memory, as `row_words`; None on a device."""
+        for shard, tile, where in zip(data, self.tiles, self.wheres, strict=True):
+            if where == "host" and tile.piece.device.platform != "cpu":
+                shard.copy_to_host_async()
+        found: list[np.ndarray | None] = []
+        for shard, where, (rows, count, word) in zip(
+            data, self.wheres, self._words, strict=True
+        ):
+            if where == "device":
+                found.append(None)
+                continue
+            memory: Any = shard
+            try:
+                # What `row_words` makes of views, in half of the time.
+                found.append(np.frombuffer(memory, word).reshape(rows, count))
+            except (BufferError, ValueError):  # of a dtype that no buffers are told of
+                found.append(row_words(np.asarray(shard)))
         return found
 
 
@@ -386,13 +444,20 @@ class Shards:
     ) -> None:
         self.tiling = tiling
         self.data = tiling.data_in(arrays)
-        self._of_tables, self._stamps = stamps, list[jax.Array]()
+        self._of_tables = stamps
+        self._stamps: list[jax.Array] | None = None
         self._words: list[np.ndarray | None] | None = None
+        self._stamp_parts: list[np.ndarray] | None = None
 
     @property
     def stamps(self) -> list[jax.Array]:
-        """Of each range of rows, the shard that its stamps are in."""
-        if not self._stamps and self._of_tables is not None:
+        """Of each range of rows, the shard that its stamps are in.
+
+        Raises:
+            AssertionError: if no stamps were given.
+        """
+        if self._stamps is None:
+            assert self._of_tables is not None
             self._stamps = self.tiling.stamps_in(self._of_tables)
         return self._stamps
 
@@ -404,19 +469,30 @@ class Shards:
         donated makes XLA copy the whole table instead of reusing it: see `release`.
         """
         if self._words is None:
-            wheres = self.tiling.wheres
-            for data, where in zip(self.data, wheres, strict=True):
-                if where == "host" and data.platform() != "cpu":
-                    data.copy_to_host_async()
-            self._words = [
-                row_words(np.asarray(data)) if where == "host" else None
-                for data, where in zip(self.data, wheres, strict=True)
-            ]
+            self._words = self.tiling.words_in(self.data)
         return self._words
+
+    @property
+    def stamp_parts(self) -> list[np.ndarray]:
+        """The stamps of each part of `Tiling.parts`, int32, range by range."""
+        if self._stamp_parts is None:
+            tiling, shards = self.tiling, self.stamps
+            rows = tiling.range_rows.tolist()
+            found: list[np.ndarray] = []
+            for numbers in tiling.parts:
+                some: list[np.ndarray] = []
+                for number in numbers.tolist():
+                    first = tiling.stamps[number][1]
+                    stop = first + rows[number]
+                    some.append(np.asarray(shards[number])[first:stop])
+                found.append(some[0] if len(some) == 1 else np.concatenate(some))
+            self._stamp_parts = found
+        return self._stamp_parts
 
     def release(self) -> None:
         """Lets go of all of it: the save has read what it needs."""
-        self.data, self._stamps, self._words, self._of_tables = [], [], None, None
+        self.data, self._words = [], None
+        self._of_tables, self._stamps, self._stamp_parts = None, None, None
 
 
 def row_words(leaf: np.ndarray) -> np.ndarray:

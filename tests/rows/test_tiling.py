@@ -3,20 +3,26 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax import errors
 from cnr_jax.rows.tiling import (
     Box,
+    Shards,
+    Tiling,
     boxes_of,
     local_shards,
+    row_words,
     spot_of,
     spot_on,
     tile_leaf,
 )
+from cnr_jax.state.find import find_tables
 
 from ..conftest import each_of
 
@@ -180,3 +186,33 @@ def test_shard_of_a_device_that_holds_none_is_refused() -> None:
     array = jax.device_put(np.zeros(4), jax.devices()[0])
     with pytest.raises(errors.TableError, match="no shard"):
         spot_on(array.sharding, array.shape, jax.devices()[1])
+
+
+def tiling_of(leaf: jax.Array) -> Tiling:
+    """How one leaf is saved, with stamps as its rows."""
+    where, name = leaf.sharding, {"user": leaf}
+    rows = SingleDeviceSharding(jax.devices()[0])
+    shardings = {"user": {"table": where}}
+    tables = find_tables(name, ["user"])
+    return Tiling(tables, shardings, {"user": rows}, lambda *_: "host")
+
+
+@each_of("shape", [(6,), (6, 4), (6, 3, 2), (6, 5)])
+@each_of("dtype", [np.float32, np.float16, np.bool_, np.int8, jnp.bfloat16])
+def test_words_of_a_shard_are_the_bits_of_its_rows(
+    dtype: Any, shape: tuple[int, ...]
+) -> None:
+    size = np.dtype(dtype).itemsize
+    bits = np.random.default_rng(0).integers(0, 2, (*shape, size), np.uint8)
+    leaf = jax.device_put(bits.view(dtype).reshape(shape), jax.devices()[0])
+    (words,) = Shards(tiling_of(leaf), {"user": {"table": leaf}}).words
+    assert words is not None and words.dtype == row_words(np.asarray(leaf)).dtype
+    assert words.tobytes() == bits.tobytes() and len(words) == 6
+
+
+def test_words_of_rows_that_lie_in_another_order_are_those_of_rows() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    where = SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.device_put(values, Format(Layout((1, 0)), where))
+    (words,) = Shards(tiling_of(leaf), {"user": {"table": leaf}}).words
+    assert words is not None and words.tobytes() == values.tobytes()

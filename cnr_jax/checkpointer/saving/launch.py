@@ -45,6 +45,8 @@ _log = logger(__name__)
 
 # How often a process looks whether process 0 has failed, while it waits for something else.
 POLL_SECS = 1.0
+# How long writing waits for training to go on: far longer than that takes, unless it is held up.
+_HEAD_START_SECS = 0.1
 # Taken, for good, by the first save of this process that rounds rows.
 _first_to_round = threading.Lock()
 _WAYS = (
@@ -153,7 +155,6 @@ class Launcher:
             # Else views of the state would be alive when the next train step gets its memory.
             del sources
             changed.shards.release()
-            stage.start()
             flight.gather_secs = time.perf_counter() - started
             dense = planned.checked.without_texts()
             parts = await self._dense.save(directory, dense)
@@ -191,8 +192,10 @@ def _write_rows(
     followed: FollowedRows | None,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
-    # Of Python's time, training is to have as much as it can use until it can go on.
     stage.wait()
+    if stage.is_closed:
+        # What training has yet to do is Python's, of which each thread takes a lot at a time.
+        flight.returned.wait(_HEAD_START_SECS)
     plans = rows.plans()
     if sample is None:
         sample = capture.sample_of(plans, followed)

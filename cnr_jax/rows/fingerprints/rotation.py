@@ -235,18 +235,19 @@ def _sources(
     numbers = [tiling.numbers[group] for group in ring.groups]
     gathered = {
         n: _gathered(shards.data[n], rows + tiling.firsts[n], size)
-        for of_group in numbers
-        for n in of_group
+        for n in itertools.chain.from_iterable(numbers)
         if words[n] is None
     }
-
-    def source(number: int) -> _Source:
-        view, first = words[number], tiling.firsts[number]
-        if view is None:
-            return row_words(np.asarray(gathered[number])), np.arange(len(rows))
-        return view, rows + first if first else rows
-
-    return ([source(n) for n in of_group] for of_group in numbers)
+    every, firsts = np.arange(len(rows)), tiling.firsts
+    return (
+        [
+            (row_words(np.asarray(gathered[n])), every)
+            if (view := words[n]) is None
+            else (view, rows + firsts[n] if firsts[n] else rows)
+            for n in of_group
+        ]
+        for of_group in numbers
+    )
 
 
 def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
@@ -263,14 +264,22 @@ def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
 
 def stamps_of(shards: Shards, differing: Differing) -> np.ndarray:
     """Stamps of the rows that differ, int32[rows]."""
-    tiling, found = shards.tiling, np.empty(len(differing.rows), np.int32)
-    for group, some in differing.runs():
-        number = tiling.range_of[tiling.numbers[group][0]]
-        (where, first), data = tiling.stamps[number], shards.stamps[number]
-        at = differing.rows[some] + first
-        if where == "host":
-            np.asarray(data).take(at, 0, found[some], "clip")
+    found = np.empty(len(differing.rows), np.int32)
+    if not len(found):
+        return found
+    tiling, parts = shards.tiling, shards.stamp_parts
+    of_groups = [tiling.range_of[tiling.numbers[g][0]] for g in differing.groups]
+    ranges = np.array(of_groups, np.int64)[differing.numbers]
+    part_of, in_part = tiling.part_of[ranges], tiling.starts[ranges] + differing.rows
+    for part in np.unique(part_of[part_of >= 0]).tolist():
+        some = part_of == part
+        found[some] = parts[part][in_part[some]]
+    for _, some in differing.runs() if (part_of < 0).any() else ():
+        number = int(ranges[some.start])
+        if part_of[some.start] >= 0:
             continue
+        data = shards.stamps[number]
+        at = differing.rows[some] + tiling.stamps[number][1]
         for start in range(0, len(at), _STAMPS):
             part = np.asarray(_gathered(data, at[start : start + _STAMPS], _STAMPS))
             left = found[some][start : start + _STAMPS]

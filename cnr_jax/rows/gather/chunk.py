@@ -193,10 +193,10 @@ class Stage:
     def _is_ready(self) -> bool:
         return bool(self._started and self._items) or self._closed or self._failed
 
-    def start(self) -> None:
-        """Lets a patient reader begin."""
-        with self._lock:
-            self._start()
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will be put."""
+        return self._closed
 
     def close(self) -> None:
         """Says that nothing more will be put."""

@@ -47,8 +47,6 @@ from cnr_jax.rows.tiling import (
 _THREADS = min(4, os.cpu_count() or 1)
 # Of rows of a tile: where they are fewer, threads wait for each other's Python.
 _SMALL_PIECE_BYTES = 64 << 10
-# Stamps that are compared at once, a byte each.
-_COMPARED_ROWS = 4 << 20
 
 
 class Chosen:
@@ -88,56 +86,24 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
         if where == "device":
             bits[number] = _touched_bits(shards.stamps[number], clock)
     found: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
-    waiting: list[int] = []
-    for number, rows_here in enumerate(rows):
-        if number not in bits:
-            waiting.append(number)
-            continue
-        data, first = shards.stamps[number], tiling.stamps[number][1]
-        whole = np.unpackbits(
-            np.asarray(bits[number]), count=data.shape[0], bitorder="little"
-        )
-        found[number] = np.flatnonzero(whole[first : first + rows_here])
-    for some in _batches(waiting, rows):
-        for number, positions in zip(some, _touched(shards, some, clock), strict=True):
-            found[number] = positions
-    return found
-
-
-def _batches(numbers: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:
-    """Ranges whose stamps are compared together."""
-    batch, size = list[int](), 0
-    for number in numbers:
-        batch.append(number)
-        size += rows[number]
-        if size >= _COMPARED_ROWS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _touched(shards: Shards, numbers: Sequence[int], clock: int) -> list[np.ndarray]:
-    """`touched_positions` of some ranges whose stamps are read in host memory."""
-    tiling, least = shards.tiling, np.int32(clock)
-    rows = tiling.range_rows[numbers]
-    stops = np.cumsum(rows)
-    starts = stops - rows
-    mask = np.empty(stops[-1], bool)
-    for number, start, stop in zip(
-        numbers, starts.tolist(), stops.tolist(), strict=True
+    for numbers, stamps in zip(
+        tiling.parts, shards.stamp_parts if tiling.parts else (), strict=True
     ):
-        first = tiling.stamps[number][1]
-        stamps = np.asarray(shards.stamps[number])[first : first + stop - start]
-        np.greater(stamps, least, out=mask[start:stop])
-    positions = np.flatnonzero(mask)
-    ends = np.searchsorted(positions, stops)
-    counts = np.diff(ends, prepend=0)
-    positions -= np.repeat(starts, counts)
-    begins = (ends - counts).tolist()
-    return [
-        positions[begin:end] for begin, end in zip(begins, ends.tolist(), strict=True)
-    ]
+        positions = np.flatnonzero(stamps > clock)
+        stops = np.cumsum(tiling.range_rows[numbers])
+        ends = np.searchsorted(positions, stops)
+        counts = np.diff(ends, prepend=0)
+        positions -= np.repeat(tiling.starts[numbers], counts)
+        begins = (ends - counts).tolist()
+        for number, begin, end in zip(
+            numbers.tolist(), begins, ends.tolist(), strict=True
+        ):
+            found[number] = positions[begin:end]
+    for number, touched in bits.items():
+        first, size = tiling.stamps[number][1], shards.stamps[number].shape[0]
+        whole = np.unpackbits(np.asarray(touched), count=size, bitorder="little")
+        found[number] = np.flatnonzero(whole[first : first + rows[number]])
+    return found
 
 
 def gather_chunks(rows: Iterable[HostRows | Run], buffers: Buffers) -> Iterator[Chunk]:
