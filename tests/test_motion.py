@@ -18,7 +18,7 @@ import cnr_jax as cnr
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import motion
 from cnr_jax.rows.gather.motion import FollowedRows
-from cnr_jax.rows.tiling import Shards, Tiling
+from cnr_jax.rows.shards import Shards, Tiling
 from tests.conftest import each_of
 
 ROWS, DIM = 300, 16

@@ -26,7 +26,7 @@ from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
 from cnr_jax.rows.fingerprints.watch import RowWatch
-from cnr_jax.rows.tiling import Shards, Tiling
+from cnr_jax.rows.shards import Shards, Tiling
 from cnr_jax.state.table import split
 
 CHANGED = 0.01

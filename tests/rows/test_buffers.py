@@ -18,7 +18,8 @@ from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import HostRows
 from cnr_jax.rows.gather.encode import encode_chunks
 from cnr_jax.rows.gather.host import Buffers
-from cnr_jax.rows.tiling import host_device, row_words
+from cnr_jax.rows.shards import row_words
+from cnr_jax.rows.tiling import host_device
 
 from ..conftest import each_of
 

@@ -26,7 +26,7 @@ from cnr_jax.rows.fingerprints.hash import (
     hash_with_tags,
 )
 from cnr_jax.rows.fingerprints.nh import _fold_halves
-from cnr_jax.rows.tiling import row_words
+from cnr_jax.rows.shards import row_words
 
 from ..conftest import each_of
 

@@ -15,13 +15,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from cnr_jax.rows import tiling
+from cnr_jax.rows import shards
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk, HostRows, Run
 from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
 from cnr_jax.rows.gather.host import Buffers, touched_positions
-from cnr_jax.rows.tiling import Shards, Tiling, Where, host_device, row_words
+from cnr_jax.rows.shards import Shards, Tiling, row_words
+from cnr_jax.rows.tiling import Where, host_device
 from cnr_jax.state.find import find_tables
 
 from ..conftest import each_of
@@ -259,7 +260,7 @@ def test_touched_positions_are_rows_with_a_later_stamp(
     of_stamps: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiling, "_SMALL_RANGE", 8 if together else 7)
+    monkeypatch.setattr(shards, "_SMALL_RANGE", 8 if together else 7)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     by_rows = NamedSharding(mesh, P("rows"))
     values = np.random.default_rng(0).integers(0, 10, 64).astype(np.int32)
@@ -272,8 +273,8 @@ def test_touched_positions_are_rows_with_a_later_stamp(
         {"user": stamps.sharding},
         lambda *_: where,
     )
-    shards = Shards(found, {"user": {"table": rows["user"]}}, {"user": stamps})
-    got = touched_positions(shards, clock)
+    some = Shards(found, {"user": {"table": rows["user"]}}, {"user": stamps})
+    got = touched_positions(some, clock)
     assert {each.dtype for each in got} == {np.dtype(np.int64)}
     assert [each.tolist() for each in got] == [
         np.flatnonzero(values[start : start + 8] > clock).tolist()

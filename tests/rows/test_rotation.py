@@ -16,7 +16,7 @@ from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation
 from cnr_jax.rows.fingerprints.watch import Differing
 from cnr_jax.rows.fingerprints.windows import Ring, Window, windows_of
-from cnr_jax.rows.tiling import Shards, Tiling
+from cnr_jax.rows.shards import Shards, Tiling
 
 SIZES = st.integers(1, 5000)
 

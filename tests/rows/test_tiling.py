@@ -11,17 +11,15 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax import errors
-from cnr_jax.rows.tiling import (
-    Box,
+from cnr_jax.rows.shards import (
     Shards,
     Tiling,
-    boxes_of,
     local_shards,
     row_words,
     spot_of,
     spot_on,
-    tile_leaf,
 )
+from cnr_jax.rows.tiling import Box, boxes_of, tile_leaf
 from cnr_jax.state.find import find_tables
 
 from ..conftest import each_of

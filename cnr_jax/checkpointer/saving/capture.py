@@ -38,13 +38,12 @@ from cnr_jax.rows.gather.encode import (
 )
 from cnr_jax.rows.gather.host import Chosen
 from cnr_jax.rows.gather.motion import FollowedRows, TileRef
+from cnr_jax.rows.shards import Shards, Tiling
 from cnr_jax.rows.tiling import (
     Arrays,
     Box,
     OwnTile,
     Program,
-    Shards,
-    Tiling,
     group_tiles,
     own_settings,
     own_tiles,

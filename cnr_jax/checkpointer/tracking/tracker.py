@@ -23,16 +23,8 @@ from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_of
 from cnr_jax.rows.fingerprints.watch import Differing, Look, RowWatch
 from cnr_jax.rows.gather.host import Chosen, touched_positions
 from cnr_jax.rows.gather.motion import FollowedRows
-from cnr_jax.rows.tiling import (
-    Arrays,
-    Group,
-    Rows,
-    Shards,
-    Tiling,
-    local_shards,
-    placing,
-    spot_of,
-)
+from cnr_jax.rows.shards import Shards, Tiling, local_shards, spot_of
+from cnr_jax.rows.tiling import Arrays, Group, Rows, placing
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Touched,

@@ -21,7 +21,7 @@ from jax import lax
 
 from cnr_jax.errors import TableError
 from cnr_jax.rows.fingerprints.nh import hash_words
-from cnr_jax.rows.tiling import row_words
+from cnr_jax.rows.shards import row_words
 
 
 def hash_rows(leaves: Sequence[jax.Array], seed: jax.Array | np.ndarray) -> jax.Array:

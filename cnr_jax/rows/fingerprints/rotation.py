@@ -36,16 +36,14 @@ from cnr_jax.rows.fingerprints.windows import (
     words_of,
 )
 from cnr_jax.rows.gather.device import gather_program
+from cnr_jax.rows.shards import Shards, Tiling, row_words
 from cnr_jax.rows.tiling import (
     OwnTile,
     Program,
-    Shards,
-    Tiling,
     Way,
     aligned_empty,
     group_tiles,
     host_device,
-    row_words,
 )
 
 # Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.
@@ -93,7 +91,7 @@ class Rotation:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from cnr_jax.rows.tiling import Shards, Tiling
+        >>> from cnr_jax.rows.shards import Shards, Tiling
         >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": jnp.zeros((4, 2))}
         >>> tables, where = find_tables(state, ["user"]), state["user"].sharding

@@ -25,15 +25,8 @@ from cnr_jax.rows.fingerprints.tiles import (
     settled,
     tags_of,
 )
-from cnr_jax.rows.tiling import (
-    Group,
-    OwnTile,
-    Rows,
-    Shards,
-    Where,
-    boxes_in,
-    bytes_in,
-)
+from cnr_jax.rows.shards import Shards
+from cnr_jax.rows.tiling import Group, OwnTile, Rows, Where, boxes_in, bytes_in
 
 
 class Seen(NamedTuple):
@@ -120,7 +113,7 @@ class RowWatch:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from cnr_jax.rows.tiling import Shards, Tiling
+        >>> from cnr_jax.rows.shards import Shards, Tiling
         >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": jnp.zeros((4, 2))}
         >>> tables, where = find_tables(state, ["user"]), state["user"].sharding

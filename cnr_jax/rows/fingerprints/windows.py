@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cnr_jax.rows.fingerprints.watch import Differing
-from cnr_jax.rows.tiling import Group, OwnTile, bytes_in, row_words
+from cnr_jax.rows.shards import row_words
+from cnr_jax.rows.tiling import Group, OwnTile, bytes_in
 
 # Blocks of a window, and bytes below which a block is not cut: a page of memory.
 _BLOCKS = 8

@@ -32,19 +32,19 @@ import numpy as np
 from cnr_jax.rows import tiling
 from cnr_jax.rows.gather.chunk import Chunk, HostRows, Run
 from cnr_jax.rows.gather.device import gather_on_device
+from cnr_jax.rows.shards import Shards, Tiling, row_words
 from cnr_jax.rows.tiling import (
     Program,
-    Shards,
-    Tiling,
     aligned_empty,
     chunk_rows,
     compiled,
     program_rows,
-    row_words,
 )
 
 # That gather on the host.
 _THREADS = min(4, os.cpu_count() or 1)
+# That are filled in less time than threads need to begin.
+_FEW_CHUNKS = 3
 # Of rows of a tile: where they are fewer, threads wait for each other's Python.
 _SMALL_PIECE_BYTES = 64 << 10
 
@@ -138,8 +138,8 @@ def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
         return _fill(some, rows, call)
 
     pieces = total * some.width * some.dtype.itemsize // _SMALL_PIECE_BYTES
-    if len(some.counts) > pieces:
-        # Copying waits for Python rather than for memory.
+    if len(calls) < _FEW_CHUNKS or len(some.counts) > pieces:
+        # Starting threads takes as long, or copying waits for Python rather than for memory.
         yield from map(fill, calls)
         return
     filling: collections.deque[Future[Chunk]] = collections.deque()

@@ -16,7 +16,8 @@ import numpy as np
 from cnr_jax.rows.codecs.base import DTYPES, Raw
 from cnr_jax.rows.gather.chunk import Run
 from cnr_jax.rows.gather.device import rows_of
-from cnr_jax.rows.tiling import Box, Shards, Tiling
+from cnr_jax.rows.shards import Shards, Tiling
+from cnr_jax.rows.tiling import Box
 
 KEPT_BYTES = 4 << 20
 """Of float32 rows that each process keeps at most."""
