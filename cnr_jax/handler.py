@@ -297,8 +297,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Gathers the rows to be written; returns what writes them."""
         directories = Directories.being_made()
         try:
-            # jax refuses what follows inside jit, in words of its own.
-            check_concrete(args.state, args.touched)
+            if not args._planned:
+                # jax refuses what follows inside jit, in words of its own.
+                check_concrete(args.state, args.touched)
             with own_settings():
                 planned = args._planned or self.plan(place_of(directory), args)
         except BaseException:
@@ -313,6 +314,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             await self._launcher.launch(planned, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
+        if not self.lifecycle.looks_late:
+            # Nobody opens it later, or whoever does waits until all is written.
+            flight.returned.open()
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:

@@ -280,9 +280,9 @@ class CheckpointManager(ocp.CheckpointManager):
             # The root may be such that it cannot be read or claimed.
             with as_save_errors(step, str(self._root)):
                 planned = self._handler.plan(place, state, urgent=urgent)
+        flight = planned.flight if planned else SaveInFlight(place=place)
         try:
             with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-                flight = planned.flight if planned else SaveInFlight(place=place)
                 self._ending.begin(step, flight, state.touched if state else None)
                 if planned:
                     # Not foreseen where touched rows were made anew.
@@ -304,6 +304,8 @@ class CheckpointManager(ocp.CheckpointManager):
             if not is_dropped(error):
                 raise
             return False
+        finally:
+            flight.returned.open()
 
     @alone
     def restore(

@@ -236,7 +236,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> Any:
 
 POINTS: dict[str, Callable[[Any], Any]] = {
     "finding rows": no_memory_in(tracker.Tracker, "find"),
-    "choosing rows": no_memory_in(capture, "capture"),
+    "choosing rows": no_memory_in(capture, "Rows"),
     "gathering": no_memory_in(host, "gather_chunks"),
     "dense leaves": no_memory_in(DenseStore, "save"),
     "encoding": no_memory_in(rows_writer, "encode_chunks"),
@@ -428,7 +428,7 @@ async def _interrupt_while_waiting(*args: Any, **kwargs: Any) -> Any:
 INTERRUPTED = {
     "finding rows": (tracker.Tracker, "find"),
     "planning": (planner.Planner, "plan"),
-    "gathering": (capture, "capture"),
+    "gathering": (capture, "Rows"),
     "staging": (Stage, "put"),
     "dense leaves": (DenseStore, "save"),
     "waiting for dense leaves": (DenseStore, "save", _interrupt_while_waiting),

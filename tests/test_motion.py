@@ -19,7 +19,7 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import motion
 from cnr_jax.rows.gather.motion import FollowedRows
-from cnr_jax.rows.tiling import own_tiles, shards_of
+from cnr_jax.rows.shards import Shards, Tiling
 from tests.conftest import each_of
 
 ROWS, DIM = 300, 16
@@ -332,27 +332,29 @@ def test_followed_rows_are_bounded_and_come_from_each_tile(
     state = make_state(4)
     tables = cnr.find_tables(state, ["user"])
     where = state["user"].sharding
-    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+    shardings = {"user": {"table": where}}
+    tiling = Tiling(tables, shardings, {"user": where}, lambda *_: "host")
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 4 * 10)  # ten rows of each tile
-    followed = FollowedRows(tiles, "1" * 32)
-    followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    followed.begin(Shards(tiling, {"user": {"table": state["user"]}}))
     kept = list(followed._before.values())
     assert [len(each) for each in kept] == [10] * 4
     assert sum(each.nbytes for each in kept) == motion.KEPT_BYTES
     monkeypatch.setattr(motion, "KEPT_BYTES", 4 * DIM * 3)  # not one row of each
-    followed = FollowedRows(tiles, "1" * 32)
-    followed.begin(shards_of({"user": {"table": state["user"]}}), lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    followed.begin(Shards(tiling, {"user": {"table": state["user"]}}))
     assert [len(each) for each in followed._before.values()] == [1, 1]
-    assert followed.are_of(tiles, "1" * 32)
+    assert followed.are_of(tiling, "1" * 32)
 
 
 def test_rows_too_wide_for_any_codec_leave_the_room_to_others() -> None:
     state = {"expert": jax.numpy.ones((2, 600_000)), "user": jax.numpy.ones((300, 16))}
     tables = cnr.find_tables(state, list(state))
     where = {name: array.sharding for name, array in state.items()}
-    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
-    followed = FollowedRows(tiles, "1" * 32)
-    found = {tile.table.name: (tile.table.name, tile.piece.box) for tile in tiles}
+    shardings = {name: {"table": where[name]} for name in state}
+    tiling = Tiling(tables, shardings, where, lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    found = {t.table.name: (t.table.name, t.piece.box) for t in tiling.tiles}
     assert len(followed.among(found["user"], None)) == 300
     assert not len(followed.among(found["expert"], None))
 
@@ -364,12 +366,13 @@ def test_rows_too_wide_for_the_bound_are_not_followed(
     state = {name: jax.numpy.ones(shape) for name, shape in shapes.items()}
     tables = cnr.find_tables(state, list(state))
     where = {name: state[name].sharding for name in state}
-    tiles = own_tiles(tables, {n: {"table": where[n]} for n in state}, where)
-    shards = shards_of({name: {"table": state[name]} for name in state})
+    shardings = {name: {"table": where[name]} for name in state}
+    tiling = Tiling(tables, shardings, where, lambda *_: "host")
+    shards = Shards(tiling, {name: {"table": state[name]} for name in state})
     for kept, found in ((4 * 63, 1), (4 * 150, 2)):
         monkeypatch.setattr(motion, "KEPT_BYTES", kept)
-        followed = FollowedRows(tiles, "1" * 32)
-        followed.begin(shards, lambda *_: "host")
+        followed = FollowedRows(tiling, "1" * 32)
+        followed.begin(shards)
         sizes = [each.nbytes for each in followed._before.values()]
         assert len(sizes) == found and sum(sizes) <= kept
 
@@ -378,9 +381,10 @@ def test_rows_that_a_failed_first_save_did_not_reach_are_taken_from_the_next() -
     state = make_state()
     where = state["user"].sharding
     tables = cnr.find_tables(state, ["user"])
-    tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
-    followed = FollowedRows(tiles, "1" * 32)
-    tile, rows = ("user", tiles[0].piece.box), np.asarray(state["user"])
+    shardings = {"user": {"table": where}}
+    tiling = Tiling(tables, shardings, {"user": where}, lambda *_: "host")
+    followed = FollowedRows(tiling, "1" * 32)
+    tile, rows = ("user", tiling.tiles[0].piece.box), np.asarray(state["user"])
     everything = followed.among(tile, None)
     assert not len(followed.even_bits(tile, everything[:100], rows[:100]))
     there = np.asarray(moved(state, 1, 0.004)["user"])

@@ -20,6 +20,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.repository.index import suspects
 from cnr_jax.rows.fingerprints import rotation
+from cnr_jax.rows.fingerprints.windows import Window
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
@@ -212,7 +213,7 @@ def test_what_begins_late_stops_one_of_the_next_three_saves(
 
 def _read_by(number: int) -> list[int]:
     """Rows of "user" in the window of this number."""
-    user = rotation.Window(rows=ROWS, block=205, blocks=1)
+    user = Window(rows=ROWS, block=205, blocks=1)
     assert user.count == 20
     first = [user.first(block) for block in user.visited(number, 0)]
     return [row for start in first for row in range(start, start + user.block)]

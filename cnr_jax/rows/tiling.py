@@ -84,6 +84,13 @@ class Group(NamedTuple):
     rows: tuple[int, int]
 
 
+class Rows(NamedTuple):
+    """Some rows of a table: start and stop."""
+
+    table: str
+    rows: tuple[int, int]
+
+
 def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
     """The groups that tiles form, each with its tiles in the order of leaves."""
     found: dict[Group, tuple[OwnTile, ...]] = {}
@@ -206,70 +213,6 @@ def _choose(
         return both[0]
     processes = {device.process_index for device in holders}
     return next((d for d in devices if d.process_index in processes), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _rows_on(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> Mapping[jax.Device, tuple[int, int]]:
-    """Start and stop of the rows of each device; jax takes longer to tell that of a shard."""
-    boxes = boxes_of(sharding, shape).items()
-    return {device: box[0] for box, devices in boxes for device in devices}
-
-
-class LocalShards:
-    """The shards of an array on this process, looked up once: jax makes them anew each time.
-
-    Example:
-        >>> shards = LocalShards(jax.numpy.zeros((4, 2)))
-        >>> data, first = shards.holding((1, 3))
-        >>> data.shape, first
-        ((4, 2), 0)
-    """
-
-    def __init__(self, array: jax.Array) -> None:
-        rows = _rows_on(array.sharding, array.shape)
-        self._shards: dict[jax.Device, tuple[jax.Array, int, int]] = {
-            shard.device: (shard.data, *rows[shard.device])
-            for shard in array.addressable_shards
-        }
-
-    def holding(self, rows: tuple[int, int]) -> tuple[jax.Array, int]:
-        """A shard that holds `rows`, and its first row.
-
-        Raises:
-            TableError: if none does.
-        """
-        for data, start, stop in self._shards.values():
-            if start <= rows[0] and rows[1] <= stop:
-                return data, start
-        raise errors.TableError(f"rows {rows[0]} to {rows[1]} are not on this process")
-
-    def on(self, device: jax.Device) -> tuple[jax.Array, int]:
-        """The shard on `device`, and its first row.
-
-        Raises:
-            TableError: if there is none.
-        """
-        if device not in self._shards:
-            raise errors.TableError(f"the array has no shard on {device}")
-        data, start, _ = self._shards[device]
-        return data, start
-
-
-# The shards of a leaf, by the names of its table and itself.
-ShardsOf = Callable[[str, str], LocalShards]
-
-
-def shards_of(arrays: Arrays) -> ShardsOf:
-    """Looks the shards of leaves up, those of each once.
-
-    Example:
-        >>> shards = shards_of({"user": {"table": jax.numpy.zeros((4, 2))}})
-        >>> shards("user", "table") is shards("user", "table")
-        True
-    """
-    return functools.cache(lambda table, leaf: LocalShards(arrays[table][leaf]))
 
 
 def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int:

@@ -417,6 +417,9 @@ def _assemble(
 def _place(values: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Array:
     """Returns `values` as an array with `sharding`, int32 unless unsigned."""
     if isinstance(values, jax.Array):
+        is_there = values.committed and values.sharding == sharding
+        if is_there and values.dtype == jnp.int32:
+            return values
         return jax.device_put(values.astype(jnp.int32), sharding)
     dtype = np.uint32 if values.dtype == np.uint32 else np.int32
     # Copies, as on CPU the result may share memory with the array it is made from.

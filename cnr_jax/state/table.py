@@ -9,7 +9,17 @@ Every leaf of a state is either of a table or dense, so that a checkpoint holds 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -168,6 +178,23 @@ class Tables(Mapping[str, Table]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    # Those of `Mapping` look each table up on its own, and there may be thousands.
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def keys(self) -> KeysView[str]:
+        """Names of tables."""
+        return self._tables.keys()
+
+    def values(self) -> ValuesView[Table]:
+        """The tables."""
+        return self._tables.values()
+
+    def items(self) -> ItemsView[str, Table]:
+        """The tables with their names."""
+        return self._tables.items()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tables):
             return NotImplemented
@@ -293,10 +320,30 @@ def flatten_paths(tree: Any) -> list[tuple[Path, Any]]:
         >>> flatten_paths({"b": [1.0, None], "a": "text"})
         [(('a',), 'text'), (('b', '0'), 1.0)]
     """
+    leaves, structure = jax.tree.flatten(tree)
+    try:
+        paths = _paths.get(structure)
+    except TypeError:
+        structure = paths = None  # what a node says of itself cannot be hashed
+    if paths is None:
+        paths = _paths_in(tree)
+        if structure is not None:
+            if len(_paths) == _KEPT_STRUCTURES:
+                _paths.clear()
+            _paths[structure] = paths
+    return list(zip(paths, leaves, strict=True))
+
+
+# The paths of trees of a structure: a loop saves states of one, and paths are slow to make.
+_paths: dict[Any, tuple[Path, ...]] = {}
+_KEPT_STRUCTURES = 8
+
+
+def _paths_in(tree: Any) -> tuple[Path, ...]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = [(key_strings(keys), leaf) for keys, leaf in flat]
+    paths = tuple(key_strings(keys) for keys, _ in flat)
     seen: set[Path] = set()
-    for path, _ in leaves:
+    for path in paths:
         if path in seen or any(path[:end] in seen for end in range(len(path))):
             raise errors.TableError(
                 f"two leaves of the state have the path {'/'.join(path)!r}, or one "
@@ -304,7 +351,7 @@ def flatten_paths(tree: Any) -> list[tuple[Path, Any]]:
                 "  hint: a pytree node must give each child a key of its own."
             )
         seen.add(path)
-    return leaves
+    return paths
 
 
 def key_strings(keys: Sequence[Any]) -> Path:

@@ -26,7 +26,7 @@ from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
 from cnr_jax.rows.fingerprints.watch import RowWatch
-from cnr_jax.rows.tiling import own_tiles
+from cnr_jax.rows.shards import Shards, Tiling
 from cnr_jax.state.table import split
 
 CHANGED = 0.01
@@ -73,14 +73,14 @@ class Pass:
         self._tables = cnr.find_tables(state, ["user"])
         shardings = jax.tree.map(lambda x: x.sharding, split(state, self._tables)[0])
         where = {"user": shardings["user"]["table"]}
-        self._tiles = own_tiles(self._tables, shardings, where)
+        self._tiling = Tiling(self._tables, shardings, where, lambda *_: "host")
         self._watch = RowWatch(stamped=True)
         self.found: list[int] = []
         self.kept = self.peak = 0
 
     def __call__(self, state: dict[str, Any]) -> None:
         arrays = split(state, self._tables)[0]
-        look = self._watch.look(self._tiles, arrays, "host")
+        look = self._watch.look(Shards(self._tiling, arrays))
         hashed = [seen.hashed for seen in look.seen.values()]
         new = sum(bytes_of(x.hashes) + bytes_of(x.differ) for x in hashed)
         self.peak = self._held() + new

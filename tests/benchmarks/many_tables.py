@@ -1,4 +1,4 @@
-"""A thousand tables: seconds and files of a save, and seconds until a manager is ready.
+"""Many tables: seconds of a save's call and of a restore against Orbax; files; a manager's start.
 
     python tests/benchmarks/many_tables.py [--quick] [--json PATH] [--repeats N]
 
@@ -8,12 +8,18 @@ of all tables that are 80 MB in memory. Beside it, Orbax saves the same state wh
 over when all of it is synced. Then, the seconds to make a manager in a fresh process, with what
 it compiles: for all tables, for all of them with the programs of an earlier process in jax's
 compilation cache, for one table; and for a few tables encoded on their devices, as on a GPU.
-What was saved last is restored and compared. A full run makes 3 turns in about 25 minutes, a
-quick one takes 60 s.
+What was saved last is restored and compared.
+
+*In turns*: tables of one shape with an accumulator a row each, of which a share of the rows
+changes; both save the same states, one after the other in one process, then both restore. A call
+of `save` is what training waits for. `--only turns` measures these alone, in 3 minutes.
+
+A full run makes 3 turns in about 30 minutes, a quick one takes 60 s.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
@@ -34,11 +40,30 @@ from harness import (
     print_mark,
     print_table,
 )
-from table_states import BITS, CnrMany, change, check, find_tables, make_state
+from table_states import (
+    BITS,
+    CnrMany,
+    change,
+    check,
+    find_tables,
+    make_alike,
+    make_state,
+)
 
 TABLES, QUICK_TABLES = 1000, 40
 SAVERS = (("cnr", 8), ("orbax-uncompressed", 8), ("cnr", 1), ("orbax", 8))
 SAVES = 3
+# Tables, their rows and dim, devices, share of rows that change; and marks: seconds of a call and
+# of a restore against Orbax's.
+TURNS = 7
+IN_TURNS: tuple[tuple[int, int, int, int, float, float | None, float | None], ...] = (
+    (200, 5000, 32, 8, 0.05, 0.4, None),
+    (200, 5000, 32, 1, 0.05, None, 0.25),
+    (1000, 2000, 32, 1, 0.05, 0.4, 0.4),
+    (26, 20_000, 32, 8, 0.05, 1.0, None),
+    (1, 1_000_000, 64, 8, 0.01, 0.25, None),
+)
+_SHAPE = ("tables", "rows", "dim", "devices", "share", "call", "restore")
 
 
 def plan(quick: bool) -> list[Case]:
@@ -50,6 +75,14 @@ def plan(quick: bool) -> list[Case]:
         params = {"system": name, "tables": count, "devices": devices}
         # Its compression is not what a thousand tables cost it.
         cases.append(Case(label, params, group="save", once=name == "orbax"))
+    for given in IN_TURNS:
+        params = dict(zip(_SHAPE, given, strict=True))
+        if quick and params["tables"] > QUICK_TABLES:
+            continue
+        label = (
+            "{tables:,} x {rows:,} x {dim}, {devices} devices, {share:.0%}, in turns"
+        )
+        cases.append(Case(label.format(**params), params, group="turns"))
     host = {"devices": 8, "staging": "host", "cached": False}
     device = {**host, "staging": "device"}
     cases += [
@@ -81,8 +114,10 @@ def plan(quick: bool) -> list[Case]:
 
 
 def child(params: dict[str, Any], root: Path) -> Figures:
-    """One system's saves, or one manager made."""
+    """One system's saves, both in turns, or one manager made."""
     harness.devices(params["devices"])
+    if "share" in params:
+        return measure_in_turns(params, root)
     if "system" in params:
         return measure_saves(params, root)
     return measure_ready(params, root)
@@ -126,6 +161,53 @@ def measure_saves(params: dict[str, Any], root: Path) -> Figures:
         **firsts,
         "changed_bytes": changed,
         "restore_secs": restore_secs,
+    }
+
+
+def measure_in_turns(params: dict[str, Any], root: Path) -> Figures:
+    """Seconds of calls of `save`, and of restores, of both systems: medians."""
+    import jax
+
+    import cnr_jax as cnr
+
+    state = make_alike(params["tables"], params["rows"], params["dim"])
+    touched = cnr.init_touched(state, find_tables(state))
+    # A restore reads two steps.
+    systems = (
+        CnrMany(root / "cnr", state, cnr.OneShot()),
+        peers.make("orbax", root / "orbax", state),
+    )
+    calls: tuple[list[float], list[float]] = ([], [])
+    restores: tuple[list[float], list[float]] = ([], [])
+    for step in range(2 + TURNS):
+        if step:
+            state, touched, _ = change(state, touched, step, params["share"])
+            jax.block_until_ready((state, touched))
+        for found, system in zip(calls, systems, strict=True):
+            gc.collect()
+            start = time.perf_counter()
+            system.save(step, state, touched)
+            found.append(time.perf_counter() - start)
+            system.wait()
+    abstract = workload.abstract_of(state)
+    for _ in range(1 + TURNS // 2):
+        for found, system in zip(restores, systems, strict=True):
+            gc.collect()
+            start = time.perf_counter()
+            jax.block_until_ready(system.restore(step, abstract))
+            found.append(time.perf_counter() - start)
+    for system in systems:
+        system.close()
+    # The first delta is the first that uses what it needs.
+    call, of_orbax = (statistics.median(found[2:]) for found in calls)
+    restore, orbax_restore = (statistics.median(found[1:]) for found in restores)
+    return {
+        "call_secs": call,
+        "orbax_call_secs": of_orbax,
+        "call_ratio": call / of_orbax,
+        "restore_secs": restore,
+        "orbax_restore_secs": orbax_restore,
+        "restore_ratio": restore / orbax_restore,
     }
 
 
@@ -186,6 +268,18 @@ def present(results: Results) -> None:
                 other = case.label.replace(CnrMany.name, peer)
                 if ratios := results.ratios(case.label, other, "durable_secs"):
                     print(f"  {case.label} against {peer}: {harness.spread(ratios)}")
+    header = ("in turns", "s of the call", "Orbax's", "s of a restore", "Orbax's")
+    keys = ("call_secs", "orbax_call_secs", "restore_secs", "orbax_restore_secs")
+    lines = [
+        [case.label, *(case.text(key, "{:.3f}") for key in keys)]
+        for case in results.group("turns")
+    ]
+    print_table("Saves and restores in turns: medians (ranges)", header, lines)
+    for case in results.group("turns"):
+        for key in ("call", "restore"):
+            ratio, most = case.median(f"{key}_ratio"), case.params[key]
+            if most is not None:
+                print_mark(f"{case.label}: {key} against Orbax", ratio, most)
     header = ("manager of", "s until ready", "programs", "s in XLA")
     lines = [
         [

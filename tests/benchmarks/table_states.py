@@ -40,6 +40,20 @@ def make_state(count: int) -> State:
     return jax.block_until_ready({"params": params, "slots": slots, "dense": dense})
 
 
+def make_alike(count: int, rows: int, dim: int) -> State:
+    """`count` tables of one shape, and their accumulators."""
+    import jax
+
+    rng = np.random.default_rng(0)
+    by_rows, _ = _shardings()
+    block = rng.normal(0, 0.01, (rows, dim)).astype(np.float32)
+    slot = 1 + np.abs(block[:, 0])
+    names = names_of(count)
+    params = {name: jax.device_put(block + i, by_rows) for i, name in enumerate(names)}
+    slots = {name: jax.device_put(slot + i, by_rows) for i, name in enumerate(names)}
+    return jax.block_until_ready({"params": params, "slots": slots})
+
+
 def _shardings() -> tuple[Any, Any]:
     import jax
     from jax.sharding import AxisType, NamedSharding
@@ -64,15 +78,15 @@ def find_tables(state: State) -> Any:
 
 
 class CnrMany(System):
-    """This library at 4 bits; every delta rests on the save before."""
+    """This library at 4 bits; every delta rests on the save before, unless it is said otherwise."""
 
     name = "cnr"
 
-    def __init__(self, root: Path, state: State) -> None:
+    def __init__(self, root: Path, state: State, policy: Any = None) -> None:
         import cnr_jax as cnr
 
         super().__init__(root, state)
-        options = cnr.Options(policy=cnr.Consecutive(), bits=BITS)
+        options = cnr.Options(policy=policy or cnr.Consecutive(), bits=BITS)
         self.manager = cnr.CheckpointManager(
             root, tables=find_tables(state), options=options
         )
@@ -94,10 +108,18 @@ class CnrMany(System):
         self.manager.close()
 
 
-def change(state: State, touched: Any, number: int) -> tuple[State, Any, int]:
+def change(
+    state: State, touched: Any, number: int, share: float | None = None
+) -> tuple[State, Any, int]:
     """Changes and stamps a share of the rows of each table, as a train step would.
 
     By numpy: a program over so many leaves takes minutes to compile.
+
+    Args:
+        state: to begin with.
+        touched: that goes with it.
+        number: of the change.
+        share: of the rows; None: those that have `TOUCHED_BYTES`.
 
     Returns:
         The new state and touched rows, and the bytes of the rows that changed.
@@ -106,7 +128,8 @@ def change(state: State, touched: Any, number: int) -> tuple[State, Any, int]:
 
     rng = np.random.default_rng(number)
     whole = sum(leaf.nbytes for leaf in state["params"].values())
-    share = min(0.2, TOUCHED_BYTES / whole)
+    if share is None:
+        share = min(0.2, TOUCHED_BYTES / whole)
     clock, changed = int(touched.clock) + 1, 0
     params, slots, stamps = {}, {}, {}
     for name, leaf in state["params"].items():

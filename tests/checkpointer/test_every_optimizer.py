@@ -574,13 +574,12 @@ def _rows_found(
     tracker: Tracker, found: ChangedRows, clock: int
 ) -> dict[str, set[int]]:
     """Rows of each table that a delta on a save at this clock would hold."""
-    choose = tracker.chooser(found, clock)
+    chosen = tracker.choose(found, clock).positions
     rows: dict[str, set[int]] = {}
-    for tile in found.tiles:
-        start, stop = tile.rows
-        chosen = choose(tile)
-        positions = range(stop - start) if chosen is None else chosen.tolist()
-        rows.setdefault(tile.table.name, set()).update(start + at for at in positions)
+    ranges = found.shards.tiling.ranges
+    for (table, (start, stop)), some in zip(ranges, chosen, strict=True):
+        positions = range(stop - start) if some is None else some.tolist()
+        rows.setdefault(table, set()).update(start + at for at in positions)
     return rows
 
 

@@ -223,7 +223,7 @@ class Faults:
 
 
 PLACES = {
-    "gather": (cnr_jax.checkpointer.saving.capture, "capture"),
+    "gather": (cnr_jax.checkpointer.saving.capture, "Rows"),
     "dense": (DenseStore, "save"),
     "directories": (async_path, "mkdir"),
     "rename": (atomicity, "on_commit_callback"),

@@ -160,15 +160,13 @@ def test_closed_stage_without_items_is_empty() -> None:
 
 
 def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None:
-    for let in ("start", "close", "no room"):
+    for let in ("close", "no room"):
         stage = Stage(10, timeout_secs=20, patient=True)
         got: list[int] = []
         reader = in_thread(lambda: got.extend(item.number for item in stage))  # noqa: B023
         assert stage.put(Item(6, 1))
         assert waits(reader) and got == []
-        if let == "start":
-            stage.start()
-        elif let == "no room":
+        if let == "no room":
             assert stage.put(Item(6, 2))
         stage.close()
         assert ends(reader)

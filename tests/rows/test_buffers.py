@@ -15,9 +15,10 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric, BFloat16, Codec, Raw
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Run
+from cnr_jax.rows.gather.chunk import HostRows
 from cnr_jax.rows.gather.encode import encode_chunks
 from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.shards import row_words
 from cnr_jax.rows.tiling import host_device
 
 from ..conftest import each_of
@@ -94,16 +95,21 @@ def test_arrays_of_other_sizes_are_not_kept(shape: tuple[int, int]) -> None:
     assert buffers.idle_bytes == 0
 
 
-def run_of(values: np.ndarray, codec: Codec) -> Run:
-    data = jnp.asarray(values)
-    return Run(
-        data=data, first=0, rows=len(values), positions=None, codec=codec, where="host"
+def rows_of(values: np.ndarray, codec: Codec) -> HostRows:
+    return HostRows(
+        codec=codec,
+        dtype=values.dtype,
+        width=values.shape[1],
+        words=[row_words(np.asarray(jnp.asarray(values)))],
+        firsts=[0],
+        positions=[None],
+        counts=[len(values)],
     )
 
 
 def halves(codec: Codec, values: np.ndarray, buffers: Buffers) -> Iterator[np.ndarray]:
     """What the rows of one save are on their way to a file."""
-    chunks = host.gather_chunks([run_of(values, codec)], buffers)
+    chunks = host.gather_chunks([rows_of(values, codec)], buffers)
     for _, encoded in encode_chunks(chunks, host_device()):
         yield from encoded.parts.values()
 

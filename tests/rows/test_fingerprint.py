@@ -24,9 +24,9 @@ from cnr_jax.rows.fingerprints.hash import (
     hash_on_host,
     hash_rows,
     hash_with_tags,
-    row_words,
 )
 from cnr_jax.rows.fingerprints.nh import _fold_halves
+from cnr_jax.rows.shards import row_words
 
 from ..conftest import each_of
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,15 +12,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from cnr_jax.rows import shards
 from cnr_jax.rows.codecs import Asymmetric, Codec, Raw
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Run
+from cnr_jax.rows.gather.chunk import Chunk, HostRows, Run
 from cnr_jax.rows.gather.encode import EncodedChunk, encode_chunks
 from cnr_jax.rows.gather.host import Buffers, touched_positions
-from cnr_jax.rows.tiling import LocalShards, Where, host_device
+from cnr_jax.rows.shards import Shards, Tiling, row_words
+from cnr_jax.rows.tiling import Where, host_device
+from cnr_jax.state.find import find_tables
 
 from ..conftest import each_of
 
@@ -28,8 +32,24 @@ SMALL, LARGE = 8, 32
 
 
 def gather_chunks(runs: Sequence[Run], where: Where) -> Iterator[Chunk]:
-    runs = [dataclasses.replace(r, where=where) for r in runs]
-    return host.gather_chunks(runs, Buffers(0))
+    some = runs if where == "device" else on_host(runs)
+    return host.gather_chunks(some, Buffers(0))
+
+
+def on_host(runs: Iterable[Run]) -> Iterator[HostRows]:
+    """The same rows, gathered on the host: together where they are of one kind."""
+    of_kind = itertools.groupby(runs, lambda r: (r.codec, r.data.dtype, r.width))
+    for (codec, dtype, width), group in of_kind:
+        some = [run for run in group if run.count]
+        yield HostRows(
+            codec=codec,
+            dtype=np.dtype(dtype),
+            width=width,
+            words=[row_words(np.asarray(run.data)) for run in some],
+            firsts=[run.first for run in some],
+            positions=[run.positions for run in some],
+            counts=[run.count for run in some],
+        )
 
 
 def encode(chunk: Chunk) -> EncodedChunk:
@@ -70,7 +90,6 @@ def run_of(
         rows=rows,
         positions=positions,
         codec=codec,
-        where="host",
     )
 
 
@@ -232,18 +251,35 @@ def test_chunk_counts_the_bytes_that_it_keeps(where: Where) -> None:
 
 @each_of("where", WAYS)
 @each_of("clock", [-1, 0, 4, 9])
-@each_of("rows", [(0, 8), (8, 16), (9, 14)])
+@each_of("together", [False, True])
+@each_of("of_stamps", ["by rows", "on one device"])
 def test_touched_positions_are_rows_with_a_later_stamp(
-    where: Where, clock: int, rows: tuple[int, int]
+    where: Where,
+    clock: int,
+    together: bool,
+    of_stamps: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(shards, "_SMALL_RANGE", 8 if together else 7)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
-    stamps = np.random.default_rng(0).integers(0, 10, 64).astype(np.int32)
-    array = jax.device_put(stamps, NamedSharding(mesh, P("rows")))
-    if rows == (9, 14):
-        array = jax.device_put(stamps, jax.devices()[2])
-    got = touched_positions(LocalShards(array), rows, clock, lambda *_: where)
-    assert got.dtype == np.int64
-    assert got.tolist() == np.flatnonzero(stamps[slice(*rows)] > clock).tolist()
+    by_rows = NamedSharding(mesh, P("rows"))
+    values = np.random.default_rng(0).integers(0, 10, 64).astype(np.int32)
+    one = SingleDeviceSharding(jax.devices()[2])
+    stamps = jax.device_put(values, by_rows if of_stamps == "by rows" else one)
+    rows = {"user": jax.device_put(np.zeros((64, 2), np.float32), by_rows)}
+    found = Tiling(
+        find_tables(rows, ["user"]),
+        {"user": {"table": by_rows}},
+        {"user": stamps.sharding},
+        lambda *_: where,
+    )
+    some = Shards(found, {"user": {"table": rows["user"]}}, {"user": stamps})
+    got = touched_positions(some, clock)
+    assert {each.dtype for each in got} == {np.dtype(np.int64)}
+    assert [each.tolist() for each in got] == [
+        np.flatnonzero(values[start : start + 8] > clock).tolist()
+        for start in range(0, 64, 8)
+    ]
 
 
 @pytest.mark.parametrize("where", WAYS)
@@ -283,12 +319,10 @@ def test_device_chunks_are_of_three_sizes_and_little_is_padded() -> None:
 
 
 def test_runs_of_both_ways_come_in_order() -> None:
-    runs = [
-        dataclasses.replace(run_of(values_of(40, 6, seed=i), None, Raw()), where=where)
-        for i, where in enumerate(("device", "device", "host"))
-    ]
+    runs = [run_of(values_of(40, 6, seed=i), None, Raw()) for i in range(3)]
+    some = [*runs[:2], *on_host(runs[2:])]
     found = [
-        encode(chunk).parts["rows"] for chunk in host.gather_chunks(runs, Buffers(0))
+        encode(chunk).parts["rows"] for chunk in host.gather_chunks(some, Buffers(0))
     ]
     expected = np.concatenate([expected_rows(run) for run in runs])
     assert np.concatenate(found).tobytes() == expected.tobytes()

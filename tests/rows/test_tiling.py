@@ -3,13 +3,24 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cnr_jax import errors
-from cnr_jax.rows.tiling import Box, LocalShards, boxes_of, tile_leaf
+from cnr_jax.rows.shards import (
+    Shards,
+    Tiling,
+    local_shards,
+    row_words,
+    spot_of,
+    spot_on,
+)
+from cnr_jax.rows.tiling import Box, boxes_of, tile_leaf
+from cnr_jax.state.find import find_tables
 
 from ..conftest import each_of
 
@@ -94,7 +105,9 @@ def test_owner_holds_its_tile_and_rows_of_one_shard_of_stamps(
             first, last, _ = part.indices(size)
             assert first <= start and stop <= last
         assert any(a <= box[0][0] and box[0][1] <= b for a, b in stamp_boxes)
-        data, first = LocalShards(array).on(device)
+        number, first = spot_on(leaf, shape, device)
+        data = local_shards(array)[number]
+        assert data.devices() == {device}
         got = np.asarray(data)[box[0][0] - first : box[0][1] - first]
         expected = np.asarray(array)[tuple(slice(*pair) for pair in box)]
         assert np.array_equal(got, expected)
@@ -160,13 +173,44 @@ def test_tiles_are_cut_where_the_stamps_are() -> None:
 
 def test_local_shard_holds_the_rows_and_says_where_it_starts() -> None:
     stamps = jax.device_put(np.arange(ROWS, dtype=np.int32), sharding("a"))
-    data, first = LocalShards(stamps).holding((5, 7))
+    number, first = spot_of(stamps.sharding, stamps.shape, (5, 7))
+    data = local_shards(stamps)[number]
     assert (first, np.asarray(data).tolist()) == (4, [4, 5, 6, 7])
     with pytest.raises(errors.TableError, match="rows 3 to 5"):
-        LocalShards(stamps).holding((3, 5))
+        spot_of(stamps.sharding, stamps.shape, (3, 5))
 
 
 def test_shard_of_a_device_that_holds_none_is_refused() -> None:
     array = jax.device_put(np.zeros(4), jax.devices()[0])
     with pytest.raises(errors.TableError, match="no shard"):
-        LocalShards(array).on(jax.devices()[1])
+        spot_on(array.sharding, array.shape, jax.devices()[1])
+
+
+def tiling_of(leaf: jax.Array) -> Tiling:
+    """How one leaf is saved, with stamps as its rows."""
+    where, name = leaf.sharding, {"user": leaf}
+    rows = SingleDeviceSharding(jax.devices()[0])
+    shardings = {"user": {"table": where}}
+    tables = find_tables(name, ["user"])
+    return Tiling(tables, shardings, {"user": rows}, lambda *_: "host")
+
+
+@each_of("shape", [(6,), (6, 4), (6, 3, 2), (6, 5)])
+@each_of("dtype", [np.float32, np.float16, np.bool_, np.int8, jnp.bfloat16])
+def test_words_of_a_shard_are_the_bits_of_its_rows(
+    dtype: Any, shape: tuple[int, ...]
+) -> None:
+    size = np.dtype(dtype).itemsize
+    bits = np.random.default_rng(0).integers(0, 2, (*shape, size), np.uint8)
+    leaf = jax.device_put(bits.view(dtype).reshape(shape), jax.devices()[0])
+    (words,) = Shards(tiling_of(leaf), {"user": {"table": leaf}}).words
+    assert words is not None and words.dtype == row_words(np.asarray(leaf)).dtype
+    assert words.tobytes() == bits.tobytes() and len(words) == 6
+
+
+def test_words_of_rows_that_lie_in_another_order_are_those_of_rows() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    where = SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.device_put(values, Format(Layout((1, 0)), where))
+    (words,) = Shards(tiling_of(leaf), {"user": {"table": leaf}}).words
+    assert words is not None and words.tobytes() == values.tobytes()

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from cnr_jax.checkpointer.saving.widening import Widening
-from cnr_jax.checkpointer.tracking.tracker import Choose
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
 from cnr_jax.repository.rows_writer import RunPlan
@@ -30,7 +29,7 @@ from cnr_jax.rows.codecs.dither import dither_seed, row_keys
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Run
+from cnr_jax.rows.gather.chunk import HostRows, KeysOf, Run
 from cnr_jax.rows.gather.device import device_programs
 from cnr_jax.rows.gather.encode import (
     Sample,
@@ -38,16 +37,14 @@ from cnr_jax.rows.gather.encode import (
     host_programs,
     sample_positions,
 )
-from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.gather.host import Chosen
 from cnr_jax.rows.gather.motion import FollowedRows, TileRef
+from cnr_jax.rows.shards import Shards, Tiling
 from cnr_jax.rows.tiling import (
     Arrays,
     Box,
-    LocalShards,
     OwnTile,
     Program,
-    ShardsOf,
-    Way,
     group_tiles,
     own_settings,
     own_tiles,
@@ -60,75 +57,175 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Capture:
-    """What this process writes, and where it takes it from.
+class Coding:
+    """How rows of the tiles of one tiling are encoded, and in which order they are written.
 
-    Attributes:
-        plans: one for each tile of this process; those with rows in the order of chunks.
-        runs: the rows themselves; they refer to the state's buffers.
-        sample: of the rows, where devices keep it; None: it may be chosen later, by `sample_of`.
-    """
-
-    plans: tuple[RunPlan, ...]
-    runs: tuple[Run, ...]
-    sample: Sample | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Whether all rows are encoded on the host."""
-        return all(run.where == "host" for run in self.runs)
-
-    def chunks(self, buffers: Buffers) -> Iterator[Chunk]:
-        """Gathers the rows; to be used up before the state can be donated."""
-        return host.gather_chunks(self.runs, buffers)
-
-
-def capture(
-    tiles: Iterable[OwnTile],
-    shards: ShardsOf,
-    choose: Choose,
-    encoding: Encoding,
-    widths: Mapping[str, int],
-    staging: str,
-    dithered_in: str | None = None,
-    followed: FollowedRows | None = None,
-) -> Capture:
-    """Takes stock of the rows that this process writes.
+    Made once, and again when the codecs of a run change. Holds no arrays.
 
     Args:
-        tiles: what this process saves of the state.
-        shards: of the leaves of tables.
-        choose: which rows; the same object for all tiles of the same rows of a table.
-        encoding: of rows in this save.
+        tiling: what this process saves.
+        encoding: of rows in a save.
         widths: of codes, by table, where these are left to the number of restores.
-        staging: where rows are encoded, as in options.
         dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
-        followed: rows whose motion is looked at; None: none.
+
+    Attributes:
+        codecs: of each tile.
+        keys_of: of each tile, what gives the keys of its rows; None: codes are the nearest.
+        kinds: numbers of tiles of one kind, which share chunks and compiled programs, in the order
+            in which they are written.
     """
-    codecs, way = _Codecs(encoding, widths), placing(staging)
-    plans = [
-        _plan(
-            tile,
-            shards(tile.table.name, tile.leaf.name),
-            choose(tile),
-            codecs,
-            way,
-            dithered_in,
+
+    def __init__(
+        self,
+        tiling: Tiling,
+        encoding: Encoding,
+        widths: Mapping[str, int],
+        dithered_in: str | None,
+    ) -> None:
+        self.tiling, self._encoding, self._widths = tiling, encoding, dict(widths)
+        self._dithered_in = dithered_in
+        codecs = _Codecs(encoding, widths)
+        self.codecs = tuple(map(codecs.of, tiling.tiles))
+        self.keys_of = tuple(
+            keys_of(tile.table, tile.piece.box, dithered_in)
+            if dithered_in and can_dither(tile.leaf, codec)
+            else None
+            for tile, codec in zip(tiling.tiles, self.codecs, strict=True)
         )
-        for tile in tiles
-    ]
-    # Rows of one group follow each other, so that they share chunks and programs.
-    plans.sort(key=lambda pair: _order(*pair))
-    sample = None
-    if any(run.where == "device" for _, run in plans):
-        sample = sample_of([plan for plan, _ in plans], followed)
-        plans = _with_samples(plans, sample)
-    return Capture(
-        plans=tuple(plan for plan, _ in plans),
-        runs=tuple(run for plan, run in plans if plan.count),
-        sample=sample,
-    )
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for number in sorted(range(len(tiling.tiles)), key=self._order):
+            kinds.setdefault(self._kind(number), []).append(number)
+        self.kinds = tuple(np.array(numbers, np.int64) for numbers in kinds.values())
+
+    def is_of(
+        self,
+        tiling: Tiling,
+        encoding: Encoding,
+        widths: Mapping[str, int],
+        dithered_in: str | None,
+    ) -> bool:
+        """Whether it was made of these."""
+        return (
+            self.tiling is tiling
+            and self._dithered_in == dithered_in
+            and self._widths == widths
+            and self._encoding == encoding
+        )
+
+    def _kind(self, number: int) -> tuple[Any, ...]:
+        tile, codec = self.tiling.tiles[number], self.codecs[number]
+        return (
+            self.tiling.wheres[number],
+            *_rank(codec, tile.leaf.dtype),
+            _width(tile),
+            self.keys_of[number] is not None,
+        )
+
+    def _order(self, number: int) -> tuple[Any, ...]:
+        tile = self.tiling.tiles[number]
+        leaf = tile.leaf.name
+        place = tile.table.name, leaf != "table", leaf, tile.piece.box
+        return *self._kind(number), *place
+
+
+class Rows:
+    """The rows that one save writes of each tile, without the rows themselves.
+
+    Args:
+        coding: how they are encoded.
+        chosen: which they are.
+
+    Attributes:
+        kinds: of tiles of one kind the numbers of those with rows, in the order of chunks.
+        counts: of rows, of each tile.
+    """
+
+    def __init__(self, coding: Coding, chosen: Chosen) -> None:
+        tiling = coding.tiling
+        self._coding, self._positions = coding, chosen.positions
+        self.counts = chosen.counts[np.array(tiling.range_of, np.int64)]
+        some = [numbers[self.counts[numbers] > 0].tolist() for numbers in coding.kinds]
+        self.kinds = [numbers for numbers in some if numbers]
+
+    def positions(self, number: int) -> np.ndarray | None:
+        """Of the rows of a tile that are written; None: all."""
+        return self._positions[self._coding.tiling.range_of[number]]
+
+    def plans(self) -> tuple[RunPlan, ...]:
+        """One for each tile; those with rows in the order of chunks."""
+        empty = [
+            number
+            for numbers in self._coding.kinds
+            for number in numbers[self.counts[numbers] == 0].tolist()
+        ]
+        order = itertools.chain(*self.kinds, empty)
+        return tuple(map(self._plan, order))
+
+    def _plan(self, number: int) -> RunPlan:
+        tile = self._coding.tiling.tiles[number]
+        return RunPlan(
+            table=tile.table.name,
+            leaf=tile.leaf.name,
+            box=tile.piece.box,
+            positions=self.positions(number),
+            count=int(self.counts[number]),
+            codec=self._coding.codecs[number],
+            dtype=tile.leaf.dtype,
+        )
+
+    def sources(self, shards: Shards) -> list[HostRows | Run]:
+        """The rows themselves, in order; they refer to the state's buffers."""
+        found: list[HostRows | Run] = []
+        for numbers in self.kinds:
+            if self._coding.tiling.wheres[numbers[0]] == "host":
+                found.append(self._on_host(numbers, shards))
+            else:
+                found += [self._on_device(number, shards) for number in numbers]
+        return found
+
+    def _on_host(self, numbers: Sequence[int], shards: Shards) -> HostRows:
+        coding, tiling, words = self._coding, shards.tiling, shards.words
+        tile, keys = tiling.tiles[numbers[0]], [coding.keys_of[n] for n in numbers]
+        return HostRows(
+            codec=coding.codecs[numbers[0]],
+            dtype=tile.leaf.dtype,
+            width=_width(tile),
+            words=[found for n in numbers if (found := words[n]) is not None],
+            firsts=[tiling.firsts[n] for n in numbers],
+            positions=[self._positions[tiling.range_of[n]] for n in numbers],
+            counts=self.counts[numbers].tolist(),
+            keys_of=[found for found in keys if found is not None] or None,
+        )
+
+    def _on_device(self, number: int, shards: Shards) -> Run:
+        coding, tiling = self._coding, shards.tiling
+        start, stop = tiling.tiles[number].rows
+        return Run(
+            data=shards.data[number],
+            first=tiling.firsts[number],
+            rows=stop - start,
+            positions=self.positions(number),
+            codec=coding.codecs[number],
+            keys_of=coding.keys_of[number],
+        )
+
+
+def with_samples(sources: Sequence[HostRows | Run], sample: Sample) -> list[Any]:
+    """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
+    positions, found, start = sample.positions, list[HostRows | Run](), 0
+    for each in sources:
+        if isinstance(each, HostRows):
+            start += sum(each.counts)
+            found.append(each)
+            continue
+        stop = start + each.count
+        first, last = np.searchsorted(positions, (start, stop))
+        if first < last and not isinstance(each.codec, Raw):
+            part = positions[first:last] - start
+            each = dataclasses.replace(each, sampled=part)
+        found.append(each)
+        start = stop
+    return found
 
 
 def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample:
@@ -179,21 +276,6 @@ def is_rounded(plan: RunPlan) -> bool:
     return not plan.is_slot and not isinstance(plan.codec, Raw)
 
 
-def _with_samples(
-    plans: list[tuple[RunPlan, Run]], sample: Sample
-) -> list[tuple[RunPlan, Run]]:
-    """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
-    positions = sample.positions
-    ends = np.cumsum([plan.count for plan, _ in plans])
-    parts = np.split(positions, np.searchsorted(positions, ends))
-    return [
-        (plan, dataclasses.replace(run, sampled=part - (end - plan.count)))
-        if len(part) and run.where == "device" and not isinstance(run.codec, Raw)
-        else (plan, run)
-        for (plan, run), part, end in zip(plans, parts[:-1], ends, strict=True)
-    ]
-
-
 class _Codecs:
     """The codec of each tile; tiles are thousands, codecs a few."""
 
@@ -201,10 +283,14 @@ class _Codecs:
         self._codec_for, self._widths = functools.cache(encoding.codec_for), widths
 
     def of(self, tile: OwnTile) -> Codec:
-        width = math.prod(stop - start for start, stop in tile.piece.box[1:])
         leaf, table = tile.leaf, tile.table.name
         bits = self._widths.get(table)
-        return self._codec_for(table, leaf.name, width, leaf.dtype, bits)
+        return self._codec_for(table, leaf.name, _width(tile), leaf.dtype, bits)
+
+
+def _width(tile: OwnTile) -> int:
+    """Elements in a row of a tile."""
+    return math.prod(stop - start for start, stop in tile.piece.box[1:])
 
 
 def say_at_first(arrays: Arrays, tables: Tables | None, encoding: Encoding) -> None:
@@ -236,41 +322,6 @@ def _say_too_wide(arrays: Arrays, encoding: Encoding) -> None:
         )
 
 
-def _plan(
-    tile: OwnTile,
-    shards: LocalShards,
-    positions: np.ndarray | None,
-    codecs: _Codecs,
-    way: Way,
-    dithered_in: str | None,
-) -> tuple[RunPlan, Run]:
-    leaf, piece = tile.leaf, tile.piece
-    data, first = shards.on(piece.device)
-    start, stop = tile.rows
-    codec = codecs.of(tile)
-    plan = RunPlan(
-        table=tile.table.name,
-        leaf=leaf.name,
-        box=piece.box,
-        positions=positions,
-        count=stop - start if positions is None else len(positions),
-        codec=codec,
-        dtype=leaf.dtype,
-    )
-    run = Run(
-        data=data,
-        first=start - first,
-        rows=stop - start,
-        positions=positions,
-        codec=codec,
-        where=way(piece.device, data.nbytes),
-        keys_of=keys_of(tile.table, piece.box, dithered_in)
-        if dithered_in and can_dither(leaf, codec)
-        else None,
-    )
-    return plan, run
-
-
 def can_dither(leaf: Leaf, codec: Codec) -> bool:
     """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
     return leaf.name == "table" and _dithers(codec)
@@ -282,7 +333,7 @@ def _dithers(codec: Codec) -> bool:
     return isinstance(codec, Dithering)
 
 
-def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.ndarray]:
+def keys_of(table: Table, box: Box, lineage: str) -> KeysOf:
     """What gives the keys of rows of a table, by their positions in a box of it.
 
     Args:
@@ -291,31 +342,20 @@ def keys_of(table: Table, box: Box, lineage: str) -> Callable[[np.ndarray], np.n
         lineage: in which codes are dithered.
     """
 
-    # What is the same for all rows is made with the first of them, outside the blocking part of
-    # most saves, and not for tiles of which none is saved.
-    def keys(positions: np.ndarray) -> np.ndarray:
+    # What is the same for all rows is made with the first of them, not for tiles of which none
+    # is saved.
+    @functools.cache
+    def seed() -> np.uint32:
         column = 0
         for (start, _), size in zip(box[1:], table.leaf.shape[1:], strict=True):
             column = column * size + start
-        seed = dither_seed(lineage, table.name, column)
+        return dither_seed(lineage, table.name, column)
+
+    def keys(positions: np.ndarray) -> np.ndarray:
         rows = np.asarray(table.layout.to_logical(positions + box[0][0]))
-        return row_keys(seed, rows)
+        return row_keys(seed(), rows)
 
     return keys
-
-
-def _order(plan: RunPlan, run: Run) -> tuple[Any, ...]:
-    return (
-        plan.count == 0,
-        run.where,
-        _rank(plan.codec, plan.dtype),
-        plan.width,
-        run.keys_of is not None,
-        plan.table,
-        plan.is_slot,
-        plan.leaf,
-        plan.box,
-    )
 
 
 @functools.cache

@@ -111,12 +111,15 @@ def _check_structure(
 
 def is_alive(tree: Any) -> bool:
     """Whether all leaves are arrays that hold something, none donated or being traced."""
-    return all(
-        isinstance(leaf, jax.Array)
+    leaves = jax.tree.leaves(tree)
+    alive = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, jax.Array)
         and not isinstance(leaf, Tracer)
         and not leaf.is_deleted()
-        for leaf in jax.tree_util.tree_leaves(tree)
-    )
+    ]
+    return len(alive) == len(leaves)
 
 
 def check_concrete(state: Any, touched: Any) -> None:
@@ -130,7 +133,7 @@ def check_concrete(state: Any, touched: Any) -> None:
         (touched, "touched", errors.TouchedError),
     ):
         # Paths are slow to make, and only needed for the message.
-        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        if not [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer)]:
             continue
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if isinstance(leaf, Tracer):
@@ -142,6 +145,9 @@ def check_concrete(state: Any, touched: Any) -> None:
 
 def _check_alive(tree: Any, what: str) -> None:
     """Checks that no array was donated: saving it would fail halfway."""
+    leaves = jax.tree.leaves(tree)
+    if not [x for x in leaves if isinstance(x, jax.Array) and x.is_deleted()]:
+        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise errors.StateMismatchError(

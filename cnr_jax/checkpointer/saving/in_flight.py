@@ -52,6 +52,7 @@ class SaveInFlight:
         timeout_secs: how long that thread may wait for other processes.
         release: ends the writing of rows, and frees whoever waits for it to go on.
         launched: opened when the blocking part of the save is over.
+        returned: opened when training goes on.
         parts: futures of what else is being written.
         stopped: why its writing must end, if it must.
         write_error: why not all processes have written their part; known once that is over.
@@ -88,6 +89,7 @@ class SaveInFlight:
     timeout_secs: float = 0.0
     release: Callable[[], None] = _do_nothing
     launched: Gate = dataclasses.field(default_factory=Gate)
+    returned: Gate = dataclasses.field(default_factory=Gate)
     parts: Sequence[Any] = ()
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None

@@ -29,9 +29,11 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
+from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.repository.store import AnyPath
-from cnr_jax.rows.gather.chunk import Stage
+from cnr_jax.rows.gather import host
+from cnr_jax.rows.gather.chunk import HostRows, Stage
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.gather.motion import FollowedRows
@@ -43,6 +45,8 @@ _log = logger(__name__)
 
 # How often a process looks whether process 0 has failed, while it waits for something else.
 POLL_SECS = 1.0
+# How long writing waits for training to go on: far longer than that takes, unless it is held up.
+_HEAD_START_SECS = 0.1
 # Taken, for good, by the first save of this process that rounds rows.
 _first_to_round = threading.Lock()
 _WAYS = (
@@ -87,6 +91,21 @@ class Launcher:
     def __post_init__(self) -> None:
         # For the rows that wait to be written.
         self._buffers = Buffers(self._options.kept_staging_bytes)
+        self._coding: capture.Coding | None = None
+
+    def _coding_of(
+        self, changed: ChangedRows, plan: Plan, encoding: Encoding
+    ) -> capture.Coding:
+        """How rows of a save are encoded; the same object as long as that is the same."""
+        made_of = (
+            changed.shards.tiling,
+            encoding,
+            self._widening.widths(plan.auto_bits, plan.codec),
+            self._widening.dithered_in(plan),
+        )
+        if self._coding is None or not self._coding.is_of(*made_of):
+            self._coding = capture.Coding(*made_of)
+        return self._coding
 
     async def launch(
         self, planned: PlannedSave, directory: AnyPath, directories: Directories
@@ -107,40 +126,35 @@ class Launcher:
         try:
             encoding = self._widening.encoding_of(plan)
             followed = self._tracker.followed
-            captured = capture.capture(
-                changed.tiles,
-                changed.shards,
-                self._tracker.chooser(
-                    changed, plan.parent.clock if plan.parent else None
-                ),
-                encoding,
-                self._widening.widths(plan.auto_bits, plan.codec),
-                options.staging,
-                self._widening.dithered_in(plan),
-                followed,
-            )
-            # Alone: the writing thread must not hold the state.
-            plans, sample = captured.plans, captured.sample
+            parent_clock = plan.parent.clock if plan.parent else None
+            chosen = self._tracker.choose(changed, parent_clock)
+            # The writing thread gets this alone: it must not hold the state.
+            rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
+            sources, sample = rows.sources(changed.shards), None
+            on_host = all(isinstance(each, HostRows) for each in sources)
+            if not on_host:
+                sample = capture.sample_of(rows.plans(), followed)
+                sources = capture.with_samples(sources, sample)
             # Gathering on the host takes all cores already; on devices it waits for these.
             stage = Stage(
-                options.max_staging_bytes,
-                options.timeout_secs,
-                patient=captured.on_host,
+                options.max_staging_bytes, options.timeout_secs, patient=on_host
             )
             # Writing starts first: a state larger than the staging budget streams through it.
             write_in_background(
                 flight,
                 directories,
                 lambda: _write_rows(
-                    flight, directory, plans, stage, encoding, sample, followed
+                    flight, directory, rows, stage, encoding, sample, followed
                 ),
                 stage.abort,
                 self._channel,
             )
-            for chunk in captured.chunks(self._buffers):
+            for chunk in host.gather_chunks(sources, self._buffers):
                 if not stage.put(chunk):
                     break  # the writing has failed; the thread says why
-            stage.start()
+            # Else views of the state would be alive when the next train step gets its memory.
+            del sources
+            changed.shards.release()
             flight.gather_secs = time.perf_counter() - started
             dense = planned.checked.without_texts()
             parts = await self._dense.save(directory, dense)
@@ -171,13 +185,18 @@ class Launcher:
 def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,
-    plans: tuple[RunPlan, ...],
+    rows: capture.Rows,
     stage: Stage,
     encoding: Encoding,
     sample: Sample | None,
     followed: FollowedRows | None,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
+    stage.wait()
+    if stage.is_closed:
+        # What training has yet to do is Python's, of which each thread takes a lot at a time.
+        flight.returned.wait(_HEAD_START_SECS)
+    plans = rows.plans()
     if sample is None:
         sample = capture.sample_of(plans, followed)
     compared = Comparison(sample, followed)

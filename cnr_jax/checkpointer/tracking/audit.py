@@ -29,8 +29,8 @@ import jax
 import numpy as np
 
 from cnr_jax.errors import AuditError
-from cnr_jax.rows.fingerprints.watch import Differing, Rows, by_rows
-from cnr_jax.rows.tiling import Group
+from cnr_jax.rows.fingerprints.watch import Differing, by_rows
+from cnr_jax.rows.tiling import Group, Rows
 from cnr_jax.state.optimizer_states import moving_parts
 from cnr_jax.state.table import Table, Tables
 
@@ -83,7 +83,7 @@ def unrecorded_error(
 
     Args:
         tables: of the state.
-        differing: rows that differ, of each group that was compared.
+        differing: rows that differ, of each group that was compared alone.
         missed: by group, which of these were not recorded, by their index; some.
         stamps: tells those of all rows.
         lineage: of the stamps.
@@ -139,7 +139,11 @@ def _unrecorded(
                 here.before = np.union1d(here.before, before + start)
                 counts = found.leaves(which).sum(0)
                 leaves |= Counter(
-                    {n: int(c) for n, c in zip(found.names, counts, strict=True) if c}
+                    {
+                        n: int(c)
+                        for n, c in zip(found.names[0], counts, strict=True)
+                        if c
+                    }
                 )
         here.leaves += leaves
         here.compared += max(differing[group].compared for group in groups)

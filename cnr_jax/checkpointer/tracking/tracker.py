@@ -8,31 +8,23 @@ fingerprint stamps are kept here, and hold for whatever state is saved next.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from cnr_jax.checkpointer.tracking.audit import unrecorded_error
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.options import Options
-from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_at
-from cnr_jax.rows.fingerprints.watch import Look, Rows, RowWatch
-from cnr_jax.rows.gather.host import touched_positions
+from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_of
+from cnr_jax.rows.fingerprints.watch import Differing, Look, RowWatch
+from cnr_jax.rows.gather.host import Chosen, touched_positions
 from cnr_jax.rows.gather.motion import FollowedRows
-from cnr_jax.rows.tiling import (
-    Arrays,
-    Group,
-    LocalShards,
-    OwnTile,
-    ShardsOf,
-    own_tiles,
-    placing,
-    shards_of,
-)
+from cnr_jax.rows.shards import Shards, Tiling, local_shards, spot_of
+from cnr_jax.rows.tiling import Arrays, Group, Rows, placing
 from cnr_jax.rows.touched import (
     CLOCK_LIMIT,
     Touched,
@@ -44,10 +36,6 @@ from cnr_jax.state.table import Tables
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-
-
-# Sorted positions within a tile that are to be saved, None for all; asked for each tile.
-Choose = Callable[[OwnTile], np.ndarray | None]
 
 
 class Moment(NamedTuple):
@@ -66,9 +54,7 @@ class ChangedRows:
 
     Attributes:
         mode: how rows that changed are found.
-        tiles: what this process saves.
-        shards: of the leaves of tables.
-        written: the shards of the stamps that `record` wrote, by table.
+        shards: what this process saves of the state.
         stamps: those that choose rows; the lineage is empty if they are the first.
         recorded: of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
@@ -80,9 +66,7 @@ class ChangedRows:
     """
 
     mode: Tracking
-    tiles: tuple[OwnTile, ...]
-    shards: ShardsOf
-    written: Callable[[str], LocalShards]
+    shards: Shards
     stamps: Moment
     recorded: Moment | None
     by_fingerprints: bool
@@ -110,6 +94,9 @@ class Tracker:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._tiling: Tiling | None = None
+        # Of the leaves and stamps that it is of, in order.
+        self._shardings: list[Sharding] = []
         self.followed: FollowedRows | None = None
         self._mode: Tracking | None = None
         self._watch: RowWatch | None = None
@@ -147,28 +134,22 @@ class Tracker:
         recorded = None if mode == "fingerprint" else _moment(touched)
         if recorded is None and touched is not None:
             self._say_unused(touched)
-        tiles = _tiles(tables, arrays, touched if recorded else None)
-        shards = shards_of(arrays)
-
-        @functools.cache
-        def written(table: str) -> LocalShards:
-            assert touched is not None
-            return LocalShards(touched.stamps[table])
-
+        stamps = touched.stamps if touched is not None and recorded else None
+        tiling = self._tiling_of(tables, arrays, stamps)
+        shards = Shards(tiling, arrays, stamps)
         look, glimpse, doubt, secs = None, None, "", 0.0
         if mode != "recorded" or self._audits(recorded):
             jax.block_until_ready(arrays)  # the train step is not to be counted
             started = time.perf_counter()
             if mode == "recorded":
-                glimpse = self._glimpse(tiles, shards, recorded)
+                glimpse = self._glimpse(shards, recorded)
             else:
-                look = self._watching(mode).look(
-                    tiles, arrays, placing(self._options.staging)
-                )
+                look = self._watching(mode).look(shards)
             if recorded is not None:
                 doubt = self._doubt(look, glimpse, recorded)
                 if not doubt:
-                    self._audit(look, glimpse, state, written, recorded.clock, tables)
+                    assert touched is not None
+                    self._audit(look, glimpse, state, shards, touched, tables)
             secs = time.perf_counter() - started
         by_fingerprints = self._by_fingerprints(mode)
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
@@ -176,9 +157,7 @@ class Tracker:
             chosen_by = recorded
         return ChangedRows(
             mode=mode,
-            tiles=tiles,
             shards=shards,
-            written=written,
             stamps=chosen_by,
             recorded=recorded,
             by_fingerprints=by_fingerprints,
@@ -228,9 +207,34 @@ class Tracker:
         assert recorded is not None
         return self._options.audit_bytes > 0 and recorded.clock < CLOCK_LIMIT
 
-    def _glimpse(
-        self, tiles: tuple[OwnTile, ...], shards: ShardsOf, recorded: Moment | None
-    ) -> Glimpse:
+    def _tiling_of(
+        self,
+        tables: Tables,
+        arrays: Arrays,
+        stamps: Mapping[str, jax.Array] | None,
+    ) -> Tiling:
+        """What this process saves; rows lie as the stamps, or as they would.
+
+        The same object as long as tables and stamps are sharded in the same way.
+        """
+        found = [x.sharding for leaves in arrays.values() for x in leaves.values()]
+        found += [x.sharding for x in (stamps or {}).values()]
+        if self._tiling is None or found != self._shardings:
+            shardings = {
+                t: {n: x.sharding for n, x in arrays[t].items()} for t in arrays
+            }
+            of_stamps = {
+                name: stamps[name].sharding
+                if stamps is not None
+                else stamp_sharding(shardings[name][table.leaf.name], table.leaf.shape)
+                for name, table in tables.items()
+            }
+            way = placing(self._options.staging)
+            self._tiling = Tiling(tables, shardings, of_stamps, way)
+            self._shardings = found
+        return self._tiling
+
+    def _glimpse(self, shards: Shards, recorded: Moment | None) -> Glimpse:
         if self._rotation is None:
             self._rotation = Rotation(self._options.audit_bytes)
         last = self._last
@@ -238,9 +242,7 @@ class Tracker:
         # Rows of another lineage, or of a time ahead, say nothing about these.
         known = last is not None and last.lineage == recorded.lineage
         anew = last is None or not known or last.clock > recorded.clock
-        return self._rotation.look(
-            tiles, shards, placing(self._options.staging), anew=anew
-        )
+        return self._rotation.look(shards, anew=anew)
 
     def _doubt(
         self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
@@ -267,8 +269,8 @@ class Tracker:
         look: Look | None,
         glimpse: Glimpse | None,
         state: Any,
-        written: Callable[[str], LocalShards],
-        clock: int,
+        shards: Shards,
+        touched: Touched,
         tables: Tables,
     ) -> None:
         """Checks that rows which differ from what they were have been recorded since.
@@ -282,30 +284,35 @@ class Tracker:
         else:
             assert look is not None and self._watch is not None
             differing = self._watch.differing(look, self._last.clock)
-        missed: dict[Group, np.ndarray] = {}
-        way = placing(self._options.staging)
-        for group, found in differing.items():
-            if len(found.rows):
-                shards = written(group.table)
-                stamps = stamps_at(shards, group.rows, found.rows, way)
-                which = np.flatnonzero(stamps <= found.since)
-                if len(which):
-                    missed[group] = which
-        if not missed:
+        missed = [
+            np.flatnonzero(stamps_of(shards, found) <= found.since)
+            for found in differing
+        ]
+        if not any(map(len, missed)):
             return
+        of_groups: dict[Group, Differing] = {}
+        missed_of: dict[Group, np.ndarray] = {}
+        for found, which in zip(differing, missed, strict=True):
+            for group, (alone, some) in found.by_group().items():
+                of_groups[group] = alone
+                mine = which[(which >= some.start) & (which < some.stop)] - some.start
+                if len(mine):
+                    missed_of[group] = mine
 
-        def stamps_of(rows: Rows) -> np.ndarray:
-            data, first = written(rows.table).holding(rows.rows)
-            return np.asarray(data)[rows.rows[0] - first : rows.rows[1] - first]
+        def written(rows: Rows) -> np.ndarray:
+            stamps = touched.stamps[rows.table]
+            spot = spot_of(stamps.sharding, stamps.shape, rows.rows)
+            shard = np.asarray(local_shards(stamps)[spot.shard])
+            return shard[rows.rows[0] - spot.first : rows.rows[1] - spot.first]
 
         raise unrecorded_error(
             tables,
-            differing,
-            missed,
-            stamps_of,
+            of_groups,
+            missed_of,
+            written,
             self._last.lineage,
             state,
-            recorded=clock > self._last.clock,
+            recorded=clock_of(touched) > self._last.clock,
         )
 
     def keep(self, found: ChangedRows, stamps: Moment) -> None:
@@ -325,38 +332,28 @@ class Tracker:
             self._rotation.keep(found.glimpse, found.recorded.clock)
         if found.recorded is not None:
             self._last = found.recorded
-        followed = self.followed
-        if followed is None or not followed.are_of(found.tiles, stamps.lineage):
-            self.followed = FollowedRows(found.tiles, stamps.lineage)
+        followed, tiling = self.followed, found.shards.tiling
+        if followed is None or not followed.are_of(tiling, stamps.lineage):
+            self.followed = FollowedRows(tiling, stamps.lineage)
 
-    def chooser(self, found: ChangedRows, parent_clock: int | None) -> Choose:
-        """What chooses the rows of a save on a parent.
+    def choose(self, found: ChangedRows, parent_clock: int | None) -> Chosen:
+        """The rows of a save on a parent.
 
         Args:
             found: for this save, and kept.
             parent_clock: of the stamps at the parent; None chooses all rows.
         """
-        known: dict[Rows, np.ndarray | None] = {}
-        way = placing(self._options.staging)
-
-        def positions(rows: Rows, clock: int) -> np.ndarray:
-            if found.by_fingerprints:
-                # At equal clocks nothing would be chosen, whatever has changed.
-                assert self._watch is not None and found.stamps.clock > clock
-                return self._watch.positions(rows, clock)
-            return touched_positions(found.written(rows.table), rows.rows, clock, way)
-
-        def choose(tile: OwnTile) -> np.ndarray | None:
-            if parent_clock is None:
-                return None
-            rows = Rows(tile.table.name, tile.rows)
-            if rows not in known:
-                chosen = positions(rows, parent_clock)
-                everything = len(chosen) == tile.rows[1] - tile.rows[0]
-                known[rows] = None if everything else chosen
-            return known[rows]
-
-        return choose
+        tiling = found.shards.tiling
+        if parent_clock is None:
+            return Chosen(tiling, [None] * len(tiling.ranges))
+        if not found.by_fingerprints:
+            return Chosen(tiling, touched_positions(found.shards, parent_clock))
+        # At equal clocks nothing would be chosen, whatever has changed.
+        watch = self._watch
+        assert watch is not None and found.stamps.clock > parent_clock
+        return Chosen(
+            tiling, [watch.positions(rows, parent_clock) for rows in tiling.ranges]
+        )
 
     def close(self) -> None:
         """Frees what is remembered of rows, which would lie on their devices until a collection."""
@@ -395,17 +392,18 @@ class Tracker:
         """
         self._last = _moment(touched)
         mode = self.mode(touched)
-        tiles = _tiles(tables, arrays, touched)
-        self.followed = FollowedRows(tiles, self._last.lineage)
-        self.followed.begin(shards_of(arrays), placing(self._options.staging))
+        tiling = self._tiling_of(tables, arrays, touched.stamps)
+        shards = Shards(tiling, arrays, touched.stamps)
+        self.followed = FollowedRows(tiling, self._last.lineage)
+        self.followed.begin(shards)
         if mode == "recorded":
             if self._audits(self._last):
-                glimpse = self._glimpse(tiles, shards_of(arrays), self._last)
+                glimpse = self._glimpse(shards, self._last)
                 assert self._rotation is not None
                 self._rotation.keep(glimpse, self._last.clock)
             return
         watch = self._watching(mode)
-        look = watch.look(tiles, arrays, placing(self._options.staging))
+        look = watch.look(shards)
         watch.start(look, stamps)
         self._prints = self._last
 
@@ -413,16 +411,3 @@ class Tracker:
 def _moment(touched: Touched | None) -> Moment:
     assert touched is not None
     return Moment(lineage_hex(touched), clock_of(touched))
-
-
-def _tiles(
-    tables: Tables, arrays: Arrays, touched: Touched | None
-) -> tuple[OwnTile, ...]:
-    """What this process saves; rows lie as the stamps of `touched`, or as they would."""
-    shardings = {t: {n: x.sharding for n, x in arrays[t].items()} for t in arrays}
-    if touched is not None:
-        stamps = {name: x.sharding for name, x in touched.stamps.items()}
-    else:
-        whole = {name: arrays[name][table.leaf.name] for name, table in tables.items()}
-        stamps = {n: stamp_sharding(x.sharding, x.shape) for n, x in whole.items()}
-    return own_tiles(tables, shardings, stamps)

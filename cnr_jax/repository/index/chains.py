@@ -24,7 +24,7 @@ class Flaw(NamedTuple):
 
     kind: Literal[
         "parent_missing",
-        "parent_unreadable",
+        "not_readable",
         "foreign_parent",
         "circle",
         "tables_differ",
@@ -351,7 +351,7 @@ class Chains:
             return None
         name = parent.directory
         if name in self._unreadable:
-            return Flaw("parent_unreadable", f"its parent {name} cannot be read")
+            return Flaw("not_readable", f"its parent {name} cannot be read")
         above = self._entries.get(name)
         if above is None:
             return Flaw("parent_missing", f"its parent {name} is missing")

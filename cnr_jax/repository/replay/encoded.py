@@ -44,12 +44,22 @@ class Target:
     _origins: dict[Any, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
+    # By the entry, which is asked about for each segment of each leaf: it cannot be hashed.
+    _unmoved: dict[int, tuple[TableEntry, int | None]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def unmoved(self, entry: TableEntry) -> int | None:
         """How many of the first rows lie where they are stored, while those after them take none.
 
         None: rows move, and `origins` tells from where.
         """
+        known = self._unmoved.get(id(entry))
+        if known is None:
+            known = self._unmoved[id(entry)] = entry, self._unmoved_of(entry)
+        return known[1]
+
+    def _unmoved_of(self, entry: TableEntry) -> int | None:
         saved = _layout(entry)
         if self.taken is not None or saved != self.layout:
             return None

@@ -31,6 +31,7 @@ from cnr_jax.repository.replay.encoded import (
     Merged,
     Target,
     overlap,
+    split_columns,
 )
 from cnr_jax.repository.replay.on_host import Decoding, decode_all, decodings, host_rows
 from cnr_jax.repository.replay.regions import (
@@ -343,15 +344,15 @@ def _region(
 
     Puts into `main` and `patches` what is still to be decoded into it.
     """
-    region = region_of(leaf, box)
+    pieces, rows = split_columns(leaf.chain, leaf.table, leaf.name, box), box[0]
     whole = None
-    if len(region.pieces) > 1:
+    if len(pieces) > 1:
         whole = aligned_empty(shape_of(box), leaf.stored_dtype)
     out = left = None
-    for piece in region.pieces:
+    for piece in pieces:
         into = None if whole is None else whole[:, *columns_in(box, piece)]
         merged = leaf.merged(piece)
-        out, first, then = decodings(merged, region.rows, into)
+        out, first, then = decodings(merged, rows[1] - rows[0], into)
         main += first
         patches += then
         left = merged.left

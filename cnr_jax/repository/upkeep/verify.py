@@ -287,7 +287,7 @@ class _Item:
         entry = self._chains.entries.get(step)
         flaw = self._chains.flaw(entry) if entry is not None else None
         if flaw is not None:
-            if flaw.kind == "parent_unreadable":
+            if flaw.kind == "not_readable":
                 return []  # which is said there
             text = f"{flaw.text}{self._told_uuids(step, flaw)}"
             return [Finding(names.MANIFEST, flaw.kind, text, "chain")]

@@ -15,14 +15,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host, row_words
-from cnr_jax.rows.tiling import (
-    SMALL_ROWS,
-    Program,
-    aligned_empty,
-    host_device,
-    padded,
-)
+from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host
+from cnr_jax.rows.shards import row_words
+from cnr_jax.rows.tiling import SMALL_ROWS, Program, aligned_empty, host_device, padded
 
 # Bytes of rows that are hashed at once. A call costs as much as hashing half a MiB to one; a pass
 # against a sum, measured on 2 cores, bfloat16 of dim 16, medians of four rounds: 2.3 to 2.5 in

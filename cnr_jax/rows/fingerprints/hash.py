@@ -12,7 +12,6 @@ host memory are viewed as words of 64 bits where they fill them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +21,7 @@ from jax import lax
 
 from cnr_jax.errors import TableError
 from cnr_jax.rows.fingerprints.nh import hash_words
+from cnr_jax.rows.shards import row_words
 
 
 def hash_rows(leaves: Sequence[jax.Array], seed: jax.Array | np.ndarray) -> jax.Array:
@@ -129,22 +129,6 @@ def differ_on_host(
     _check(leaves, seed)
     with jax.enable_x64(True):
         return _differ_views(tuple(row_words(leaf) for leaf in leaves), seed, before)
-
-
-def row_words(leaf: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each row as the widest words they fill, [rows, words].
-
-    A view where rows lie one after the other.
-
-    Example:
-        >>> row_words(np.zeros((3, 5), np.float16)).dtype
-        dtype('uint16')
-    """
-    leaf = np.ascontiguousarray(leaf)
-    size = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-    width = next(width for width in (8, 4, 2, 1) if size % width == 0)
-    flat = leaf.reshape(len(leaf), math.prod(leaf.shape[1:]))
-    return flat.view(f"u{width}")
 
 
 @jax.jit

@@ -15,36 +15,33 @@ next train step may be given their memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from cnr_jax.rows.fingerprints.hash import hash_on_host, row_words
+from cnr_jax.rows.fingerprints.hash import hash_on_host
 from cnr_jax.rows.fingerprints.watch import Differing
 from cnr_jax.rows.fingerprints.windows import (
     Read,
     Ring,
-    Window,
     Words,
     rings_of,
     windows_of,
     words_of,
 )
 from cnr_jax.rows.gather.device import gather_program
+from cnr_jax.rows.shards import Shards, Tiling, row_words
 from cnr_jax.rows.tiling import (
-    Group,
-    LocalShards,
     OwnTile,
     Program,
-    ShardsOf,
     Way,
     aligned_empty,
-    boxes_in,
     group_tiles,
     host_device,
 )
@@ -59,33 +56,25 @@ _STAMPS = 8192
 _KEPT = np.uint64(0xFFFFFFFF)
 
 
-class _Layout:
-    """The groups that tiles form, which are the same in most saves of a run."""
-
-    def __init__(self, tiles: tuple[OwnTile, ...]) -> None:
-        self.tiles, self.groups = tiles, group_tiles(tiles)
-        self.boxes = {group: boxes_in(own) for group, own in self.groups.items()}
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Glimpse:
     """A part of the rows of this process at one moment.
 
     Attributes:
-        differing: by group, what differs from what was kept.
+        differing: what differs from what was kept, of each ring.
         anew: whether nothing was kept of these tiles, and so nothing compared.
         read_rows: that were hashed.
         read_bytes: of them, by device.
-        layout: of what was read.
+        tiling: of what was read.
         rings: what is kept of all groups, once this is.
         read: of each ring.
     """
 
-    differing: Mapping[Group, Differing]
+    differing: tuple[Differing, ...]
     anew: bool
     read_rows: int
     read_bytes: Mapping[jax.Device, int]
-    layout: _Layout
+    tiling: Tiling
     rings: tuple[Ring, ...]
     read: tuple[Read, ...]
 
@@ -102,68 +91,54 @@ class Rotation:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from cnr_jax.rows.tiling import own_tiles, shards_of
+        >>> from cnr_jax.rows.shards import Shards, Tiling
         >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": jnp.zeros((4, 2))}
         >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
-        >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
         >>> rotation, way = Rotation(1 << 20), lambda device, size: "host"
-        >>> rows = shards_of({"user": {"table": state["user"]}})
-        >>> rotation.keep(rotation.look(tiles, rows, way), 7)
-        >>> rows = shards_of({"user": {"table": state["user"].at[2].add(1)}})
-        >>> [(d.rows, d.since) for d in rotation.look(tiles, rows, way).differing.values()]
+        >>> tiling = Tiling(tables, {"user": {"table": where}}, {"user": where}, way)
+        >>> rows = Shards(tiling, {"user": {"table": state["user"]}})
+        >>> rotation.keep(rotation.look(rows), 7)
+        >>> rows = Shards(tiling, {"user": {"table": state["user"].at[2].add(1)}})
+        >>> [(d.rows, d.since) for d in rotation.look(rows).differing]
         [(array([2]), array([7]))]
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._seed, self._start = _draw()
-        self._layout: _Layout | None = None
+        self._tiling: Tiling | None = None
         self._rings: tuple[Ring, ...] = ()
         # Fresh memory can take longer than the rows.
         self._buffers: dict[tuple[Words, int], list[np.ndarray]] = {}
 
-    def look(
-        self,
-        tiles: Iterable[OwnTile],
-        shards: ShardsOf,
-        way: Way,
-        *,
-        anew: bool = False,
-    ) -> Glimpse:
+    def look(self, shards: Shards, *, anew: bool = False) -> Glimpse:
         """Hashes a part of the rows and compares it with what was kept.
 
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            tiles: what this process saves of the state.
-            shards: of the leaves.
-            way: how rows come into host memory, where they are hashed: out of a view or copy
-                of their shard (`"host"`), or gathered on their device.
+            shards: what this process saves of the state.
             anew: whether what was kept is out of date.
         """
-        layout = self._layout
-        tiles = tuple(tiles)
-        if layout is None or layout.tiles != tiles:
-            before = layout.boxes if layout else {}
-            layout = _Layout(tiles)
-            anew |= layout.boxes != before
-        rings = self._rings
-        if anew or not rings:
-            anew = True
-            rings = rings_of(layout.groups, self._limit_bytes, self._start)
-        read = self._read(layout, rings, shards, way)
-        differing: dict[Group, Differing] = {}
+        tiling, before, rings = shards.tiling, self._tiling, self._rings
+        anew |= before is None
+        if before is not None and before is not tiling:
+            anew |= before.boxes != tiling.boxes
+        if anew:
+            rings = rings_of(tiling.groups, self._limit_bytes, self._start)
+        read = self._read(shards, rings)
         read_bytes: Counter[jax.Device] = Counter()
         for ring, found in zip(rings, read, strict=True):
-            differing.update(ring.differing(found))
             read_bytes.update(ring.bytes_in(found))
         return Glimpse(
-            differing=differing,
+            differing=tuple(
+                ring.differing(found) for ring, found in zip(rings, read, strict=True)
+            ),
             anew=anew,
             read_rows=sum(found.hashes.size for found in read),
             read_bytes=read_bytes,
-            layout=layout,
+            tiling=tiling,
             rings=rings,
             read=read,
         )
@@ -175,67 +150,51 @@ class Rotation:
             glimpse: of this rotation, with nothing kept since.
             clock: of the touched rows that go with it.
         """
-        self._layout, self._rings = glimpse.layout, glimpse.rings
+        self._tiling, self._rings = glimpse.tiling, glimpse.rings
         for ring, read in zip(glimpse.rings, glimpse.read, strict=True):
             ring.keep(read, clock)
 
-    def _read(
-        self,
-        layout: _Layout,
-        rings: Sequence[Ring],
-        shards: ShardsOf,
-        way: Way,
-    ) -> tuple[Read, ...]:
+    def _read(self, shards: Shards, rings: Sequence[Ring]) -> tuple[Read, ...]:
         due = [ring.due() for ring in rings]
-        sources: list[list[list[_Source]]] = []
-        # All devices gather before the first one is waited for.
-        for ring, blocks in zip(rings, due, strict=True):
-            starts = ring.window.first(blocks).tolist()
-            sources.append(
-                [
-                    [
-                        _source(shards, tile, ring.window, starts, way)
-                        for tile in layout.groups[group]
-                    ]
-                    for group in ring.groups
-                ]
-            )
         alike: dict[Words, list[int]] = {}
         for number, ring in enumerate(rings):
             alike.setdefault(ring.words, []).append(number)
+        sources = list(map(functools.partial(_sources, shards), rings, due))
         found: dict[int, Read] = {}
         for words, members in alike.items():
             most = sum(
                 len(rings[n].groups) * rings[n].window.read_rows for n in members
             )
-            wanted = [
-                (each, rings[n].window.block) for n in members for each in sources[n]
-            ]
-            hashes, tags = self._hash(words, _program_rows(words, most), wanted)
+            wanted = itertools.chain.from_iterable(sources[n] for n in members)
+            rows = sum(
+                len(rings[n].groups) * len(due[n]) * rings[n].window.block
+                for n in members
+            )
+            hashes, tags = self._hash(words, _program_rows(words, most), rows, wanted)
             done = 0
             for n in members:
                 shape = (len(rings[n].groups), len(due[n]), rings[n].window.block)
-                rows = slice(done, done + math.prod(shape))
-                done = rows.stop
+                part = slice(done, done + math.prod(shape))
+                done = part.stop
                 found[n] = Read(
                     due[n],
-                    hashes[rows].reshape(shape),
-                    tags[rows].reshape(*shape, len(words)),
+                    hashes[part].reshape(shape),
+                    tags[part].reshape(*shape, len(words)),
                 )
         return tuple(found[number] for number in range(len(rings)))
 
     def _hash(
-        self, words: Words, size: int, wanted: Sequence[tuple[Sequence[_Source], int]]
+        self, words: Words, size: int, rows: int, wanted: Iterable[Sequence[_Source]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Hashes and tags of all rows that are wanted, in order.
 
         Args:
             words: of a row.
             size: rows of the program.
-            wanted: what each leaf of a group is read from, and the rows of its blocks.
+            rows: that are wanted.
+            wanted: what each leaf of a group is read from.
         """
         seed = jax.device_put(self._seed, host_device())
-        rows = sum(len(sources[0].starts) * block for sources, block in wanted)
         hashes = np.empty(rows, np.uint32)
         tags = np.empty((rows, len(words)), np.uint8)
         buffers = self._buffers.get((words, size))
@@ -243,49 +202,50 @@ class Rotation:
             # Written to, so that what follows the last row is not whatever memory held.
             buffers = self._buffers[words, size] = _zeros(words, size)
         filled = done = 0
-        for sources, block in wanted:
-            # They live for this call only: see `_copy_rows` in rows/gather/host.py.
-            views = [row_words(np.asarray(source.data)) for source in sources]
-            for number in range(len(sources[0].starts)):
-                taken = 0
-                while taken < block:
-                    count = min(block - taken, size - filled)
-                    for view, source, out in zip(views, sources, buffers, strict=True):
-                        start = source.starts[number] + taken
-                        out[filled : filled + count] = view[start : start + count]
-                    taken, filled = taken + count, filled + count
-                    if filled == size or done + filled == rows:
-                        made, marks = hash_on_host(buffers, seed, tagged=True)
-                        assert marks is not None
-                        hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
-                        tags[done : done + filled] = np.asarray(marks)[:filled]
-                        done, filled = done + filled, 0
+        for sources in wanted:
+            taken, count = 0, len(sources[0][1])
+            while taken < count:
+                stop = min(count, taken + size - filled)
+                end = filled + stop - taken
+                for (view, at), out in zip(sources, buffers, strict=True):
+                    # "clip" skips a bounds check that copies.
+                    view.take(at[taken:stop], 0, out[filled:end], "clip")
+                taken, filled = stop, end
+                if filled == size or done + filled == rows:
+                    made, marks = hash_on_host(buffers, seed, tagged=True)
+                    assert marks is not None
+                    hashes[done : done + filled] = np.asarray(made)[:filled] & _KEPT
+                    tags[done : done + filled] = np.asarray(marks)[:filled]
+                    done, filled = done + filled, 0
         return hashes, tags
 
 
-class _Source(NamedTuple):
-    """Where the rows of a leaf are read from.
-
-    Attributes:
-        data: its shard, or rows gathered from it in the order of reading.
-        starts: of the blocks therein.
-    """
-
-    data: jax.Array
-    starts: Sequence[int]
+# The words of rows in host memory, and which of them are read.
+_Source = tuple[np.ndarray, np.ndarray]
 
 
-def _source(
-    shards: ShardsOf, tile: OwnTile, window: Window, starts: Sequence[int], way: Way
-) -> _Source:
-    device = tile.piece.device
-    data, start = shards(tile.table.name, tile.leaf.name).on(device)
-    first = tile.rows[0] - start
-    if way(device, data.nbytes) == "host":
-        return _Source(data, [first + each for each in starts] if first else starts)
-    rows = (np.array(starts)[:, None] + np.arange(window.block)).ravel()
-    gathered = _gathered(data, rows + first, window.read_rows)
-    return _Source(gathered, range(0, len(rows), window.block))
+def _sources(
+    shards: Shards, ring: Ring, blocks: np.ndarray
+) -> Iterable[Sequence[_Source]]:
+    """What the leaves of each group of a ring are read from; devices begin to gather at once."""
+    tiling, words = shards.tiling, shards.words
+    rows, size = ring.window.rows_in(blocks), ring.window.read_rows
+    numbers = [tiling.numbers[group] for group in ring.groups]
+    gathered = {
+        n: _gathered(shards.data[n], rows + tiling.firsts[n], size)
+        for n in itertools.chain.from_iterable(numbers)
+        if words[n] is None
+    }
+    every, firsts = np.arange(len(rows)), tiling.firsts
+    return (
+        [
+            (row_words(np.asarray(gathered[n])), every)
+            if (view := words[n]) is None
+            else (view, rows + firsts[n] if firsts[n] else rows)
+            for n in of_group
+        ]
+        for of_group in numbers
+    )
 
 
 def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
@@ -300,27 +260,29 @@ def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
     return found
 
 
-def stamps_at(
-    stamps: LocalShards, rows: tuple[int, int], positions: np.ndarray, way: Way
-) -> np.ndarray:
-    """Stamps of some rows.
-
-    Args:
-        stamps: of the table.
-        rows: start and stop of the group they are in.
-        positions: within the group.
-        way: as in `Rotation.look`.
-    """
-    data, first = stamps.holding(rows)
-    device, at = data.device, positions + (rows[0] - first)
-    assert isinstance(device, jax.Device)
-    if way(device, data.nbytes) == "host":
-        return np.asarray(data)[at]
-    parts = [
-        np.asarray(_gathered(data, at[i : i + _STAMPS], _STAMPS))[: len(at) - i, 0]
-        for i in range(0, len(at), _STAMPS)
-    ]
-    return np.concatenate(parts or [np.empty(0, np.int32)])
+def stamps_of(shards: Shards, differing: Differing) -> np.ndarray:
+    """Stamps of the rows that differ, int32[rows]."""
+    found = np.empty(len(differing.rows), np.int32)
+    if not len(found):
+        return found
+    tiling, parts = shards.tiling, shards.stamp_parts
+    of_groups = [tiling.range_of[tiling.numbers[g][0]] for g in differing.groups]
+    ranges = np.array(of_groups, np.int64)[differing.numbers]
+    part_of, in_part = tiling.part_of[ranges], tiling.starts[ranges] + differing.rows
+    for part in np.unique(part_of[part_of >= 0]).tolist():
+        some = part_of == part
+        found[some] = parts[part][in_part[some]]
+    for _, some in differing.runs() if (part_of < 0).any() else ():
+        number = int(ranges[some.start])
+        if part_of[some.start] >= 0:
+            continue
+        data = shards.stamps[number]
+        at = differing.rows[some] + tiling.stamps[number][1]
+        for start in range(0, len(at), _STAMPS):
+            part = np.asarray(_gathered(data, at[start : start + _STAMPS], _STAMPS))
+            left = found[some][start : start + _STAMPS]
+            left[...] = part[: len(left), 0]
+    return found
 
 
 def _draw() -> tuple[np.ndarray, int]:

@@ -21,8 +21,6 @@ from cnr_jax.rows.fingerprints.chunks import (
 )
 from cnr_jax.rows.fingerprints.hash import changed_rows, hash_rows, hash_with_tags
 from cnr_jax.rows.tiling import (
-    Arrays,
-    LocalShards,
     OwnTile,
     Program,
     Way,
@@ -34,8 +32,8 @@ from cnr_jax.rows.tiling import (
 
 
 def hash_tiles(
-    tiles: Sequence[OwnTile],
-    arrays: Arrays,
+    spans: Sequence[Span],
+    device: jax.Device,
     where: Where,
     seed: np.ndarray,
     *,
@@ -45,8 +43,8 @@ def hash_tiles(
     """Hashes the rows that tiles of one group make up.
 
     Args:
-        tiles: of one group.
-        arrays: the leaves, by table and leaf name.
+        spans: the rows of each tile, all of one group.
+        device: that they are on.
         where: on the device or in host memory.
         seed: uint32[2].
         before: hashes to compare with, made in the same way.
@@ -55,15 +53,9 @@ def hash_tiles(
     Returns:
         What is on a device is not waited for.
     """
-    spans: list[Span] = []
-    for tile in tiles:
-        array, (start, stop) = arrays[tile.table.name][tile.leaf.name], tile.rows
-        data, first = LocalShards(array).on(tile.piece.device)
-        spans.append((data, start - first, stop - start))
     if where == "host":
         assert not isinstance(before, jax.Array)
         return hash_chunks(spans, seed, before, tagged)
-    device = tiles[0].piece.device
     kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in spans)
     program = _device_program(kinds, device, tagged)
     hashes, tags = program(jax.device_put(seed, device), *(x for x, _, _ in spans))

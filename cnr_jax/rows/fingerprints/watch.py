@@ -11,8 +11,9 @@ refused in between leaves no trace.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,23 +25,8 @@ from cnr_jax.rows.fingerprints.tiles import (
     settled,
     tags_of,
 )
-from cnr_jax.rows.tiling import (
-    Arrays,
-    Group,
-    OwnTile,
-    Way,
-    Where,
-    boxes_in,
-    bytes_in,
-    group_tiles,
-)
-
-
-class Rows(NamedTuple):
-    """Some rows of a table: start and stop."""
-
-    table: str
-    rows: tuple[int, int]
+from cnr_jax.rows.shards import Shards
+from cnr_jax.rows.tiling import Group, OwnTile, Rows, Where, boxes_in, bytes_in
 
 
 class Seen(NamedTuple):
@@ -53,22 +39,55 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Differing:
-    """Rows of a group that differ from what they were.
+    """Rows of some groups that differ from what they were.
 
     Attributes:
-        rows: sorted positions within the group.
+        groups: that were compared.
+        names: of the leaves of each group.
+        numbers: for each row that differs, the number of its group; sorted.
+        rows: their positions within their groups, sorted in each.
         since: for each of them, the clock at which it was another.
-        names: of the leaves.
         leaves: tells of some of `rows`, by their index, in which leaves they differ,
             bool[rows, leaves]. Told from 8 bits: one row in 256 is missed for its leaf.
-        compared: how many rows of the group were compared.
+        compared: how many rows of each group were compared.
     """
 
+    groups: tuple[Group, ...]
+    names: Sequence[tuple[str, ...]]
+    numbers: np.ndarray
     rows: np.ndarray
     since: np.ndarray
-    names: tuple[str, ...]
     leaves: Callable[[np.ndarray], np.ndarray]
     compared: int
+
+    def runs(self) -> Iterator[tuple[Group, slice]]:
+        """The groups of which rows differ, and which of `rows` are theirs."""
+        first = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        of_groups, starts = self.numbers[first].tolist(), first.tolist()
+        stops = [*starts[1:], len(self.rows)]
+        for number, start, stop in zip(of_groups, starts, stops, strict=False):
+            yield self.groups[number], slice(start, stop)
+
+    def by_group(self) -> dict[Group, tuple[Differing, slice]]:
+        """What differs of each group alone, and which of `rows` these are."""
+        runs = dict(self.runs())
+        found: dict[Group, tuple[Differing, slice]] = {}
+        for number, group in enumerate(self.groups):
+            some = runs.get(group, slice(0, 0))
+            alone = dataclasses.replace(
+                self,
+                groups=(group,),
+                names=(self.names[number],),
+                numbers=np.zeros(some.stop - some.start, np.int64),
+                rows=self.rows[some],
+                since=self.since[some],
+                leaves=functools.partial(self._leaves_after, some.start),
+            )
+            found[group] = alone, some
+        return found
+
+    def _leaves_after(self, start: int, which: np.ndarray) -> np.ndarray:
+        return self.leaves(which + start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +113,17 @@ class RowWatch:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from cnr_jax.rows.tiling import own_tiles
+        >>> from cnr_jax.rows.shards import Shards, Tiling
         >>> from cnr_jax.state.find import find_tables
         >>> state = {"user": jnp.zeros((4, 2))}
         >>> tables, where = find_tables(state, ["user"]), state["user"].sharding
-        >>> tiles = own_tiles(tables, {"user": {"table": where}}, {"user": where})
+        >>> way = lambda device, size: "host"
+        >>> tiling = Tiling(tables, {"user": {"table": where}}, {"user": where}, way)
         >>> watch = RowWatch(stamped=True)
-        >>> watch.keep(watch.look(tiles, {"user": {"table": state["user"]}}, "host"), 0)
+        >>> rows = {"user": {"table": state["user"]}}
+        >>> watch.keep(watch.look(Shards(tiling, rows)), 0)
         >>> rows = {"user": {"table": state["user"].at[2].add(1)}}
-        >>> watch.keep(watch.look(tiles, rows, "host"), 1)
+        >>> watch.keep(watch.look(Shards(tiling, rows)), 1)
         >>> watch.positions(Rows("user", (0, 4)), 0)
         array([2])
     """
@@ -115,24 +136,21 @@ class RowWatch:
         # Columns of a row may lie on several devices; its stamp is one.
         self._stamps: dict[Rows, np.ndarray] = {}
 
-    def look(
-        self, tiles: Iterable[OwnTile], arrays: Arrays, where: Where | Way
-    ) -> Look:
+    def look(self, shards: Shards) -> Look:
         """Hashes all rows and compares them with what was kept.
 
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            tiles: what this process saves of the state.
-            arrays: the leaves, by table and leaf name.
-            where: `"device"`: where the rows are; `"host"`: in host memory, chunk by chunk;
-                or what tells for each group.
+            shards: what this process saves of the state.
         """
-        way: Way = where if callable(where) else lambda device, size: where
+        tiling = shards.tiling
         # All devices work before the first one is waited for.
         seen = {
-            group: self._hash(group, own, arrays, way(group.device, bytes_in(own)))
-            for group, own in group_tiles(tiles).items()
+            group: self._hash(
+                group, own, shards, tiling.way(group.device, bytes_in(own))
+            )
+            for group, own in tiling.groups.items()
         }
         changed = {
             group: changed_of(now.hashed.differ, group.rows[1] - group.rows[0])
@@ -142,17 +160,18 @@ class RowWatch:
         return Look(seen=seen, changed=changed)
 
     def _hash(
-        self, group: Group, tiles: tuple[OwnTile, ...], arrays: Arrays, where: Where
+        self, group: Group, tiles: tuple[OwnTile, ...], shards: Shards, where: Where
     ) -> Seen:
         known = self._seen.get(group)
         comparable = (
             known is not None
             and known.where == where
-            and boxes_in(known.tiles) == boxes_in(tiles)
+            and (known.tiles is tiles or boxes_in(known.tiles) == boxes_in(tiles))
         )
+        tiling, rows = shards.tiling, group.rows[1] - group.rows[0]
         hashed = hash_tiles(
-            tiles,
-            arrays,
+            [(shards.data[n], tiling.firsts[n], rows) for n in tiling.numbers[group]],
+            group.device,
             where,
             self._seed,
             before=known.hashed.hashes if known and comparable else None,
@@ -207,14 +226,14 @@ class RowWatch:
         """Positions within `rows` that were stamped after `clock`, sorted."""
         return np.flatnonzero(self._stamps[rows] > clock)
 
-    def differing(self, look: Look, clock: int) -> dict[Group, Differing]:
-        """What differs between a look and what was kept, of each group.
+    def differing(self, look: Look, clock: int) -> list[Differing]:
+        """What differs between a look and what was kept, of each group alone.
 
         Args:
             look: at tiles of which all was kept.
             clock: at which it was kept.
         """
-        return {group: self._differing(look, group, clock) for group in look.seen}
+        return [self._differing(look, group, clock) for group in look.seen]
 
     def _differing(self, look: Look, group: Group, clock: int) -> Differing:
         rows, seen = look.changed[group], look.seen[group]
@@ -225,9 +244,11 @@ class RowWatch:
             return tags_of(before, rows[which]) != tags_of(now, rows[which])
 
         return Differing(
+            groups=(group,),
+            names=(tuple(tile.leaf.name for tile in seen.tiles),),
+            numbers=np.zeros(len(rows), np.int64),
             rows=rows,
             since=np.full(len(rows), clock, np.int64),
-            names=tuple(tile.leaf.name for tile in seen.tiles),
             leaves=leaves,
             compared=group.rows[1] - group.rows[0],
         )

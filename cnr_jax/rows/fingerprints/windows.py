@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cnr_jax.rows.fingerprints.hash import row_words
 from cnr_jax.rows.fingerprints.watch import Differing
+from cnr_jax.rows.shards import row_words
 from cnr_jax.rows.tiling import Group, OwnTile, bytes_in
 
 # Blocks of a window, and bytes below which a block is not cut: a page of memory.
@@ -67,6 +67,10 @@ class Window(NamedTuple):
     def first(self, block: ArrayLike) -> Any:
         """The row at which a block starts, or each of several."""
         return np.minimum(np.multiply(block, self.block), self.rows - self.block)
+
+    def rows_in(self, blocks: np.ndarray) -> np.ndarray:
+        """The rows of some blocks, in order."""
+        return (self.first(blocks)[:, None] + np.arange(self.block)).ravel()
 
     def visited(self, number: int, start: int) -> list[int]:
         """Blocks of the window of this number, in rounds that begin at `start`."""
@@ -170,38 +174,30 @@ class Ring:
         rows = len(read.blocks) * self.window.block
         return {device: rows * size for device, size in self._row_bytes.items()}
 
-    def differing(self, read: Read) -> dict[Group, Differing]:
-        """What differs from what is kept, of all groups."""
+    def differing(self, read: Read) -> Differing:
+        """What differs from what is kept."""
         known = self._clocks[read.blocks] >= 0
         compared = min(self.window.rows, int(known.sum()) * self.window.block)
         differ = self._hashes[:, read.blocks] != read.hashes
         differ &= known[:, None]
-        # Of most groups nothing differs: these have one answer.
-        found = dict.fromkeys(
-            self.groups, self._differing(read, 0, differ[0][:0], compared)
-        )
-        for number in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
-            group = self.groups[number]
-            found[group] = self._differing(read, number, differ[number], compared)
-        return found
-
-    def _differing(
-        self, read: Read, number: int, differ: np.ndarray, compared: int
-    ) -> Differing:
-        at, offsets = np.nonzero(differ)
-        blocks = read.blocks[at]
+        numbers, at, offsets = np.nonzero(differ)
+        rows = self.window.first(read.blocks[at]) + offsets
         # Where the last block overlaps another, a row may come twice.
-        rows, first = np.unique(self.window.first(blocks) + offsets, return_index=True)
-        at, offsets, blocks = at[first], offsets[first], blocks[first]
+        _, first = np.unique(numbers * self.window.rows + rows, return_index=True)
+        numbers, at, offsets = numbers[first], at[first], offsets[first]
+        blocks = read.blocks[at]
 
         def leaves(which: np.ndarray) -> np.ndarray:
-            then = self._tags[number, blocks[which], offsets[which]]
-            return then != read.tags[number, at[which], offsets[which]]
+            group, row = numbers[which], offsets[which]
+            then = self._tags[group, blocks[which], row]
+            return then != read.tags[group, at[which], row]
 
         return Differing(
-            rows=rows,
-            since=self._clocks[read.blocks][at],
-            names=self._names[number],
+            groups=self.groups,
+            names=self._names,
+            numbers=numbers,
+            rows=rows[first],
+            since=self._clocks[blocks],
             leaves=leaves,
             compared=compared,
         )

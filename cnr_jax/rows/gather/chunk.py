@@ -1,9 +1,9 @@
 """Chunks of rows on their way from the training thread to the writing thread.
 
-Which rows there are, how many are handled at once, and where: on their device, or in the host's
-memory. The training thread puts chunks into a `Stage`, the writing thread takes them out. What is
-in between is bounded in bytes: past the limit the training thread waits, so that a save which does
-not fit into memory streams through it instead.
+Which rows there are: on their device, or in the host's memory. The training thread puts chunks
+into a `Stage`, the writing thread takes them out. What is in between is bounded in bytes: past the
+limit the training thread waits, so that a save which does not fit into memory streams through it
+instead.
 """
 
 from __future__ import annotations
@@ -12,18 +12,45 @@ import collections
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded
-from cnr_jax.rows.tiling import Where
+
+# Of positions within a tile, the keys of these rows.
+KeysOf = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """Rows of tiles that are gathered in host memory and saved with one codec, tile by tile.
+
+    Attributes:
+        codec: how they are encoded.
+        dtype: of their elements.
+        width: elements of one row.
+        words: of each tile, the rows of the shard that holds it, see `row_words`.
+        firsts: of each tile, the row of its shard at which it starts.
+        positions: of each tile, sorted int64 positions of its rows that are saved; None: all.
+        counts: of each tile, how many these are; none without rows.
+        keys_of: of each tile, its keys; None: codes are not dithered.
+    """
+
+    codec: Codec
+    dtype: np.dtype
+    width: int
+    words: Sequence[np.ndarray]
+    firsts: Sequence[int]
+    positions: Sequence[np.ndarray | None]
+    counts: Sequence[int]
+    keys_of: Sequence[KeysOf] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The rows of one tile that are saved with one codec.
+    """The rows of one tile that are gathered and encoded on their device.
 
     Attributes:
         data: the shard that holds the tile, on its device.
@@ -31,9 +58,7 @@ class Run:
         rows: rows of the tile.
         positions: sorted int64 positions within the tile; None for all rows.
         codec: how they are encoded.
-        where: whether they are gathered in host memory, or gathered and encoded on the device.
-        sampled: which of the rows to be saved are also kept as they are, sorted, where they
-            are encoded on the device; None: none.
+        sampled: which of the rows to be saved are also kept as they are, sorted; None: none.
         keys_of: of positions within the tile their keys, if codes are dithered.
     """
 
@@ -42,9 +67,8 @@ class Run:
     rows: int
     positions: np.ndarray | None
     codec: Codec
-    where: Where
     sampled: np.ndarray | None = None
-    keys_of: Callable[[np.ndarray], np.ndarray] | None = None
+    keys_of: KeysOf | None = None
 
     @property
     def count(self) -> int:
@@ -55,12 +79,6 @@ class Run:
     def width(self) -> int:
         """Elements of one row."""
         return math.prod(self.data.shape[1:])
-
-    @property
-    def group(self) -> tuple[Where, Codec, np.dtype, int, bool]:
-        """Runs of one group share chunks and compiled programs."""
-        dtype, dithers = np.dtype(self.data.dtype), self.keys_of is not None
-        return self.where, self.codec, dtype, self.width, dithers
 
     def keys(self, start: int, stop: int) -> np.ndarray:
         """Keys of some of the rows that are saved, uint32."""
@@ -167,10 +185,18 @@ class Stage:
         self._started = True
         self._changed.notify_all()
 
-    def start(self) -> None:
-        """Lets a patient reader begin."""
+    def wait(self) -> None:
+        """Waits until there is something for the reader, or nothing will come."""
         with self._lock:
-            self._start()
+            self._changed.wait_for(self._is_ready)
+
+    def _is_ready(self) -> bool:
+        return bool(self._started and self._items) or self._closed or self._failed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will be put."""
+        return self._closed
 
     def close(self) -> None:
         """Says that nothing more will be put."""
@@ -198,9 +224,7 @@ class Stage:
         """
         while True:
             with self._lock:
-                self._changed.wait_for(
-                    lambda: (self._started and self._items) or self._closed
-                )
+                self._changed.wait_for(self._is_ready)
                 if self._failed:
                     raise RuntimeError("staging was given up before all rows were in")
                 if not self._items:

@@ -19,142 +19,191 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cnr_jax.rows import tiling
-from cnr_jax.rows.codecs import Codec
-from cnr_jax.rows.gather.chunk import Chunk, Run
+from cnr_jax.rows.gather.chunk import Chunk, HostRows, Run
 from cnr_jax.rows.gather.device import gather_on_device
+from cnr_jax.rows.shards import Shards, Tiling, row_words
 from cnr_jax.rows.tiling import (
-    LocalShards,
     Program,
-    Way,
     aligned_empty,
     chunk_rows,
     compiled,
-    in_chunks,
     program_rows,
 )
 
 # That gather on the host.
 _THREADS = min(4, os.cpu_count() or 1)
+# That are filled in less time than threads need to begin.
+_FEW_CHUNKS = 3
+# Of rows of a tile: where they are fewer, threads wait for each other's Python.
+_SMALL_PIECE_BYTES = 64 << 10
 
 
-def touched_positions(
-    stamps: LocalShards, rows: tuple[int, int], clock: int, way: Way
-) -> np.ndarray:
-    """Positions within `rows` whose stamp is greater than `clock`, sorted, int64.
+class Chosen:
+    """Which rows are saved, of each range of a tiling.
 
-    Waits for the computation that produced `stamps`.
+    Args:
+        tiling: that is saved.
+        positions: of each range, sorted int64 positions within it; None: all.
+
+    Attributes:
+        positions: None where all rows are saved; tiles of one range share the same object.
+        counts: int64[ranges], of rows that are saved.
     """
-    data, first = stamps.holding(rows)
-    part = slice(rows[0] - first, rows[1] - first)
-    device = data.device
-    assert isinstance(device, jax.Device)
-    if way(device, data.nbytes) == "host":
-        mask = np.asarray(data)[part] > clock
-    else:
-        program = _bits_program(data.shape, device)
-        bits = np.asarray(program(data, jax.device_put(np.int32(clock), device)))
-        mask = np.unpackbits(bits, count=data.shape[0], bitorder="little")[part]
-    return np.flatnonzero(mask)
+
+    def __init__(self, tiling: Tiling, positions: Sequence[np.ndarray | None]) -> None:
+        rows = tiling.range_rows.tolist()
+        self.positions = [
+            None if found is None or len(found) == whole else found
+            for found, whole in zip(positions, rows, strict=True)
+        ]
+        counts = [
+            whole if found is None else len(found)
+            for found, whole in zip(self.positions, rows, strict=True)
+        ]
+        self.counts = np.array(counts, np.int64)
 
 
-def gather_chunks(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
-    """Yields the rows of all runs, in order, in chunks.
+def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
+    """Positions within each range whose stamp is greater than `clock`, sorted, int64.
 
-    Runs must be sorted by group. On the host a chunk holds rows of several runs of a group, in
-    memory from `buffers`; on a device each run has its own.
+    Waits for the computation that produced the stamps.
     """
-    for (where, *_), group in itertools.groupby(runs, lambda run: run.group):
-        if where == "host":
-            yield from _gather_on_host(list(group), buffers)
+    tiling, rows = shards.tiling, shards.tiling.range_rows.tolist()
+    bits: dict[int, jax.Array] = {}
+    # All devices work before the first one is waited for.
+    for number, (where, _) in enumerate(tiling.stamps):
+        if where == "device":
+            bits[number] = _touched_bits(shards.stamps[number], clock)
+    found: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
+    for numbers, stamps in zip(
+        tiling.parts, shards.stamp_parts if tiling.parts else (), strict=True
+    ):
+        positions = np.flatnonzero(stamps > clock)
+        stops = np.cumsum(tiling.range_rows[numbers])
+        ends = np.searchsorted(positions, stops)
+        counts = np.diff(ends, prepend=0)
+        positions -= np.repeat(tiling.starts[numbers], counts)
+        begins = (ends - counts).tolist()
+        for number, begin, end in zip(
+            numbers.tolist(), begins, ends.tolist(), strict=True
+        ):
+            found[number] = positions[begin:end]
+    for number, touched in bits.items():
+        first, size = tiling.stamps[number][1], shards.stamps[number].shape[0]
+        whole = np.unpackbits(np.asarray(touched), count=size, bitorder="little")
+        found[number] = np.flatnonzero(whole[first : first + rows[number]])
+    return found
+
+
+def gather_chunks(rows: Iterable[HostRows | Run], buffers: Buffers) -> Iterator[Chunk]:
+    """Yields all rows, in order, in chunks.
+
+    On the host a chunk holds rows of several tiles, in memory from `buffers`; on a device each
+    tile has its own.
+    """
+    for some in rows:
+        if isinstance(some, HostRows):
+            yield from _gather_on_host(some, buffers)
         else:
-            for run in group:
-                yield from gather_on_device(run)
+            yield from gather_on_device(some)
 
 
-def _gather_on_host(runs: Sequence[Run], buffers: Buffers) -> Iterator[Chunk]:
-    """Yields the rows of runs of one group, several chunks being filled at a time."""
-    _, codec, dtype, width, _ = runs[0].group
-    large = chunk_rows(width, dtype.itemsize)
-    left = sum(run.count for run in runs)
-    for run in runs:
-        # On CPU there is a view, and nothing to wait for.
-        if next(iter(run.data.devices())).platform != "cpu":
-            run.data.copy_to_host_async()
+def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
+    """Yields rows, several chunks being filled at a time where tiles are large."""
+    ends = np.cumsum(some.counts)
+    total = int(ends[-1]) if len(ends) else 0
+    large = chunk_rows(some.width, some.dtype.itemsize)
+    calls: list[_Filling] = []
+    for start in range(0, total, large):
+        stop = min(start + large, total)
+        first, last = np.searchsorted(ends, (start, stop - 1), side="right").tolist()
+        done = start - int(ends[first]) + some.counts[first]
+        size = program_rows(min(total - start, large), large)
+        calls.append(_Filling(first, last, done, stop - start, size))
+
+    def fill(call: _Filling) -> Chunk:
+        # Asked for here, one by one: else all would be in use until the last is taken.
+        rows = buffers.empty((call.size, some.width), some.dtype)
+        return _fill(some, rows, call)
+
+    pieces = total * some.width * some.dtype.itemsize // _SMALL_PIECE_BYTES
+    if len(calls) < _FEW_CHUNKS or len(some.counts) > pieces:
+        # Starting threads takes as long, or copying waits for Python rather than for memory.
+        yield from map(fill, calls)
+        return
     filling: collections.deque[Future[Chunk]] = collections.deque()
     # Copying waits for memory, and for the pages of fresh buffers: two threads take half the
     # time of one. The pool is left only when no thread looks into a table any more.
     with ThreadPoolExecutor(_THREADS, "cnr_gather") as pool:
-        for slices in in_chunks(runs, large):
-            count = sum(stop - start for _, start, stop in slices)
-            shape = (program_rows(min(left, large), large), width)
-            left -= count
-            rows = buffers.empty(shape, dtype)
-            filling.append(pool.submit(_fill, codec, rows, count, slices))
-            # Else the last one would be in use until all are taken.
-            del rows
+        for call in calls:
+            filling.append(pool.submit(fill, call))
             if len(filling) > 2 * _THREADS:
                 yield filling.popleft().result()
         while filling:
             yield filling.popleft().result()
 
 
-def _bit_view(array: np.ndarray) -> np.ndarray:
-    """The same rows as unsigned integers: numpy copies them faster, and never as numbers."""
-    flat = array.reshape(array.shape[0], -1)
-    # Of complex numbers of 128 bits each part is one.
-    return flat.view(f"u{min(array.dtype.itemsize, 8)}")
+class _Filling(NamedTuple):
+    """What a chunk holds.
+
+    Attributes:
+        first: tile of its first row.
+        last: tile of its last row.
+        done: rows of the first tile that are in earlier chunks.
+        count: rows.
+        size: rows of its memory.
+    """
+
+    first: int
+    last: int
+    done: int
+    count: int
+    size: int
 
 
-def _fill(
-    codec: Codec,
-    rows: np.ndarray,
-    count: int,
-    slices: Sequence[tuple[Run, int, int]],
-) -> Chunk:
+def _fill(some: HostRows, rows: np.ndarray, call: _Filling) -> Chunk:
     # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
-    rows[count:] = 0
-    dithers = slices[0][0].keys_of is not None
-    keys = np.zeros(len(rows), np.uint32) if dithers else None
-    bits, at = _bit_view(rows), 0
-    for run, start, stop in slices:
-        part = slice(at, at + stop - start)
-        _copy_rows(run, start, bits[part])
+    rows[call.count :] = 0
+    keys = None if some.keys_of is None else np.zeros(len(rows), np.uint32)
+    words, at, done = row_words(rows), 0, call.done
+    for tile in range(call.first, call.last + 1):
+        stop = min(at + some.counts[tile] - done, call.count)
+        end, out = done + stop - at, words[at:stop]
+        first, positions = some.firsts[tile], some.positions[tile]
+        if positions is None:
+            out[...] = some.words[tile][first + done : first + end]
+        else:
+            if end - done < len(positions):
+                positions = positions[done:end]
+            # "clip" skips a bounds check that copies; positions are within the tile.
+            index = positions + first if first else positions
+            some.words[tile].take(index, 0, out, "clip")
         if keys is not None:
-            keys[part] = run.keys(start, stop)
-        at = part.stop
-    return Chunk(codec=codec, count=count, rows=rows, keys=keys)
+            assert some.keys_of is not None
+            if positions is None:
+                positions = np.arange(done, end)
+            keys[at:stop] = some.keys_of[tile](positions)
+        at, done = stop, 0
+    return Chunk(codec=some.codec, count=call.count, rows=rows, keys=keys)
 
 
-def _copy_rows(run: Run, done: int, out: np.ndarray) -> None:
-    """Copies rows `done` and following of a run into `out`, as bits."""
-    # The view lives for this call only: a view that is alive when the buffer is donated
-    # makes XLA copy the whole table instead of reusing it.
-    view = _bit_view(np.asarray(run.data))
-    if run.positions is None:
-        start = run.first + done
-        out[...] = view[start : start + len(out)]
-    else:
-        index = run.positions[done : done + len(out)] + run.first
-        # "clip" skips a bounds check that copies; positions are within the tile.
-        np.take(view, index, axis=0, out=out, mode="clip")
-
-
-def copied_rows(run: Run) -> np.ndarray:
-    """The rows of a run that are to be saved, as they are."""
-    rows = np.empty((run.count, run.width), run.data.dtype)
-    _copy_rows(run, 0, _bit_view(rows))
-    return rows
+def _touched_bits(stamps: jax.Array, clock: int) -> jax.Array:
+    """Which stamps of a shard are greater than `clock`, a bit each; not waited for."""
+    device = stamps.device
+    assert isinstance(device, jax.Device)
+    program = _bits_program(stamps.shape, device)
+    return program(stamps, jax.device_put(np.int32(clock), device))
 
 
 @functools.cache

@@ -9,7 +9,6 @@ with what each save gathers of it anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +16,8 @@ import numpy as np
 from cnr_jax.rows.codecs.base import DTYPES, WIDEST, Raw
 from cnr_jax.rows.gather.chunk import Run
 from cnr_jax.rows.gather.device import rows_of
-from cnr_jax.rows.gather.host import copied_rows
-from cnr_jax.rows.tiling import Box, OwnTile, ShardsOf, Way
+from cnr_jax.rows.shards import Shards, Tiling
+from cnr_jax.rows.tiling import Box
 
 KEPT_BYTES = 4 << 20
 """Of float32 rows that each process keeps at most."""
@@ -56,16 +55,17 @@ class FollowedRows:
     only if one of a failed save hangs: the worst is a row as either of two saves had it.
 
     Args:
-        tiles: what this process saves.
+        tiling: what this process saves.
         lineage: of the stamps of the rows; another one begins with each restore.
     """
 
-    def __init__(self, tiles: Iterable[OwnTile], lineage: str) -> None:
-        self.lineage = lineage
-        # Of what no codec takes nothing need be known, and a row of it may take all the room.
+    def __init__(self, tiling: Tiling, lineage: str) -> None:
+        self.lineage, self._tiling = lineage, tiling
+        # The numbers of tiles. Of what no codec takes nothing need be known, and a row of it may
+        # take all the room.
         own = {
-            ref: tile
-            for tile in tiles
+            ref: number
+            for number, tile in enumerate(tiling.tiles)
             if tile.leaf.name == "table"
             and tile.leaf.dtype in DTYPES
             and _width(ref := (tile.table.name, tile.piece.box)) <= WIDEST
@@ -74,37 +74,50 @@ class FollowedRows:
         # Of so many tiles that one row of each were too much, only some are followed.
         some = -(-4 * width // KEPT_BYTES)
         each = KEPT_BYTES // max(1, 4 * width) or 1
-        self._tiles: dict[TileRef, OwnTile] = {}
+        self._tiles: dict[TileRef, int] = {}
         self._positions: dict[TileRef, np.ndarray] = {}
         left = KEPT_BYTES
-        for key, tile in list(own.items())[:: max(1, some)]:
-            followed = _spread(tile.rows[1] - tile.rows[0], min(each, _MOST_ROWS))
+        for key, number in list(own.items())[:: max(1, some)]:
+            start, stop = tiling.tiles[number].rows
+            followed = _spread(stop - start, min(each, _MOST_ROWS))
             size = 4 * _width(key) * len(followed)
             # These may be wider than others, and one row alone too wide.
             if size <= left:
-                self._tiles[key], self._positions[key] = tile, followed
+                self._tiles[key], self._positions[key] = number, followed
                 left -= size
         self._before: dict[TileRef, np.ndarray] = {}
 
-    def are_of(self, tiles: Iterable[OwnTile], lineage: str) -> bool:
+    def are_of(self, tiling: Tiling, lineage: str) -> bool:
         """Whether these are rows of such tiles in this lineage."""
-        there = {(tile.table.name, tile.piece.box) for tile in tiles}
-        return lineage == self.lineage and self._tiles.keys() <= there
+        if lineage != self.lineage or tiling is self._tiling:
+            return lineage == self.lineage
+        there = {(tile.table.name, tile.piece.box) for tile in tiling.tiles}
+        return self._tiles.keys() <= there
 
-    def begin(self, shards: ShardsOf, way: Way) -> None:
-        """Keeps what all rows are now; waits for the computation that makes them."""
-        for key, tile in self._tiles.items():
-            data, first = shards(key[0], tile.leaf.name).on(tile.piece.device)
-            start, stop = tile.rows
-            run = Run(
-                data=data,
-                first=start - first,
-                rows=stop - start,
-                positions=self._positions[key],
-                codec=Raw(),
-                where=way(tile.piece.device, data.nbytes),
-            )
-            found = rows_of(run) if run.where == "device" else copied_rows(run)
+    def begin(self, shards: Shards) -> None:
+        """Keeps what all rows are now; waits for the computation that makes them.
+
+        Args:
+            shards: of the tiling that they were chosen from.
+        """
+        tiling = self._tiling
+        for key, number in self._tiles.items():
+            data, first = shards.data[number], tiling.firsts[number]
+            positions = self._positions[key]
+            if tiling.wheres[number] == "device":
+                start, stop = tiling.tiles[number].rows
+                run = Run(
+                    data=data,
+                    first=first,
+                    rows=stop - start,
+                    positions=positions,
+                    codec=Raw(),
+                )
+                found = rows_of(run)
+            else:
+                words = shards.words[number]
+                assert words is not None
+                found = words[positions + first].view(data.dtype)
             self._before[key] = found.astype(np.float32)
 
     def among(self, tile: TileRef, positions: np.ndarray | None) -> np.ndarray:
