@@ -67,6 +67,12 @@ def test_a_small_package_is_counted(benchmarks: Any, tmp_path: Path) -> None:
     }
 
 
+def test_files_of_roots_are_handled_in_the_store_alone(benchmarks: Any) -> None:
+    counts, package = benchmarks("source_counts"), benchmarks("house").PACKAGE
+    assert counts.calls_of_files(package) == []
+    assert counts.calls_of_is_local(package) == []
+
+
 def test_the_lists_name_what_there_is(benchmarks: Any) -> None:
     house = benchmarks("house")
     found = house.in_source(house.PACKAGE)

@@ -63,16 +63,21 @@ class ExactPath(PosixGPath):
 
     def glob(self, pattern: str) -> Iterator[Any]:
         """What lies below and fits; raises OSError if that cannot be seen."""
-        found: list[Any] = [self]
-        for part in pattern.split("/"):
-            found = [
-                folder / name
-                for folder in found
-                if is_directory(folder)
-                for name in names_in(folder)
-                if fnmatch.fnmatchcase(name, part)
-            ]
-        return iter(found)
+        return iter(_fitting(self, pattern))
+
+
+def _fitting(path: Any, pattern: str) -> list[Any]:
+    """What lies below a path and fits a pattern, part by part."""
+    found: list[Any] = [path]
+    for part in pattern.split("/"):
+        found = [
+            folder / name
+            for folder in found
+            if is_directory(folder)
+            for name in names_in(folder)
+            if fnmatch.fnmatchcase(name, part)
+        ]
+    return found
 
 
 class DensePath(ExactPath):
@@ -93,7 +98,7 @@ class DensePath(ExactPath):
 
     def glob(self, pattern: str) -> Iterator[Any]:
         """What lies below, fits, and has a name of Orbax's; else as of `ExactPath`."""
-        for found in ExactPath.glob(self, pattern):
+        for found in _fitting(self, pattern):
             path = found.relative_to(self).as_posix()
             if names.is_looked_up(path) or names.leads_to_looked_up(path):
                 yield found
