@@ -355,3 +355,18 @@ if __name__ == "__main__":
         save(Path(sys.argv[1]))
     for each in ROOTS:
         check(Path(sys.argv[1]) / each, int(sys.argv[3]))
+
+
+def test_arrays_of_numpy_come_back_as_such_without_a_state(tmp_path: Path) -> None:
+    state = {
+        "user": jnp.zeros((8, 4)),
+        "numpy": np.arange(8, dtype=np.int32),
+        "jax": jnp.arange(3),
+    }
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    with cnr.CheckpointManager(tmp_path) as reader:
+        found = reader.restore(0).state
+    assert type(found["numpy"]) is np.ndarray and isinstance(found["jax"], jax.Array)
+    np.testing.assert_array_equal(found["numpy"], state["numpy"])

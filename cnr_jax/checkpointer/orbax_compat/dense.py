@@ -344,8 +344,8 @@ def leaf_metadata(
 def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
     """How Orbax restores a leaf of which nothing is said: with all of its values.
 
-    On one device, or replicated on all of several processes; of 64 bits, where jax has only 32,
-    on the host.
+    As an array of jax or numpy, as it was; of jax on one device, or replicated on all of several
+    processes; of 64 bits, where jax has only 32, of numpy.
     """
     if isinstance(stored, ocp.metadata.value.StringMetadata):
         return ocp.RestoreArgs(restore_type=str)
@@ -354,8 +354,10 @@ def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
     dtype = getattr(stored, "dtype", None)
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    # Of numpy's arrays no sharding is stored; what else has none, Orbax knows the type of.
+    kind = jax.Array if getattr(stored, "sharding", None) is not None else None
     where = fallback_sharding()
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=where, dtype=dtype)
+    return ocp.ArrayRestoreArgs(restore_type=kind, sharding=where, dtype=dtype)
 
 
 def restored(handler: Any, path: Any, item: Any, asked: Any, **kwargs: Any) -> Any:
