@@ -434,3 +434,19 @@ def test_entries_change_through_the_ledger_alone(tree: Any) -> None:
     with pytest.raises(TypeError):
         tree.ledger.damaged[tree.zero.uuid] = "a bit is wrong"
     assert len(tree.ledger.restorable()) == 5
+
+
+def test_a_child_of_other_tables_than_its_parent_cannot_be_restored() -> None:
+    parent = entry_of("1", make_manifest(1, uuid="1" * 32))
+    made = make_manifest(2, uuid="2" * 32)
+    other = dataclasses.replace(made, tables=(*made.tables, *made.tables, None))
+    child = dataclasses.replace(
+        entry_of("2", other), parent=ParentRef(directory="1", uuid="1" * 32, clock=0)
+    )
+    ledger = Ledger()
+    for entry in (parent, child):
+        ledger.add(entry)
+    assert ledger.restorable() == [parent] and ledger.newest() is parent
+    assert ledger.obstacle(child) == "its tables are not those of its parent 1"
+    flaw = ledger.flaw(child)
+    assert flaw is not None and flaw.kind == "tables_differ"
