@@ -28,6 +28,7 @@ from cnr_jax.policy.bits import (
     FALLBACK_BITS,
     RAW_BITS,
     bits_after,
+    dithered_bits,
 )
 from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
 from cnr_jax.rows.codecs.base import WIDEST
@@ -174,11 +175,16 @@ class Encoding:
         found = self.compression
         return None if isinstance(found, NotGiven) else found
 
-    def dithers(self, restores: int) -> bool:
-        """Whether codes are dithered in a save after so many restores of its run."""
-        return self.rounding == "dithered" or (
-            self.rounding in ("auto", NOT_GIVEN) and restores > 0
-        )
+    def dithered_bits(self, restores: int, even_bits: float | None = None) -> int:
+        """The widest codes that are dithered in a save; 0: none are.
+
+        Args:
+            restores: of its run.
+            even_bits: of its rows, as in `cnr_jax.policy.bits.dithered_bits`.
+        """
+        if self.rounding in ("auto", NOT_GIVEN):
+            return dithered_bits(restores, even_bits)
+        return FALLBACK_BITS if self.rounding == "dithered" else 0
 
     @property
     def expects(self) -> bool:

@@ -287,7 +287,8 @@ class CheckpointManager(ocp.CheckpointManager):
                 if planned:
                     # Not foreseen where touched rows were made anew.
                     plan = planned.flight.plan
-                    self._warmth.warm_up(plan.auto_bits, plan.restores)
+                    dither = self._handler.widening.dither_of(plan)
+                    self._warmth.warm_up(plan.auto_bits, dither.most_bits)
                     if planned.flight.plan.changed:
                         all_succeed(self._channel, self._orbax.reload)
                 with self._calls.all_directories():

@@ -27,9 +27,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.format.manifest import Manifest, SampledMotion
+from cnr_jax.policy.bits import dithered_bits
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
-from cnr_jax.rows.codecs.dither import dither_seed, row_keys
+from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
 from cnr_jax.state.layouts import RowLayout
 
 POLICIES = {
@@ -268,9 +270,9 @@ class Model:
                 changed[table].update(ids[table])
 
     def saved(
-        self, step: int, parent: int | None, world: World, lineage: str | None
+        self, step: int, parent: int | None, world: World, dither: Dither
     ) -> None:
-        """Notes a save; its lineage, if its codes are dithered."""
+        """Notes a save, and which of its codes are dithered."""
         values = self.steps[parent].values if parent is not None else _empty_rows()
         values = {key: array.copy() for key, array in values.items()}
         rows = {
@@ -281,7 +283,7 @@ class Model:
         }
         for table, leaf in LEAVES:
             index = np.array(sorted(rows[table]), np.int64)
-            self._store(values, table, leaf, index, world, lineage)
+            self._store(values, table, leaf, index, world, dither)
         self.steps[step] = Saved(parent, rows, values, self.w, world.tag_layout)
         self.since[step] = {table: set() for table in SHAPES}
         self.tip = step
@@ -293,7 +295,7 @@ class Model:
         leaf: str,
         rows: np.ndarray,
         world: World,
-        lineage: str | None,
+        dither: Dither,
     ) -> None:
         live, stored = self.live[table, leaf], values[table, leaf]
         if live.ndim == 1:
@@ -304,8 +306,9 @@ class Model:
             codec = self.options.codec_for(table, name, stop - start, live.dtype)
             part = live[rows, start:stop]
             keys = None
-            if lineage and leaf == "table" and isinstance(codec, Dithering):
-                keys = row_keys(dither_seed(lineage, table, start), rows)
+            dithers = leaf == "table" and isinstance(codec, Dithering)
+            if dithers and codec.bits <= dither.most_bits:
+                keys = row_keys(dither_seed(dither.lineage, table, start), rows)
             stored[rows, start:stop] = decoded_rows(codec, part, keys)
 
     def restored(self, step: int, world: World) -> None:
@@ -421,6 +424,8 @@ class Run:
         self.line: list[int] = []
         self.lines: dict[int, list[int]] = {}
         self.listed: list[int] = []
+        # Of rows until the last restore.
+        self.motion_before: SampledMotion | None = None
         self.manager = self._open()
         self.touched = cnr.init_touched(self.state(), world.tables)
 
@@ -450,10 +455,11 @@ class Run:
         report = self.manager.last_report
         assert report is not None and report.step == step
         assert report.parent in legal, report.reason
-        manifest = read_manifest(Path(self.root, str(step), "default"))
-        lineage = manifest.lineage if manifest.restores else None
+        manifest = self.manifest(step)
+        before = self.motion_before and self.motion_before.even_bits
+        dither = Dither(manifest.lineage, dithered_bits(manifest.restores, before))
         assert manifest.restores == report.restores
-        self.model.saved(step, report.parent, self.world, lineage)
+        self.model.saved(step, report.parent, self.world, dither)
         self.line = self.listed = self.lines[step] = [*self.line, step]
         if report.parent is None:
             rows = sum(self.world.stored_rows(table) for table in SHAPES)
@@ -473,8 +479,14 @@ class Run:
         self.world = world
         restored = self.manager.restore(step, args=cnr.args.Restore(world.zeros))
         assert_equals_model(restored.state, self.model, step, world)
+        chain = [self.manifest(at) for at in self.model.chain(step)]
+        moved = [m.motion for m in chain if m.motion and m.lineage == chain[0].lineage]
+        self.motion_before = moved[0] if moved else None
         self.model.restored(step, world)
         self.line, self.touched = self.lines[step], restored.touched
+
+    def manifest(self, step: int) -> Manifest:
+        return read_manifest(Path(self.root, str(step), "default"))
 
     def check_all(self, choose: Callable[[], World]) -> None:
         """Restores every step somewhere."""

@@ -106,6 +106,32 @@ def test_a_run_takes_the_nearest_until_it_is_restored(tmp_path: Path) -> None:
     assert codes_in(roots["auto"], 1) != codes_in(roots["nearest"], 1)
 
 
+@pytest.mark.parametrize("bits", [3, 8])
+def test_a_run_whose_rows_move_far_between_restores_takes_the_nearest(
+    tmp_path: Path, bits: int
+) -> None:
+    """From the second restore on: how far they moved before the first one says nothing."""
+    # Rows reach over about 0.35, which is six of the first and a tenth of a step of 8 bits.
+    far, little = 0.3, 1e-4
+    state, step, found = make_state(), -1, []
+    with opened(tmp_path / "auto", state, bits=bits) as manager:
+        for moves in [(0,), (far,), (little, far), (little, little), (little, far)]:
+            if step >= 0:
+                state = restore(manager, state)
+            for by in moves:
+                step += 1
+                signs = np.random.default_rng(step).choice([-by, by], (ROWS, DIM))
+                state["user"] = state["user"] + signs.astype(np.float32)
+                save(manager, step, state, full=True)
+                nearest = tmp_path / f"nearest{step}"
+                given: Any = {"bits": bits, "rounding": "nearest"}
+                with opened(nearest, state, **given) as other:
+                    save(other, step, state)
+                same = codes_in(tmp_path / "auto", step) == codes_in(nearest, step)
+                found.append("nearest" if same else "dithered")
+    assert found == ["nearest", "dithered", *["nearest"] * 4, *["dithered"] * 2]
+
+
 @pytest.mark.parametrize("staging", ["host", "device"])
 def test_a_row_has_in_a_delta_the_codes_of_a_full_save(
     tmp_path: Path, staging: str

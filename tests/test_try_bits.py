@@ -22,6 +22,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.trying.restored import restored, row_bytes
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.codecs.dither import Dither
 
 from .conftest import each_of
 
@@ -103,8 +104,8 @@ def test_what_is_tried_is_what_a_restore_brings(
         assert report is not None
         want = manager.restore(0, args=cnr.args.Restore(state)).state
     if rounding == "dithered":  # by a seed of its own: as of that lineage
-        lineage = read_manifest(root / "0" / "default").lineage
-        tried, leaves = restored(state, tables, options.encoding, lineage)
+        dither = Dither(read_manifest(root / "0" / "default").lineage, most_bits=8)
+        tried, leaves = restored(state, tables, options.encoding, dither)
         off = row_bytes(leaves).off
         mean, worst = off.errors / off.rows, off.worst
     else:

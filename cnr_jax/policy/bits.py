@@ -117,6 +117,32 @@ def bits_for_motion(even_bits: float) -> int:
     return RAW_BITS
 
 
+def dithered_bits(restores: int, even_bits: float | None = None) -> int:
+    """Returns the widest codes that `rounding="auto"` dithers in a save; 0: it dithers none.
+
+    Dither saves small motion from being undone by restores, and errs by twice as much, squared.
+    So codes are dithered as soon as restores may undo anything, unless rows are known to move
+    by enough from restore to restore. How far they moved before the first restore says nothing of
+    how soon the second one comes.
+
+    Args:
+        restores: how often the run was restored along the branch that goes on.
+        even_bits: how far its rows had moved, since the restore before, when it was restored, see
+            `SampledMotion`; None: not known.
+
+    Example:
+        >>> dithered_bits(0), dithered_bits(1, even_bits=-3), dithered_bits(2)
+        (0, 8, 8)
+        >>> [dithered_bits(2, even_bits=bits) for bits in (-3, 1, 2, 3, 8)]
+        [0, 0, 2, 3, 8]
+    """
+    if restores < 2 or even_bits is None:
+        return FALLBACK_BITS if restores else 0
+    return max(
+        (b for b in CODE_BITS if noise_of(b, even_bits) > _HARMLESS_NOISE), default=0
+    )
+
+
 def is_harmful(even_bits: float, bits: int) -> bool:
     """Returns whether restores that bring rounding to so many bits may well cost accuracy.
 

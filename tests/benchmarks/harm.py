@@ -10,8 +10,7 @@ is never restored, the others are, as often and as many steps apart as the case 
 last time so many steps before the end, *early*, the first time after so many, or *spread* evenly.
 Shown are paired differences, with intervals of 95 % confidence: points of AUC (hundredths) lost and
 percent of log loss gained, on examples held out and over the lifetime. `--rounding` is that of
-`cnr_jax.Options`: by default nearest until the first restore, dithered from then on. `"auto"`
-expects as many restores as there are.
+`cnr_jax.Options`. `bits="auto"` expects as many restores as there are.
 
 Beside it stands the *noise* of a restore: what dithered codes err by, squared, as a share of how
 far rows have moved since the restore before, squared; the mean over all restores of a run but the
@@ -27,7 +26,6 @@ adds seeds and cases. `--summary` writes what docs/accuracy.md shows. Nothing is
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import tempfile
@@ -52,7 +50,7 @@ from harm_report import (
     write_summary,
 )
 from managed_restores import warnings_of_harm
-from simulated_restores import Course, Restored, Rounding
+from simulated_restores import Course, Restored, Rounding, even_bits
 from small_trainings import Training
 
 import cnr_jax as cnr
@@ -164,14 +162,6 @@ def widths_of(
         return {name: of_small if name in small else width for name in sizes}
 
     return chosen
-
-
-def even_bits(restored: Restored) -> float:
-    """What the library would measure of the rows that were restored, see `SampledMotion`."""
-    moved = [of for of in restored.figures.values() if of["motion"]]
-    # Of a step, a sixth is the mean of what dither errs by, squared.
-    logs = [0.5 * math.log2(of["ranges"] / 6 / of["motion"]) for of in moved]
-    return float(np.average(logs, weights=[of["rows"] for of in moved]))
 
 
 def noise(restored: Restored) -> float:

@@ -8,6 +8,7 @@ there can be many runs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ import numpy as np
 from paired import auc, log_loss
 from small_trainings import State, Training
 
+from cnr_jax.policy.bits import FALLBACK_BITS, dithered_bits
 from cnr_jax.rows.codecs.asymmetric import Asymmetric
-from cnr_jax.rows.codecs.dither import dither_seed, row_keys
+from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
 
 Tables = Mapping[str, jax.Array]
 # Of a table at a restore: sums over the elements of rows that have moved since the one before.
@@ -53,12 +55,20 @@ def made_up_lineage(stop: int) -> str:
     return f"{stop:032x}"
 
 
+def even_bits(restored: Restored) -> float:
+    """What the library would measure of the rows that were restored, see `SampledMotion`."""
+    moved = [of for of in restored.figures.values() if of["motion"]]
+    # Of a step, a sixth is the mean of what dither errs by, squared.
+    logs = [0.5 * math.log2(of["ranges"] / 6 / of["motion"]) for of in moved]
+    return float(np.average(logs, weights=[of["rows"] for of in moved]))
+
+
 class Rounding(NamedTuple):
     """How tables are stored.
 
     Attributes:
         widths: of a code by table, None where rows are stored exactly, of what has been restored.
-        rule: "nearest", "dithered", or "auto": nearest until the first restore.
+        rule: "nearest", "dithered" or "auto", as `cnr_jax.Options` takes it.
         lineage: of a save, by its step, by which its codes are dithered.
     """
 
@@ -66,9 +76,12 @@ class Rounding(NamedTuple):
     rule: str = "auto"
     lineage: Callable[[int], str] = made_up_lineage
 
-    def dithers(self, restores: int) -> bool:
-        """Whether codes are dithered after so many restores."""
-        return self.rule == "dithered" or (self.rule == "auto" and restores > 0)
+    def dithered_bits(self, restores: Sequence[Restored]) -> int:
+        """The widest codes that are dithered, of what has been restored; 0: none are."""
+        if self.rule == "auto":
+            before = even_bits(restores[-1]) if restores else None
+            return dithered_bits(len(restores), before)
+        return FALLBACK_BITS if self.rule == "dithered" else 0
 
 
 class Course:
@@ -128,10 +141,9 @@ class Course:
         for stop, following in zip(stops, [*stops[1:], self.steps], strict=True):
             tables = _of(run.state, names)
             widths = rounding.widths(restores)
-            dithers = rounding.dithers(len(restores))
-            lineage = rounding.lineage(stop) if dithers else None
+            dither = Dither(rounding.lineage(stop), rounding.dithered_bits(restores))
             found = {
-                name: reread(name, tables[name], kept[name], widths[name], lineage)
+                name: reread(name, tables[name], kept[name], widths[name], dither)
                 for name in names
             }
             if restores:
@@ -174,7 +186,7 @@ def _of(state: State, names: Sequence[str]) -> dict[str, jax.Array]:
 
 
 def reread(
-    name: str, rows: jax.Array, before: jax.Array, bits: int | None, lineage: str | None
+    name: str, rows: jax.Array, before: jax.Array, bits: int | None, dither: Dither
 ) -> tuple[jax.Array, Figures]:
     """Rows as they are restored, and what that undoes.
 
@@ -183,13 +195,13 @@ def reread(
         rows: float32[rows, dim], as they are saved.
         before: as they were restored the last time, or began.
         bits: of the default codec; None: stored exactly.
-        lineage: in which codes are dithered; None: they are the nearest.
+        dither: of codes.
     """
     if bits is None:
         return rows, _figures(_sums(rows, rows, before))
     keys = None
-    if lineage is not None:
-        keys = row_keys(dither_seed(lineage, name), np.arange(len(rows)))
+    if bits <= dither.most_bits:
+        keys = row_keys(dither_seed(dither.lineage, name), np.arange(len(rows)))
     read, sums = _rounded(rows, before, bits, keys)
     return read, _figures(sums)
 

@@ -65,6 +65,7 @@ def main() -> None:
             assert report is not None
             manifest = read_manifest(root / str(step) / "default")
             restored = manager.restore(step, args=cnr.args.Restore(state)).state
+            # In 8 bits rows move far enough, which is known from the second restore on.
             codec = Asymmetric(bits=report.auto_bits or 0, refits=0)
             for saved, got in zip(
                 state["user"].addressable_shards,
@@ -73,7 +74,9 @@ def main() -> None:
             ):
                 rows = np.arange(ROWS)[saved.index[0]]
                 keys = [row_keys(dither_seed(manifest.lineage, "user"), rows)]
-                encoded = jax.jit(codec.encode)(saved.data, *(keys if step else []))
+                encoded = jax.jit(codec.encode)(
+                    saved.data, *(keys if step == 1 else [])
+                )
                 want = codec.decode(encoded.parts, dim=DIM, dtype=np.float32)
                 np.testing.assert_array_equal(np.asarray(got.data), np.asarray(want))
             for shard in restored["edge"].addressable_shards:

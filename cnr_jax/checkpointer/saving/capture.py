@@ -25,7 +25,7 @@ from cnr_jax.options import Options
 from cnr_jax.repository.rows_writer import RunPlan
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
 from cnr_jax.rows.codecs.base import WIDEST
-from cnr_jax.rows.codecs.dither import dither_seed, row_keys
+from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
 from cnr_jax.rows.gather import host
@@ -66,7 +66,7 @@ class Coding:
         tiling: what this process saves.
         encoding: of rows in a save.
         widths: of codes, by table, where these are left to the number of restores.
-        dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
+        dither: of codes of tables.
 
     Attributes:
         codecs: of each tile.
@@ -80,15 +80,15 @@ class Coding:
         tiling: Tiling,
         encoding: Encoding,
         widths: Mapping[str, int],
-        dithered_in: str | None,
+        dither: Dither,
     ) -> None:
         self.tiling, self._encoding, self._widths = tiling, encoding, dict(widths)
-        self._dithered_in = dithered_in
+        self._dither = dither
         codecs = _Codecs(encoding, widths)
         self.codecs = tuple(map(codecs.of, tiling.tiles))
         self.keys_of = tuple(
-            keys_of(tile.table, tile.piece.box, dithered_in)
-            if dithered_in and can_dither(tile.leaf, codec)
+            keys_of(tile.table, tile.piece.box, dither.lineage)
+            if is_dithered(tile.leaf, codec, dither.most_bits)
             else None
             for tile, codec in zip(tiling.tiles, self.codecs, strict=True)
         )
@@ -102,12 +102,12 @@ class Coding:
         tiling: Tiling,
         encoding: Encoding,
         widths: Mapping[str, int],
-        dithered_in: str | None,
+        dither: Dither,
     ) -> bool:
         """Whether it was made of these."""
         return (
             self.tiling is tiling
-            and self._dithered_in == dithered_in
+            and self._dither == dither
             and self._widths == widths
             and self._encoding == encoding
         )
@@ -322,15 +322,21 @@ def _say_too_wide(arrays: Arrays, encoding: Encoding) -> None:
         )
 
 
-def can_dither(leaf: Leaf, codec: Codec) -> bool:
-    """Whether codes of a leaf can be dithered: of slots they are always the nearest."""
-    return leaf.name == "table" and _dithers(codec)
+def is_dithered(leaf: Leaf, codec: Codec, most_bits: int) -> bool:
+    """Whether codes of a leaf are dithered: of slots they are always the nearest.
+
+    Args:
+        leaf: a table or slot.
+        codec: of its rows.
+        most_bits: of a code that is dithered, as in `Dither`.
+    """
+    return leaf.name == "table" and _bits_to_dither(codec) <= most_bits
 
 
 @functools.cache
-def _dithers(codec: Codec) -> bool:
+def _bits_to_dither(codec: Codec) -> float:
     """Asked for each tile: to compare an object with a protocol takes as long as a plan."""
-    return isinstance(codec, Dithering)
+    return codec.bits if isinstance(codec, Dithering) else math.inf
 
 
 def keys_of(table: Table, box: Box, lineage: str) -> KeysOf:
@@ -369,7 +375,7 @@ def programs(
     widths: Mapping[str, int],
     staging: str,
     *,
-    dithers: bool,
+    dithered_bits: int,
 ) -> Iterator[Program]:
     """What choosing, gathering and encoding rows of these tiles needs, however many they are.
 
@@ -378,7 +384,7 @@ def programs(
         encoding: of rows.
         widths: of codes, by table, where these are left to the number of restores.
         staging: where rows are encoded, as in options.
-        dithers: whether codes of tables are dithered.
+        dithered_bits: of the widest codes of tables that are dithered; 0: none are.
     """
     codecs, way = _Codecs(encoding, widths), placing(staging)
     for tile in tiles:
@@ -389,7 +395,7 @@ def programs(
         width = math.prod(shape[1:])
         if leaf.name == "table" and not isinstance(codec, Raw):
             yield comparing_program(codec, leaf.dtype, width)
-        dithered = dithers and can_dither(leaf, codec)
+        dithered = is_dithered(leaf, codec, dithered_bits)
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
             yield from host_programs(codec, leaf.dtype, width, dithered)
         else:
@@ -410,13 +416,13 @@ class Warmth:
         widening: knows the codecs, and the width of each table's codes.
 
     Attributes:
-        done_for: widths of codes, and whether these are dithered, for which all is compiled.
+        done_for: widths of codes, and of the widest that are dithered, for which all is compiled.
     """
 
     def __init__(self, tables: Tables, options: Options, widening: Widening) -> None:
         self._options, self._widening = options, widening
         self._done: set[Program] = set()
-        self.done_for: set[tuple[int | None, bool]] = set()
+        self.done_for: set[tuple[int | None, int]] = set()
         # For which that is so: a restore may bring others.
         self._encoding = widening.encoding
         stamps = {
@@ -442,29 +448,31 @@ class Warmth:
         if asked in (None, "recorded") and options.audit_bytes:
             yield from rotation.programs(self._tiles, options.audit_bytes, way)
 
-    def warm_up(self, auto_bits: int | None, restores: int) -> None:
+    def warm_up(self, auto_bits: int | None, dithered_bits: int) -> None:
         """Compiles what is not yet.
 
         Args:
             auto_bits: width of codes where options leave it to the number of restores, but
                 for small tables. Others are compiled only when they come: each takes as long
                 as the first.
-            restores: of the run that is saved next.
+            dithered_bits: of the widest codes that are dithered; 0: none are.
         """
         encoding = self._widening.encoding
         if encoding is not self._encoding:
             self._encoding = encoding
             self.done_for.clear()
-        dithers = encoding.dithers(restores)
-        if (auto_bits, dithers) in self.done_for:
+        widths = auto_bits, dithered_bits
+        if widths in self.done_for:
             return
         of_tables, staging = self._widening.widths(auto_bits), self._options.staging
-        needed = programs(self._tiles, encoding, of_tables, staging, dithers=dithers)
+        needed = programs(
+            self._tiles, encoding, of_tables, staging, dithered_bits=dithered_bits
+        )
         if not self._done:
             needed = itertools.chain(needed, self.hashes())
         missing = [p for p in dict.fromkeys(needed) if p not in self._done]
         if self._done and missing:
-            kind = "dithered codes" if dithers else "codes"
+            kind = "dithered codes" if dithered_bits else "codes"
             bits = "" if auto_bits is None else f" of {auto_bits} bits"
             _log.info("compiling for %s%s", kind, bits)
         # XLA compiles each on one core.
@@ -472,7 +480,7 @@ class Warmth:
             for done in [pool.submit(_compile, *each) for each in missing]:
                 done.result()
         self._done.update(missing)
-        self.done_for.add((auto_bits, dithers))
+        self.done_for.add(widths)
 
 
 # Settings are those of a thread, unless they are of all.

@@ -101,7 +101,7 @@ class Launcher:
             changed.shards.tiling,
             encoding,
             self._widening.widths(plan.auto_bits, plan.codec),
-            self._widening.dithered_in(plan),
+            self._widening.dither_of(plan),
         )
         if self._coding is None or not self._coding.is_of(*made_of):
             self._coding = capture.Coding(*made_of)

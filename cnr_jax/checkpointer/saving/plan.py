@@ -66,13 +66,16 @@ class Planning:
     _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
     def foreseen(self) -> tuple[int | None, int]:
-        """The width of codes in the next save, where options leave it open, and its restores.
+        """The width of codes in the next save, where options leave it open, and what it dithers.
+
+        The second is the width of the widest codes that are dithered.
 
         Before the first restore of a run that has been saved: as it will be after that, and so is
         what options do not give.
         """
         ledger, planner = self._writer.ledger, self._planner
         restores, motion = planner.restores, planner.motion
+        before = planner.motion_before
         runs = self._planner.runs
         if ledger is not None and runs.current is None and not self._begins:
             found = [e.manifest for e in ledger.restorable() if e.manifest]
@@ -82,7 +85,9 @@ class Planning:
                     self._widening.inherit(found[-1].encoding)
                 if not restores:
                     restores, motion = found[-1].restores + 1, found[-1].motion
-        return self._widening.bits(restores, motion), restores
+                    before = motion
+        widening = self._widening
+        return widening.bits(restores, motion), widening.dithered_bits(restores, before)
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""
@@ -288,7 +293,11 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 def _plan_of(document: dict[str, Any]) -> Plan:
     """The plan that process 0 sent."""
     parent, forks = document["parent"], document["forks"]
-    encoding, motion = document["encoding"], document["motion"]
+    encoding = document["encoding"]
+    motions = {
+        name: document[name] and SampledMotion(**document[name])
+        for name in ("motion", "motion_before")
+    }
     return Plan(
         **{
             **document,
@@ -299,6 +308,6 @@ def _plan_of(document: dict[str, Any]) -> Plan:
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
             "gaps": tuple((path, text) for path, text in document["gaps"]),
             "encoding": encoding and encoding_told(encoding),
-            "motion": motion and SampledMotion(**motion),
+            **motions,
         }
     )

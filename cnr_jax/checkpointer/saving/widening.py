@@ -26,6 +26,7 @@ from cnr_jax.policy.bits import (
 )
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.rows.codecs import bytes_of
+from cnr_jax.rows.codecs.dither import Dither
 from cnr_jax.state.table import Tables
 from cnr_jax.texts import logger
 
@@ -96,9 +97,23 @@ class Widening:
             return self.encoding.exact()
         return self.encoding.with_codec(plan.codec)
 
-    def dithered_in(self, plan: Plan) -> str | None:
-        """The lineage by which codes of one save are dithered; None if they are the nearest."""
-        return plan.lineage if self.encoding.dithers(plan.restores) else None
+    def dither_of(self, plan: Plan) -> Dither:
+        """Which codes are dithered in one save.
+
+        Of one width the same in all saves of a lineage, so that rows that stay keep their codes.
+        """
+        most_bits = self.dithered_bits(plan.restores, plan.motion_before)
+        return Dither(plan.lineage, most_bits)
+
+    def dithered_bits(self, restores: int, before: SampledMotion | None) -> int:
+        """The widest codes that are dithered in saves after so many restores; 0: none are.
+
+        Args:
+            restores: of the run.
+            before: motion of its rows until the last restore, since the one before; None: it is
+                not known.
+        """
+        return self.encoding.dithered_bits(restores, before and before.even_bits)
 
     def bits(
         self,

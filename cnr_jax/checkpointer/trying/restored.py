@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cnr_jax.checkpointer.saving.capture import can_dither, keys_of
+from cnr_jax.checkpointer.saving.capture import is_dithered, keys_of
 from cnr_jax.checkpointer.tuning import of_all
 from cnr_jax.encoding import Encoding
 from cnr_jax.rows.codecs import Raw, bytes_of
+from cnr_jax.rows.codecs.dither import Dither
 from cnr_jax.rows.rounding import Off, Rounded, rounded
 from cnr_jax.rows.tiling import Box, boxes_of, own_settings
 from cnr_jax.state.table import Leaf, Table, Tables, merge, split
@@ -37,7 +38,7 @@ class RowBytes(NamedTuple):
 
 
 def restored(
-    state: Any, tables: Tables, encoding: Encoding, dithered_in: str | None
+    state: Any, tables: Tables, encoding: Encoding, dither: Dither
 ) -> tuple[Any, list[RestoredLeaf]]:
     """A state as it would be restored.
 
@@ -45,14 +46,14 @@ def restored(
         state: concrete; stays as it is. What is stored exactly is in both.
         tables: of the state.
         encoding: of its rows.
-        dithered_in: lineage, if codes of tables are dithered; None: they are the nearest.
+        dither: of codes of tables.
 
     Returns:
         The state, and its tables and slots once more, to ask for `row_bytes`.
     """
     arrays, dense = split(state, tables)
     leaves = [
-        RestoredLeaf(table, leaf, arrays[name][leaf.name], encoding, dithered_in)
+        RestoredLeaf(table, leaf, arrays[name][leaf.name], encoding, dither)
         for name, table in tables.items()
         for leaf in table.leaves
     ]
@@ -91,23 +92,21 @@ class RestoredLeaf:
         leaf: Leaf,
         array: jax.Array,
         encoding: Encoding,
-        dithered_in: str | None,
+        dither: Dither,
     ) -> None:
         width = math.prod(array.sharding.shard_shape(array.shape)[1:])
         codec = encoding.codec_for(table.name, leaf.name, width, leaf.dtype)
         self.table, self.leaf, self.array = table, leaf, array
         self._codec, self._width = codec, width
         self._rounded: Rounded | None = None
-        lineage = dithered_in if can_dither(leaf, codec) else None
-        self.is_dithered = lineage is not None
+        self.is_dithered = is_dithered(leaf, codec, dither.most_bits)
 
         def keys(box: Box) -> np.ndarray:
-            assert lineage is not None
             rows = np.arange(box[0][1] - box[0][0])
-            return keys_of(table, box, lineage)(rows)
+            return keys_of(table, box, dither.lineage)(rows)
 
         if not isinstance(codec, Raw):
-            self._rounded = rounded(codec, array, keys if lineage else None)
+            self._rounded = rounded(codec, array, keys if self.is_dithered else None)
             self.array = self._rounded.rows
 
     @property

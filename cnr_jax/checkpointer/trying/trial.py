@@ -37,6 +37,7 @@ from cnr_jax.encoding import Encoding
 from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.given import NOT_GIVEN
 from cnr_jax.options import Options, checked
+from cnr_jax.rows.codecs.dither import Dither
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.structure import differences, form_of
 from cnr_jax.state.table import Tables, check_tables, split
@@ -89,7 +90,8 @@ def try_bits(
             name. None: 0.01 % of the metric of the state as it is.
         options: of the run; None: the defaults. Their codecs and rounding are used, their bits
             are not. With `rounding="auto"` the first restore is that of a run which was not
-            restored before, from nearest codes, and those after it are from dithered ones.
+            restored before, from nearest codes, and those after it are from dithered ones, as
+            where rows move little from one restore to the next.
         train: from a state and a seed to the state after some steps. It may donate what it gets,
             and should depend on nothing else: which batches come next, the step in the state
             can tell. Needs memory for the whole state once more, and with several restores for
@@ -141,7 +143,7 @@ def try_bits(
     }
     trial = _Trial(state, tables, evaluate, train, restores)
     # Without training nothing but dither depends on a seed.
-    is_random = train is not None or options.encoding.dithers(0)
+    is_random = train is not None or options.encoding.dithered_bits(0) > 0
     numbers = range(seeds if is_random else 1)
     exact = trial.exact(numbers)
     means = _means(exact)
@@ -301,8 +303,9 @@ class _Trial:
         for seed in seeds:
             state, is_random = self._state, self._train is not None
             for i in range(self._restores):
-                lineage = f"{seed:016x}{i:016x}" if encoding.dithers(i) else None
-                state, leaves = restored(state, self._tables, encoding, lineage)
+                # As where it is not known how far rows move from restore to restore.
+                dither = Dither(f"{seed:016x}{i:016x}", encoding.dithered_bits(i))
+                state, leaves = restored(state, self._tables, encoding, dither)
                 # Of the state that was given, the first restored.
                 rows = rows or row_bytes(leaves)
                 is_random = is_random or any(each.is_dithered for each in leaves)

@@ -67,6 +67,8 @@ class Plan:
             says what is wrong with it.
         encoding: of the run that goes on, for what options do not give; None: none does.
         motion: of rows from restore to restore, as far as that is known; None: it is not.
+        motion_before: of rows until the last restore, since the one before; None: it is not known,
+            or there was none. The same for all saves of a lineage.
     """
 
     uuid: str
@@ -94,6 +96,7 @@ class Plan:
     gaps: tuple[tuple[str, str], ...] = ()
     encoding: EncodingEntry | None = None
     motion: SampledMotion | None = None
+    motion_before: SampledMotion | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +227,7 @@ class Planner:
             ),
             encoding=self.runs.encoding_of(run),
             motion=branch.motion(),
+            motion_before=branch.motion_before,
         )
 
     def saved(self, plan: Plan, entry: Entry) -> None:
@@ -312,6 +316,12 @@ class Planner:
     def motion(self) -> SampledMotion | None:
         """How far rows of the state that is saved next move, as far as can be foreseen."""
         known = [motion for b in self.branches.values() if (motion := b.motion())]
+        return known[-1] if known else None
+
+    @property
+    def motion_before(self) -> SampledMotion | None:
+        """How far they had moved until the last restore, as far as can be foreseen."""
+        known = [b.motion_before for b in self.branches.values() if b.motion_before]
         return known[-1] if known else None
 
     def _branch(self, request: Request) -> Branch:

@@ -89,6 +89,11 @@ class Dithering(Codec, Protocol):
     dithers: ClassVar[Literal[True]]
     """Set where that is so."""
 
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        ...
+
     def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
         """Encodes `dtype[rows, dim]`: to nearest, or dithered by `keys`, see `row_keys`."""
         ...

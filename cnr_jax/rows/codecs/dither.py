@@ -15,6 +15,7 @@ Measured in docs/accuracy.md. Source: dithered (stochastic) rounding is old; see
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,18 @@ import numpy as np
 _ROW, _COLUMN = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B9)
 _FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _FRACTION_BITS = 24  # of a float32 below 1
+
+
+class Dither(NamedTuple):
+    """Which codes of tables are dithered in a save, and by which hash.
+
+    Attributes:
+        lineage: of the save, 32 hex digits; see `dither_seed`.
+        most_bits: of a code; wider ones are the nearest.
+    """
+
+    lineage: str
+    most_bits: int
 
 
 def dither_seed(lineage: str, table: str, column: int = 0) -> np.uint32:
