@@ -204,6 +204,37 @@ def test_saves_after_a_restore_compile_nothing(tmp_path: Path) -> None:
         assert manager.last_report.kind == "delta"
 
 
+def test_what_the_motion_of_rows_decides_is_compiled_with_the_manager(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the second restore on rows that move far are not dithered, as can be foreseen."""
+    state = {"user": jax.device_put(np.zeros((200, 19), np.float32))}
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(codec="asymmetric", bits=3, tracking="fingerprint")
+
+    def opened() -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(tmp_path, tables=tables, options=options)
+
+    def moved(seed: int) -> dict[str, jax.Array]:
+        rows = np.random.default_rng(seed).normal(size=(200, 19))
+        return {"user": jax.device_put(rows.astype(np.float32))}
+
+    with opened() as manager:
+        manager.save(0, args=cnr.args.Save(moved(0)))
+        manager.restore(0, args=cnr.args.Restore(state))
+        manager.save(1, args=cnr.args.Save(moved(1)))
+    jax.clear_caches()
+    _clear_own_caches()
+    caplog.set_level(logging.INFO, logger="cnr_jax")
+    with opened() as manager:
+        manager.restore(1, args=cnr.args.Restore(state))
+        with compilations() as found:
+            manager.save(2, args=cnr.args.Save(moved(2)))
+            manager.wait_until_finished()
+    assert not found
+    assert "compiling" not in caplog.text
+
+
 # Of widths that no other test has compiled anything for.
 @pytest.mark.parametrize(
     ("staging", "dim"),
