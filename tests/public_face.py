@@ -23,7 +23,7 @@ import typer
 
 import cnr_jax as cnr
 from cnr_jax.cli.app import app
-from cnr_jax.cli.outcome import Exit
+from cnr_jax.cli.exit_codes import Exit
 
 PACKAGE = Path(cnr.__file__).parent
 FILE = Path(__file__).parent / "data" / "public_face.json"

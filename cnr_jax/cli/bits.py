@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
 from cnr_jax.policy.bits import CODE_BITS, older_bits
 from cnr_jax.repository.description import aligned, amount, share_told

@@ -11,7 +11,7 @@ import typer
 
 from cnr_jax import errors
 from cnr_jax.cli.arguments import HIGHEST, AsJson, Item, Root, StepOption
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.repository.description import StepDescription, aligned
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Item, Root, StepOrNewest
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines, progress
 from cnr_jax.texts import count_of
 

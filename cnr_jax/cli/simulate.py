@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cnr_jax.cli.arguments import AsJson, number, number_option
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cnr_jax.cli.arguments import AsJson, Force, Item, Output, Root
-from cnr_jax.cli.outcome import Exit, print_json
+from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.texts import count_of
 
