@@ -31,12 +31,12 @@ from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.save_errors import as_root_errors, as_save_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
-from cnr_jax.checkpointer.saving.capture import Warmth
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
@@ -122,8 +122,8 @@ class CheckpointManager(ocp.CheckpointManager):
         self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
-            self._warmth = Warmth(tables or Tables({}), options, handler.widening)
-            self._warmth.warm_up(*handler.planning.foreseen())
+            self._warm_up = WarmUp(tables or Tables({}), options, handler.widening)
+            self._warm_up.compile(*handler.planning.foreseen())
         except BaseException:
             super().close()
             raise
@@ -288,7 +288,7 @@ class CheckpointManager(ocp.CheckpointManager):
                     # Not foreseen where touched rows were made anew.
                     plan = planned.flight.plan
                     dither = self._handler.widening.dither_of(plan)
-                    self._warmth.warm_up(plan.auto_bits, dither.most_bits)
+                    self._warm_up.compile(plan.auto_bits, dither.most_bits)
                     if planned.flight.plan.changed:
                         all_succeed(self._channel, self._orbax.reload)
                 with self._calls.all_directories():
@@ -372,7 +372,7 @@ class CheckpointManager(ocp.CheckpointManager):
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
         if not self._orbax.is_read_only:
-            self._warmth.warm_up(*self._handler.planning.foreseen())
+            self._warm_up.compile(*self._handler.planning.foreseen())
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:

@@ -30,8 +30,8 @@ from orbax.checkpoint._src import asyncio_utils
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.saving import capture
-from cnr_jax.checkpointer.saving.capture import Warmth
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
@@ -680,7 +680,7 @@ def test_a_manager_that_could_not_be_made_listens_to_no_signal(
 ) -> None:
     before, run = signal.getsignal(signal.SIGTERM), tiny_run()
     with monkeypatch.context() as patch:
-        patch.setattr(Warmth, "warm_up", _no_memory)
+        patch.setattr(WarmUp, "compile", _no_memory)
         with pytest.raises(MemoryError):
             run.open(tmp_path, save_on_sigterm=True)
     assert signal.getsignal(signal.SIGTERM) is before
