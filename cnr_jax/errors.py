@@ -140,7 +140,8 @@ class DependentsExistError(ChainError):
     another root.
 
     Kinds:
-        step_exists: a step, or a folder, of the number of a save is there already.
+        step_exists: a step, or a folder, of the number of a save is there already. A manager raises
+            it as a `StepAlreadyExistsError` of Orbax, a ValueError, too.
     """
 
     kind = "dependents_exist"

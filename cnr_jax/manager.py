@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -68,6 +69,7 @@ class CheckpointManager(ocp.CheckpointManager):
             keeps mostly rests on other steps, which stay too: `max_to_keep=3` is three steps and
             one full one below them. If that is damaged, none restores: see `Options.min_fulls`.
         item: that holds the state, where several are; None: the one found, else first saved.
+        metadata: of the root, kept by Orbax at its first manager; `metadata()` gives it back.
 
     Raises:
         NoStepError: if the manager only reads, and there is no such root, or its steps are away.
@@ -97,6 +99,7 @@ class CheckpointManager(ocp.CheckpointManager):
         options: Options | None = None,
         orbax_options: ocp.CheckpointManagerOptions | None = None,
         item: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         options = checked(options)
         orbax_options = checked_orbax_options(orbax_options)
@@ -117,7 +120,12 @@ class CheckpointManager(ocp.CheckpointManager):
         lifecycle.looks_late = safe.enable_async_checkpointing
         with as_root_errors(self._root):
             made = self._listing.open(item, writes=handler.may_save)
-            super().__init__(self._root, options=safe, handler_registry=registry)
+            super().__init__(
+                self._root,
+                options=safe,
+                metadata=metadata,
+                handler_registry=registry,
+            )
         shorten_logs()
         self._ending.replace_deleter()
         try:
@@ -418,7 +426,11 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: as `save`.
             OSError: if the step cannot be removed; it is there as before.
         """
-        self._listing.delete(checked_step(step))
+        step = checked_step(step)
+        if self._orbax.is_read_only:
+            _log.warning("step %d is not deleted: this manager is read-only", step)
+            return
+        self._listing.delete(step)
 
     def reload(self) -> None:
         """Waits for a save, reads the root again, and may take it over from another manager.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
+from cnr_jax.state.table import Path, flatten_paths, key_strings
 
 RESTORE = "cnr_jax.args.Restore(state)"
 # Of Orbax's own arguments those for whole states.
@@ -31,22 +34,105 @@ def state_of_pytree(asked: ocp.args.PyTreeRestore) -> tuple[Any, bool]:
         )
     state = asked.item
     if asked.restore_args is not None:
-        try:
-            state = jax.tree.map(_as_restored, state, asked.restore_args)
-        except errors.OptionError:
-            raise
-        except ValueError as error:
+        given: dict[Path, Any] = dict(flatten_paths(asked.restore_args))
+        state = asked.restore_args if state is None else state
+        if not all(path in given for path, _ in flatten_paths(state)):
             what = "restore_args of another structure than its item"
-            raise not_taken("PyTreeRestore", what, RESTORE) from error
+            raise not_taken("PyTreeRestore", what, RESTORE)
+        state = jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: _as_restored(leaf, given[key_strings(keys)]), state
+        )
+    elif state is not None:
+        state = jax.tree.map(_as_given, state)
     return state, is_part or bool(asked.partial_restore)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AsStored:
+    """A leaf of a state of which only the checkpoint tells the shape: `PyTreeRestore` asks so.
+
+    Attributes:
+        dtype: to restore it in; None: the stored one.
+        sharding: to restore it with; None: one device.
+        shape: that it has to have, if that is known.
+        on_host: restore it as an array of numpy.
+    """
+
+    dtype: Any = None
+    sharding: jax.sharding.Sharding | None = None
+    shape: tuple[int, ...] | None = None
+    on_host: bool = False
+
+    def like(self, stored: ocp.metadata.value.Metadata | None) -> Any:
+        """What to restore it into.
+
+        Args:
+            stored: what Orbax says of it; None: there is none, and what is returned is refused.
+        """
+        if isinstance(stored, ocp.metadata.value.StringMetadata):
+            return ""
+        if isinstance(stored, ocp.metadata.value.ScalarMetadata):
+            return np.zeros((), stored.dtype).item()
+        if not isinstance(stored, ocp.metadata.value.ArrayMetadata):
+            return jax.ShapeDtypeStruct((), np.float32)
+        shape, dtype = stored.shape, stored.dtype
+        if _is_key(dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
+        dtype = dtype if self.dtype is None else self.dtype
+        shape = shape if self.shape is None else self.shape
+        if self.on_host:
+            return np.broadcast_to(np.zeros((), dtype), shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+
+def with_stored_shapes(state: Any, stored: Callable[[], Mapping[Path, Any]]) -> Any:
+    """A state whose leaves `AsStored` have the shapes and dtypes of a checkpoint.
+
+    Args:
+        state: that is asked for.
+        stored: what Orbax says of each leaf of the checkpoint, by path; read if it is needed.
+    """
+    if not any(isinstance(leaf, AsStored) for leaf in jax.tree.leaves(state)):
+        return state
+    found = stored()
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: (
+            leaf.like(found.get(key_strings(keys)))
+            if isinstance(leaf, AsStored)
+            else leaf
+        ),
+        state,
+    )
+
+
+def _has_shape(leaf: Any) -> bool:
+    if isinstance(leaf, ocp.RestoreArgs):
+        return False  # has both, of what it asks for
+    return all(getattr(leaf, name, None) is not None for name in ("shape", "dtype"))
+
+
+def _as_given(leaf: Any) -> Any:
+    """A leaf of an item without arguments of its own; what says nothing, as it is stored."""
+    if leaf is ocp.PLACEHOLDER:
+        hint = "cnr_jax.args.Restore(state, partial=True), and a state without these leaves"
+        raise not_taken("PyTreeRestore", "placeholders", hint)
+    is_number_or_text = isinstance(leaf, bool | int | float | str)
+    return leaf if _has_shape(leaf) or is_number_or_text else AsStored()
 
 
 def _as_restored(leaf: Any, asked: ocp.RestoreArgs) -> Any:
     """A leaf of a state with the dtype and sharding that Orbax's arguments give it."""
     kind, dtype = asked.restore_type, asked.dtype
+    if kind in (bool, int, float, str):
+        return leaf if isinstance(leaf, kind) else kind()
+    leaf = _as_given(leaf)
+    if _has_shape(leaf) and _is_key(leaf.dtype):
+        return leaf  # the arguments are those of its data
+    if kind is np.ndarray and not _has_shape(leaf):
+        return AsStored(dtype, on_host=True)
     if kind not in (None, jax.Array) and not isinstance(leaf, kind):
         raise not_taken("PyTreeRestore", f"restore_type={kind!r}", RESTORE)
-    if (kind is not jax.Array and dtype is None) or not hasattr(leaf, "dtype"):
+    if kind is not jax.Array and dtype is None and _has_shape(leaf):
         return leaf
     if kind is not jax.Array and isinstance(leaf, np.ndarray):
         return leaf.astype(dtype)
@@ -57,8 +143,15 @@ def _as_restored(leaf: Any, asked: ocp.RestoreArgs) -> Any:
     where = getattr(leaf, "sharding", None) if where is None else where
     if where is not None and not isinstance(where, jax.sharding.Sharding):
         raise not_taken("PyTreeRestore", f"sharding={where!r}", RESTORE)
-    shape = getattr(asked, "global_shape", None) or leaf.shape
+    shape = getattr(asked, "global_shape", None)
+    if not _has_shape(leaf):
+        return AsStored(dtype, where, shape)
+    shape = leaf.shape if shape is None else shape
     return jax.ShapeDtypeStruct(shape, dtype or leaf.dtype, sharding=where)
+
+
+def _is_key(dtype: Any) -> bool:
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def not_taken(name: str, what: str, hint: str) -> errors.OptionError:

@@ -303,6 +303,20 @@ def test_states_are_restored_by_all_arguments_of_orbax_for_states(
             args.PyTreeRestore(abstract, restore_args=asked, partial_restore=True),
             {**abstract, "user": STATE["user"].astype(jnp.bfloat16)},
         ),
+        "arguments alone": (args.PyTreeRestore(restore_args=given), STATE),
+        "a structure alone": (args.PyTreeRestore({**STATE, "w": object()}), STATE),
+        "a structure, and arguments": (
+            args.PyTreeRestore(dict.fromkeys(STATE, 0), restore_args=given),
+            STATE,
+        ),
+        "a part, and arguments of all": (
+            args.PyTreeRestore({"w": 0}, restore_args=given, partial_restore=True),
+            {"w": STATE["w"]},
+        ),
+        "arguments alone, converted": (
+            args.PyTreeRestore(restore_args={**asked, "n": ocp.RestoreArgs()}),
+            {**STATE, "user": STATE["user"].astype(jnp.bfloat16)},
+        ),
     }
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), STATE)
     refused = {
@@ -310,6 +324,10 @@ def test_states_are_restored_by_all_arguments_of_orbax_for_states(
         "a function": args.PyTreeRestore(STATE, legacy_transform_fn=lambda *_: STATE),
         "arrays of numpy": args.PyTreeRestore(STATE, restore_args=as_numpy),
         "another tree": args.PyTreeRestore(STATE, restore_args={"a": given}),
+        "placeholders": args.PyTreeRestore({**STATE, "w": ocp.PLACEHOLDER}),
+        "placeholders, and arguments": args.PyTreeRestore(
+            {**STATE, "w": ocp.PLACEHOLDER}, restore_args=given
+        ),
         "an array": args.ArrayRestore(),
         "json": args.JsonRestore(),
         "a key": args.JaxRandomKeyRestore(),
@@ -332,13 +350,64 @@ def test_states_are_restored_by_all_arguments_of_orbax_for_states(
                     found = manager.restore(step, args=named(one))
                     found = found[item] if item else found
                     same(found, expected)
-                    if name == "converted":
+                    if "n" in found:
+                        assert type(found["n"]) is int
+                    if name.endswith("converted"):
+                        assert found["user"].dtype == jnp.bfloat16
                         assert found["user"].sharding == where
         for name, one in refused.items():
             with case_of((item, name)), manager_of(root) as manager:
                 with pytest.raises(errors.OptionError) as caught:
                     manager.restore(1, args=named(one))
                 assert "cnr_jax.args.Restore(state" in str(caught.value)
+        more = dict.fromkeys([*STATE, "b"], 0)
+        missing = {
+            "b: not in the checkpoint": args.PyTreeRestore(
+                more, restore_args=dict.fromkeys(more, ocp.RestoreArgs())
+            ),
+            "w: not in the state": args.PyTreeRestore({"user": object(), "n": 0}),
+        }
+        for text, one in missing.items():
+            with case_of((item, text)), manager_of(root) as manager:
+                with pytest.raises(errors.StateMismatchError, match=text):
+                    manager.restore(1, args=named(one))
+
+
+def test_keys_are_restored_by_arguments_that_orbax_makes_of_them(
+    tmp_path: Path,
+) -> None:
+    keys = jax.random.split(jax.random.key(7), 3)
+    state = {**STATE, "key": jax.random.key(5, impl="rbg"), "keys": keys}
+    abstract = jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        state,
+    )
+    given = ocp.checkpoint_utils.construct_restore_args(state)
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=RAW) as manager:
+        manager.save(1, args=cnr.args.Save(state))
+        for asked in (
+            ocp.args.PyTreeRestore(state, restore_args=given),
+            ocp.args.PyTreeRestore(abstract, restore_args=given),
+            ocp.args.PyTreeRestore(restore_args=given),
+            ocp.args.PyTreeRestore(dict.fromkeys(state, 0), restore_args=given),
+            ocp.args.PyTreeRestore({**state, "keys": object()}),
+            ocp.args.StandardRestore(abstract),
+        ):
+            found = manager.restore(1, args=asked)
+            same({k: found[k] for k in STATE}, STATE)
+            for name in ("key", "keys"):
+                assert found[name].dtype == state[name].dtype
+                same(
+                    *(jax.random.key_data(each[name]) for each in (found, state)),
+                )
+        with pytest.raises(errors.StateMismatchError, match="w: shape"):
+            other = {**given, "w": ocp.ArrayRestoreArgs(global_shape=(4,))}
+            manager.restore(1, args=ocp.args.PyTreeRestore(restore_args=other))
 
 
 MORE = ocp.args.JsonRestore()

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import jax
 
-from cnr_jax.errors import CnrError, RootError, SaveError
+from cnr_jax.checkpointer.orbax_compat.step_errors import as_orbax_says
+from cnr_jax.errors import CnrError, DependentsExistError, RootError, SaveError
 from cnr_jax.repository.causes import call_of, causes, errno_of, in_one_line
 from cnr_jax.repository.store import AnyPath
 
@@ -92,6 +93,8 @@ def without_frames(error: CnrError) -> CnrError:
 def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
     """Raises a `SaveError` for what the system refused; other errors are raised as they are.
 
+    That of a step that is there already is one of Orbax, too.
+
     Args:
         step: that is being saved; None: none was begun.
         directory: where it is to be.
@@ -99,6 +102,8 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
     handled = sys.exception()
     try:
         yield
+    except DependentsExistError as error:
+        raise as_orbax_says(error).with_traceback(error.__traceback__) from None
     except Exception as error:
         if isinstance(error, CnrError) or errno_of(error, handled) is None:
             raise

@@ -56,12 +56,10 @@ def with_retention(
         OptionError: if retention is given twice.
     """
     own, theirs = options.preservation_policy, orbax_options.preservation_policy
-    classic = any(
-        (
-            orbax_options.max_to_keep,
-            orbax_options.keep_period,
-            orbax_options.keep_time_interval,
-        )
+    classic = (
+        orbax_options.max_to_keep is not None  # 0: nothing is kept, as by Orbax
+        or orbax_options.keep_period
+        or orbax_options.keep_time_interval
     )
     if own is not None and (theirs is not None or classic):
         raise errors.OptionError(

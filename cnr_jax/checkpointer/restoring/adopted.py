@@ -34,6 +34,7 @@ from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.names import step_number
+from cnr_jax.plain_args import with_stored_shapes
 from cnr_jax.repository.index.entries import Entry, orbax_entry
 from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.runs import note_restored
@@ -142,10 +143,13 @@ def read_adopted(
         if args.state is None:
             state = _reading(place, plain.restore_all)
             return _adopted(state, tables, entry, place, started)
-        given = dict(flatten_paths(args.state))
+        asked_for = with_stored_shapes(args.state, lambda: stored)
+        given = dict(flatten_paths(asked_for))
         numbers = _reading(place, _read_numbers, plain, stored, given)
         keys = _reading(place, _read_keys, plain, stored, given)
-        wanted, kept = _match(stored, numbers, keys, args, tables, place.directory)
+        wanted, kept = _match(
+            stored, numbers, keys, given, args, tables, place.directory
+        )
         into = {
             path: asked(numpy_dtype(str(stored[path].dtype)), value)
             if _is_array(stored[path], value)
@@ -161,7 +165,7 @@ def read_adopted(
         **{path: as_wanted(x, given[path]) for path, x in numbers.items()},
         **{path: as_wanted(x, wanted[path]) for path, x in found.items()},
     }
-    leaves = [found[path] for path, _ in flatten_paths(args.state)]
+    leaves = [found[path] for path in given]
     state = jax.tree.unflatten(jax.tree.structure(args.state), leaves)
     return _adopted(state, tables, entry, place, started)
 
@@ -268,6 +272,7 @@ def _match(
     stored: Mapping[Path, Any],
     numbers: Mapping[Path, bool | int | float],
     keys: Mapping[Path, Any],
+    given: Mapping[Path, Any],
     args: Restore,
     tables: Tables,
     step: str,
@@ -281,7 +286,7 @@ def _match(
     Raises:
         StateMismatchError: with every difference.
     """
-    leaves, problems, casts = dict(flatten_paths(args.state)), list[str](), list[str]()
+    leaves, problems, casts = dict(given), list[str](), list[str]()
     rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
     wanted: dict[Path, Any] = {}
     is_grown = False

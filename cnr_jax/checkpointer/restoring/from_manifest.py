@@ -76,8 +76,8 @@ def tables_in(manifest: Manifest, state: Any) -> Tables:
     return Tables(found, [leaf.path for leaf in manifest.dense_leaves])
 
 
-def metadata_of(manifest: Manifest) -> dict[str, Any]:
-    """What Orbax says of a state: nested dicts by path, with a shape and a dtype for each leaf."""
+def leaves_of(manifest: Manifest) -> dict[Path, Any]:
+    """What Orbax says of each leaf of a state, by path: its shape and dtype."""
     found: dict[Path, Any] = {
         leaf.path: leaf_metadata(leaf.path, "array", leaf.shape, leaf.dtype)
         for table in manifest.tables
@@ -85,7 +85,12 @@ def metadata_of(manifest: Manifest) -> dict[str, Any]:
     }
     for leaf in manifest.dense_leaves:
         found[leaf.path] = leaf_metadata(leaf.path, leaf.kind, leaf.shape, leaf.dtype)
-    return nest(found.items())
+    return found
+
+
+def metadata_of(manifest: Manifest) -> dict[str, Any]:
+    """What Orbax says of a state: nested dicts by path, with a shape and a dtype for each leaf."""
+    return nest(leaves_of(manifest).items())
 
 
 def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:

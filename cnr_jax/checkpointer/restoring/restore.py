@@ -26,6 +26,7 @@ from cnr_jax.checkpointer.restoring.fitting import (
 )
 from cnr_jax.checkpointer.restoring.from_manifest import (
     abstract_state,
+    leaves_of,
     tables_in,
     tables_of,
 )
@@ -36,6 +37,7 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.encodings import EncodingEntry, encoding_told
 from cnr_jax.format.manifest import TableEntry
+from cnr_jax.plain_args import with_stored_shapes
 from cnr_jax.repository.index.entries import entry_of, order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner
@@ -162,7 +164,8 @@ def read_back(
     laps = Laps()
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
     manifest = chain[-1].manifest
-    state, tables = args.state, args.tables or tables
+    state = with_stored_shapes(args.state, lambda: leaves_of(manifest))
+    tables = args.tables or tables
     everything = state is None
     if everything:
         tables = tables_of(manifest)

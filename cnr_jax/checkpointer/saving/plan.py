@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ _log = logger(__name__)
 _ASKED = "/asked"
 _TRACKING = "/tracking"
 _DOUBT = "/doubt"
+# Of a wait that is worth a line in the log; Orbax's own.
+_LONG_SECS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -91,6 +94,7 @@ class Planning:
 
     def wait(self, until_finished: Callable[[], None]) -> None:
         """Waits for the save before; should that raise, the other processes hear of it."""
+        started = time.perf_counter()
         try:
             until_finished()
         except errors.CnrError as error:
@@ -98,6 +102,14 @@ class Planning:
             # one. Without a state they come to `Barriers.begin` instead, and hear of it there.
             self.refuse(error)
             raise
+        waited_secs = time.perf_counter() - started
+        if waited_secs > _LONG_SECS:
+            # Begins as Orbax's own does, which programs may look for in logs.
+            _log.warning(
+                "Waiting for previous save to complete took %.1f seconds. Where that is often so,"
+                " save less often",
+                waited_secs,
+            )
 
     def refuse(self, obstacle: errors.CnrError) -> None:
         """Tells the other processes, which prepare a save, that this one does not."""

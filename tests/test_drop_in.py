@@ -1,0 +1,132 @@
+"""What a program meets that puts this library's manager in the place of Orbax's.
+
+What else holds of Orbax's manager its own tests see: `tests/campaign/orbax_tests/run.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+import cnr_jax as cnr
+from cnr_jax import errors
+
+STATE = {"user": jnp.arange(32.0).reshape(8, 4), "w": jnp.ones(3)}
+TABLES = cnr.find_tables(STATE, ["user"])
+SAVE = cnr.args.Save(STATE)
+
+
+def manager_of(root: Path, metadata: Any = None, **orbax: Any) -> cnr.CheckpointManager:
+    return cnr.CheckpointManager(
+        root,
+        tables=TABLES,
+        options=cnr.Options(codec="raw"),
+        orbax_options=ocp.CheckpointManagerOptions(**orbax),
+        metadata=metadata,
+    )
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_step_that_exists_is_refused_by_an_error_of_orbax_too(
+    tmp_path: Path, is_async: bool
+) -> None:
+    with manager_of(tmp_path, enable_async_checkpointing=is_async) as manager:
+        assert manager.save(3, args=SAVE)
+        for kind in (StepAlreadyExistsError, errors.DependentsExistError):
+            with pytest.raises(kind, match="step 3 was saved already") as caught:
+                manager.save(3, args=SAVE, force=True)
+            error = caught.value
+            assert isinstance(error, errors.DependentsExistError)
+            for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+                assert isinstance(same, StepAlreadyExistsError)
+                assert str(same) == str(error)
+                assert same.kind == "step_exists"
+        assert not manager.save(3, args=SAVE)  # not due: no error, as by Orbax
+        manager.save(4, args=SAVE)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 4]
+
+
+def test_a_folder_in_the_way_is_refused_by_an_error_of_orbax_too(
+    tmp_path: Path,
+) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1, args=SAVE)
+        manager.wait_until_finished()
+        (tmp_path / "2").mkdir()
+        (tmp_path / "2" / "mine").touch()
+        with pytest.raises(StepAlreadyExistsError, match="step 2 cannot be saved"):
+            manager.save(2, args=SAVE)
+        assert (tmp_path / "2" / "mine").exists()
+
+
+def test_max_to_keep_of_zero_keeps_no_step(tmp_path: Path) -> None:
+    for kept, more in (([], {}), ([0, 2, 4], {"keep_period": 2})):
+        root = tmp_path / str(len(kept))
+        with manager_of(root, max_to_keep=0, **more) as manager:
+            for step in range(5):
+                manager.save(step, args=SAVE)
+                manager.wait_until_finished()
+            assert manager.all_steps() == kept
+        folders = [path.name for path in root.iterdir() if path.is_dir()]
+        assert sorted(folders) == [str(step) for step in kept]
+
+
+def test_a_manager_that_only_reads_deletes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(0, args=SAVE)
+    with manager_of(tmp_path, read_only=True) as reader:
+        reader.delete(0)
+        assert "step 0 is not deleted: this manager is read-only" in caplog.text
+        assert reader.all_steps() == [0]
+        assert reader.restore(0, args=cnr.args.Restore(STATE)).state["w"].shape == (3,)
+    assert not cnr.verify(tmp_path)
+
+
+def test_metadata_of_a_root_are_kept_as_by_orbax(tmp_path: Path) -> None:
+    first = {"version": 1.1, "tags": ["a", "b"]}
+    with manager_of(tmp_path, first) as manager:
+        assert manager.metadata().custom_metadata == first
+        manager.save(0, args=SAVE, custom_metadata={"rate": 0.1})
+    with manager_of(tmp_path, {"version": 2}) as manager:
+        assert manager.metadata().custom_metadata == first, "the first ones stay"
+        assert manager.metadata(0).custom_metadata == {"rate": 0.1}
+        manager.restore(None, args=cnr.args.Restore(STATE))
+        manager.save(1, args=SAVE)
+    with manager_of(tmp_path, read_only=True) as reader:
+        assert reader.metadata().custom_metadata == first
+        assert reader.all_steps() == [0, 1]
+    with ocp.CheckpointManager(tmp_path) as plain:
+        assert plain.metadata().custom_metadata == first
+    assert not cnr.verify(tmp_path)
+    cnr.prune(tmp_path, keep=1)
+    assert [step.step for step in cnr.describe(tmp_path).steps][-1:] == [1]
+    assert "metadata" in os.listdir(tmp_path)
+
+
+def test_a_long_wait_for_the_save_before_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "Waiting for previous save to complete took 1."
+    slow = ocp.AsyncOptions(post_finalization_callback=lambda: time.sleep(1.2))
+    caplog.set_level(logging.WARNING)
+    with manager_of(tmp_path, async_options=slow) as manager:
+        manager.save(0, args=SAVE)
+        assert said not in caplog.text
+        manager.save(1, args=SAVE)
+        assert caplog.text.count(said) == 1
+        manager.wait_until_finished()
+        manager.save(2, args=SAVE)
+        assert caplog.text.count(said) == 1
