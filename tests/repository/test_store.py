@@ -18,6 +18,8 @@ from cnr_jax.repository import store
 from cnr_jax.repository.store import arrays
 from cnr_jax.repository.store.local import LocalStore
 from cnr_jax.repository.store.objects import ObjectStore
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 from ..conftest import each_of
 
@@ -64,6 +66,34 @@ def test_what_is_written_is_read_and_replaced_whole(
     assert kind.names_in(path) == []
     kind.remove_file(path)
     assert not kind.exists(path)
+
+
+def test_a_file_is_replaced_durably_or_not_at_all(root: epath.Path) -> None:
+    path = root / "file.json"
+    LOCAL.make_folder(root)
+    LOCAL.write(path, b"one", replaces=False)
+    with inprocess.watching(root) as calls:
+        LOCAL.write(path, b"two", replaces=True)
+    written, renamed, synced = [each for each in calls if each.call != "open"]
+    assert (written.call, renamed.call, renamed.to) == ("fsync", "rename", str(path))
+    assert written.path == renamed.path, "what is renamed is durable"
+    assert (synced.call, synced.path) == ("fsync", str(root)), "and then its name"
+    for call in ("fsync", "rename"):
+        with (
+            inprocess.failing(root, Fault(call, action="EIO")),
+            pytest.raises(OSError, match="error"),
+        ):
+            LOCAL.write(path, b"three", replaces=True)
+        assert path.read_bytes() == b"two"
+        assert LOCAL.names_in(root) == ["file.json"], "nothing is left of it"
+
+
+def test_what_is_no_file_of_its_size_is_amiss(root: epath.Path) -> None:
+    LOCAL.make_folder(root / "folder")
+    (root / "file").write_bytes(b"12")
+    size = os.stat(root / "folder").st_size
+    given = [("file", 2), ("file", 3), ("folder", size), ("gone", 0)]
+    assert list(LOCAL.amiss(root, given)) == given[1:]
 
 
 @each_store
