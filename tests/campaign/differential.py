@@ -36,6 +36,7 @@ REPOSITORY = HERE.parents[1]
 WORKER = HERE / "differential_worker.py"
 OLD = "29a61f3"  # before the middle of the package was taken apart
 VERSIONS = ("old", "new")
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
 HEX = re.compile(r"[0-9a-f]{16,}")
 
 
@@ -417,7 +418,9 @@ def files_of(root: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
-        if path.is_file():
+        # What Orbax tells of a save in flight it writes beside that: a kill meets it, or not.
+        is_beside = ".orbax-checkpoint-tmp" in name and path.name == ORBAX_METADATA
+        if path.is_file() and not is_beside:
             found.setdefault(HEX.sub("*", name) if "/dense/" in name else name, path)
     return found
 
@@ -456,7 +459,7 @@ def _masked(name: str, document: Any) -> Any:
         return document
     if name.endswith("cnr_jax.writer.json"):  # of this process
         return dict.fromkeys(document, "")
-    if name.endswith("_CHECKPOINT_METADATA"):
+    if name.endswith(ORBAX_METADATA):
         times = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
         return {k: v for k, v in document.items() if k not in times}
     # The versions that wrote it, and digests and lengths of what is compared by itself.

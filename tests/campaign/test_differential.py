@@ -38,6 +38,10 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
         (item / "rows.p00000").mkdir()
         (item / "dense/d" / (32 * drawn)).write_text(drawn)
         (item / "dense/_METADATA").write_text("{}")
+        in_flight = tmp_path / name / "5.orbax-checkpoint-tmp"
+        in_flight.mkdir()
+        if drawn == "a":
+            (in_flight / "_CHECKPOINT_METADATA").write_text("{}")
         (item / "commit_success.txt").write_text(drawn)
         (item / "rows.p00000/0").write_bytes(bytes(range(100)))
         text = json.dumps(MANIFEST).replace(32 * "a", 32 * drawn)
