@@ -29,7 +29,7 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
-from cnr_jax.repository.step import deleted_step, read_step
+from cnr_jax.repository.step import deleted_step
 from cnr_jax.repository.store import (
     AnyPath,
     exists,
@@ -186,8 +186,8 @@ class Listing:
         ledger = self._asked_again()
         if (entry := ledger.newest()) is not None:
             return entry.step
-        for directory in sorted(ledger.withheld):
-            read_step(self._root, directory, str(self.item))
+        if error := ledger.ask_again(self._root, str(self.item)):
+            raise error
         return None
 
     def steps(self) -> list[int]:
@@ -209,8 +209,7 @@ class Listing:
         self._ending.settle()
         ledger = self._ending.ledger
         if not self._orbax.is_writing_here():
-            for directory in sorted(ledger.withheld):
-                ledger.read(self._root, directory, str(self.item))
+            ledger.ask_again(self._root, str(self.item))
         if ledger.newest() is None:
             # One failure to read what all steps rest on must not make the root look empty.
             ledger.take_back_unread()

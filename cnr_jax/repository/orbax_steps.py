@@ -13,19 +13,20 @@ from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.index.folders import handlers_of, is_state_of_orbax, saved_by
+from cnr_jax.repository.index.folders import (
+    ORBAX_NOTE_BYTES,
+    Folder,
+    handlers_of,
+    is_state_of_orbax,
+)
 from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import check_committed
 from cnr_jax.repository.store import (
     AnyPath,
     exists,
-    is_directory,
-    names_in,
     read_small,
 )
 
-# Far more than Orbax notes of a step.
-_MOST_BYTES = 64 << 20
 # In which the API that Orbax calls v1 saves a state as an item of its own naming.
 _V1 = "orbax.checkpoint.experimental.v1."
 _DEFAULT = "default"
@@ -57,11 +58,12 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
         OSError: if it cannot be seen.
     """
     step = root / directory
-    if saved_by(step, item) != "orbax":
+    folder = Folder.look(step, item)
+    if folder.kind != "orbax":
         return None
     where = os.fspath(step)
     check_committed(root, directory)
-    held = _states(step)
+    held = folder.states
     if not held and is_state_of_orbax(step):
         raise errors.IntegrityError(
             f"{where} is a state that plain Orbax saved without a manager\n{_by_hand(step)}",
@@ -100,12 +102,12 @@ def way_on(root: AnyPath, *, adopts: bool) -> str:
     """
     try:
         steps = [root / name for name in reversed(step_directories(root))]
-        if not adopts and any(map(_states, steps)):
+        if not adopts and any(Folder.look(step).states for step in steps):
             return (
                 "  hint: plain Orbax has saved steps there, and Options(adopt=True) has a"
                 " manager restore them and go on"
             )
-        if exists(root / names.ORBAX_METADATA) and _states(root):
+        if exists(root / names.ORBAX_METADATA) and Folder.look(root).states:
             above = os.fspath(root.parent)
             return f"  hint: that is a step of plain Orbax, and its root is {above}"
         bare = [path for path in (root, *steps) if is_state_of_orbax(path)]
@@ -125,7 +127,7 @@ def is_set_aside(step: AnyPath, directory: str, item: str) -> bool:
     Raises:
         OSError: if it cannot be seen.
     """
-    if saved_by(step, item) != "orbax":
+    if Folder.look(step, item).kind != "orbax":
         return False
     return step.name == names.abandoned(directory, 1, _uuid(step, directory))
 
@@ -134,7 +136,7 @@ def _uuid(step: AnyPath, directory: str) -> str:
     """What tells a step of plain Orbax from others of its name, wherever it lies now."""
     note, said = step / names.ORBAX_METADATA, b""
     if exists(note):
-        said = read_small(note, _MOST_BYTES)
+        said = read_small(note, ORBAX_NOTE_BYTES)
     digest = hashlib.sha256(b"orbax\0" + directory.encode() + b"\0" + said)
     return digest.hexdigest()[:32]
 
@@ -154,9 +156,10 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
     directories = sorted(step_directories(root, is_step), key=names.step_number)
     for directory in reversed(directories):
         step = root / directory
-        if saved_by(step, _DEFAULT) != "orbax":
+        folder = Folder.look(step, _DEFAULT)
+        if folder.kind != "orbax":
             continue
-        held = _states(step)
+        held = folder.states
         if len(held) > 1:
             raise errors.OptionError(
                 f"{os.fspath(step)} holds several states of plain Orbax\n"
@@ -167,12 +170,3 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
             by_v1 = handlers_of(step).get(held[0], "").startswith(_V1)
             return _DEFAULT if by_v1 else held[0]
     return None
-
-
-def _states(step: AnyPath) -> list[str]:
-    """Items of a step of plain Orbax that are pytrees."""
-    return [
-        name
-        for name in names_in(step)
-        if is_directory(step / name) and is_state_of_orbax(step / name)
-    ]

@@ -132,7 +132,7 @@ def test_load_reads_committed_steps_and_nothing_else(
     ledger = Ledger.load(tmp_path, ITEM)
     assert sorted(ledger.entries) == ["10", "ck_20"]
     assert ledger.entries["ck_20"].step == 20
-    assert ledger.unreadable == {}
+    assert ledger.folders == {}
 
 
 def test_load_of_a_root_that_is_not_there_is_empty(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_step_with_a_damaged_manifest_is_unreadable_with_its_reason(
         put(tmp_path, "20", data)
     ledger = Ledger.load(tmp_path, ITEM)
     assert list(ledger.entries) == ["10"]
-    assert list(ledger.unreadable) == ["20"]
-    assert "20" in ledger.unreadable["20"]
+    assert list(ledger.folders) == ["20"]
+    assert "20" in ledger.folders["20"].why
     ledger.forget("20")
-    assert ledger.unreadable == {}
+    assert ledger.folders == {}
 
 
 def test_settled_save_has_its_manifest(

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from cnr_jax.format import names
 from cnr_jax.repository.index.entries import Entry, chain_of, order, parent_of
+from cnr_jax.repository.index.folders import Folder
 
 
 class Flaw(NamedTuple):
@@ -204,7 +205,7 @@ class Chains:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._unreadable: dict[str, str] = {}
+        self._folders: dict[str, Folder] = {}
         self._damaged: dict[str, str] = {}
         self._spoilt: dict[str, str] = {}
         # Of these, those that storage failed to read, which it may do once and not again.
@@ -223,9 +224,9 @@ class Chains:
         return types.MappingProxyType(self._entries)
 
     @property
-    def unreadable(self) -> Mapping[str, str]:
-        """Step directories whose manifest is missing or damaged, with the reason."""
-        return types.MappingProxyType(self._unreadable)
+    def folders(self) -> Mapping[str, Folder]:
+        """Step directories of which no manifest could be read."""
+        return types.MappingProxyType(self._folders)
 
     @property
     def damaged(self) -> Mapping[str, str]:
@@ -256,14 +257,15 @@ class Chains:
             if derived.grow(entry, above, sound=self._is_sound(entry, above)):
                 derived.version = self._version
 
-    def note_unreadable(self, directory: str, reason: str) -> None:
-        """Notes that a step directory is there, but not what it holds."""
-        self._unreadable[directory] = reason
+    def note_folder(self, directory: str, folder: Folder) -> None:
+        """Notes that a step directory is there of which no manifest can be read."""
+        self.forget(directory)
+        self._folders[directory] = folder
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
         self.drop(directory)
-        self._unreadable.pop(directory, None)
+        self._folders.pop(directory, None)
 
     def drop(self, directory: str) -> None:
         """Drops an entry, if there is one."""
@@ -316,7 +318,7 @@ class Chains:
 
     def become(self, fresh: Chains) -> None:
         """Takes over what was read anew."""
-        self._entries, self._unreadable = fresh._entries, fresh._unreadable
+        self._entries, self._folders = fresh._entries, fresh._folders
         self._damaged, self._spoilt, self._unread = {}, {}, set()
         self._alike = {}
         self._version += 1
@@ -350,7 +352,7 @@ class Chains:
         if parent is None:
             return None
         name = parent.directory
-        if name in self._unreadable:
+        if name in self._folders:
             return Flaw("not_readable", f"its parent {name} cannot be read")
         above = self._entries.get(name)
         if above is None:
@@ -432,7 +434,7 @@ class Chains:
         def above(entry: Entry) -> Entry | None:
             return self._entries.get(entry.parent.directory) if entry.parent else None
 
-        found = [directory] if directory in self._unreadable else []
+        found = [directory] if directory in self._folders else []
         for entry in self._entries.values():
             chain = list(chain_of(entry, above))
             last = chain[-1].parent

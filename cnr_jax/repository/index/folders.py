@@ -20,44 +20,69 @@ from cnr_jax.repository.store import (
     names_in,
     read_small,
 )
+from cnr_jax.repository.store.checked import UNREAD
 
 # Far more than Orbax notes of a step.
-_MOST_BYTES = 64 << 20
+ORBAX_NOTE_BYTES = 64 << 20
 _OURS = "cnr_jax."
 # What Orbax leaves in the folder of a pytree; the first of them says what leaves it has.
 _TREE = "_METADATA"
 _BY_ORBAX = {_TREE, "_sharding", "manifest.ocdbt", "array_metadatas"}
+FolderKind = Literal["own", "orbax", "other"]
+"""Who saved a folder: this library, plain Orbax, or neither."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """What is seen of a folder of a root.
+    """A folder of a root, by the names in it.
 
     Attributes:
         path: of the folder.
-        held: names in it; None: it cannot be seen.
-        below: of each folder in it the names in that.
+        item: of this library, which is in it if it is a step; None: not known.
+        held: names in it, or of these the item alone where that holds a manifest; None: it cannot
+            be seen.
+        below: of each of these that is a folder the names in that.
+        kind: who saved it. One that cannot be seen is taken for one of ours, and then said to be
+            unreadable.
+        why: no manifest of it can be read; empty where none was asked for.
+        doubt: what storage did when that was tried, and may not do again: `"withheld"`: it did
+            not give the folder out, which may be whole; `"unread"`: it failed to read it.
     """
 
     path: AnyPath
+    item: str | None
     held: tuple[str, ...] | None
     below: Mapping[str, tuple[str, ...]]
+    kind: FolderKind
+    why: str = ""
+    doubt: Literal["", "withheld", "unread"] = ""
 
     @classmethod
-    def look(cls, path: AnyPath) -> Folder:
-        """Looks at what is there."""
-        try:
-            held = names_in(path)
-            folders = [name for name in held if is_directory(path / name)]
-            below = {name: tuple(names_in(path / name)) for name in folders}
-        except OSError:
-            return cls(path, None, {})
-        return cls(path, tuple(held), below)
+    def look(
+        cls, path: AnyPath, item: str | None = None, error: Exception | None = None
+    ) -> Folder:
+        """Looks at what is there.
 
-    @property
-    def is_own(self) -> bool:
-        """Whether something in it is what this library alone writes."""
-        return any(names.is_own(name) for held in self.below.values() for name in held)
+        Args:
+            path: of the folder.
+            item: see `Folder`.
+            error: with which its manifest could not be read; None: that was not tried.
+        """
+        why, doubt = "" if error is None else str(error), ""
+        if error is not None and not isinstance(error, errors.CnrError):
+            doubt = "withheld"
+        elif error is not None and error.kind == UNREAD:
+            doubt = "unread"
+        held, below = _names_below(path, item)
+        return cls(
+            path=path,
+            item=item,
+            held=held,
+            below=below,
+            kind=_kind_of(path, held, below),
+            why=why,
+            doubt=doubt,
+        )
 
     @property
     def is_checkpoint(self) -> bool:
@@ -67,56 +92,70 @@ class Folder:
         """
         if self.held is None:
             return True
-        return names.ORBAX_METADATA in self.held or self.is_own
+        return names.ORBAX_METADATA in self.held or _hold_own(self.below)
+
+    @property
+    def may_be_a_step(self) -> bool:
+        """Whether it may be a step, or have been one.
+
+        Not if it is called so, but is the user's, such as `2024` with plots: it holds something,
+        but neither what this library or Orbax saved nor the item's folder, of which all else may
+        be lost. An empty one may have been a step, and so may what cannot be seen: others may
+        rest on it.
+        """
+        return not self.held or self.item in self.held or self.is_checkpoint
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it holds something, but nothing that this library writes."""
-        if self.held is None:
+        """Whether it holds something, but nothing that this library writes; in doubt it is not."""
+        if self.doubt:
+            return False
+        if self.held is None or not self.may_be_a_step:
             return True  # and so it is left alone
-        return any(self.below.values()) and not self.is_own
-
-    def is_of_others(self, item: str) -> bool:
-        """Whether it is called as a step, but is the user's, such as `2024` with plots.
-
-        It holds something, but neither what this library or Orbax saved nor the item's folder, of
-        which all else may be lost. An empty one may have been a step, and so may what cannot be
-        seen: others may rest on it.
-        """
-        held = self.held
-        return bool(held) and item not in (held or ()) and not self.is_checkpoint
+        return any(self.below.values()) and not _hold_own(self.below)
 
     @property
-    def saved_by(self) -> Literal["own", "orbax"] | None:
-        """Whether this library (`"own"`) or plain Orbax saved it; None: neither.
-
-        One that cannot be seen is taken for one of ours, and then said to be unreadable.
-        """
-        if self.held is None or self.is_own:
-            return "own"
-        if names.ORBAX_METADATA in self.held:
-            # One of ours of which nothing else is left.
-            handlers = handlers_of(self.path).values()
-            return (
-                "own" if any(each.startswith(_OURS) for each in handlers) else "orbax"
-            )
-        found = {*self.held, *(name for held in self.below.values() for name in held)}
-        return "orbax" if _BY_ORBAX & found else None
+    def states(self) -> list[str]:
+        """The items in it that are pytrees which plain Orbax saved."""
+        return [
+            name
+            for name, held in self.below.items()
+            if _TREE in held and not any(map(names.is_own, held))
+        ]
 
 
-def saved_by(step: AnyPath, item: str) -> Literal["own", "orbax"] | None:
-    """Whether this library (`"own"`) or plain Orbax saved a folder; None: neither.
-
-    Args:
-        step: the step directory.
-        item: of this library, in it.
-    """
+def _names_below(
+    path: AnyPath, item: str | None
+) -> tuple[tuple[str, ...] | None, Mapping[str, tuple[str, ...]]]:
+    """The names in a folder and in the folders in it, as `Folder` has them."""
     try:
-        if exists(step / item / names.MANIFEST):
-            return "own"
+        # Mostly there is one, and it says all: a root has thousands of steps.
+        if item is not None and exists(path / item / names.MANIFEST):
+            return (item,), {item: (names.MANIFEST,)}
+        held = names_in(path)
+        folders = [name for name in held if is_directory(path / name)]
+        return tuple(held), {name: tuple(names_in(path / name)) for name in folders}
     except OSError:
+        return None, {}
+
+
+def _kind_of(
+    path: AnyPath, held: tuple[str, ...] | None, below: Mapping[str, tuple[str, ...]]
+) -> FolderKind:
+    """Who saved a folder; `held` and `below` are names as `Folder` has them."""
+    if held is None or _hold_own(below):
         return "own"
-    return Folder.look(step).saved_by
+    if names.ORBAX_METADATA in held:
+        # One of ours of which nothing else is left.
+        handlers = handlers_of(path).values()
+        return "own" if any(each.startswith(_OURS) for each in handlers) else "orbax"
+    found = {*held, *(name for inner in below.values() for name in inner)}
+    return "orbax" if _BY_ORBAX & found else "other"
+
+
+def _hold_own(below: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether something in these folders is what this library alone writes."""
+    return any(names.is_own(name) for held in below.values() for name in held)
 
 
 def is_own_item(item: AnyPath) -> bool:
@@ -195,7 +234,7 @@ def items_of_orbax(step: AnyPath) -> frozenset[str]:
 def handlers_of(step: AnyPath) -> Mapping[str, str]:
     """What handles which item, as Orbax noted it; nothing where that cannot be understood."""
     try:
-        text = read_small(step / names.ORBAX_METADATA, _MOST_BYTES)
+        text = read_small(step / names.ORBAX_METADATA, ORBAX_NOTE_BYTES)
         handlers = json.loads(text)["item_handlers"]
     except (
         errors.CnrError,

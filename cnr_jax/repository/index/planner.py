@@ -345,7 +345,7 @@ class Planner:
         """
         head, tip = ledger.head(), branch.tip
         highest = head.generation if head is not None else 0
-        unknown = len(ledger.unreadable.keys() - ledger.foreign)
+        unknown = sum(not each.is_foreign for each in ledger.folders.values())
         if head is not None and tip is not None and tip.uuid == head.uuid:
             if not unknown or tip.uuid.startswith(self._nonce):
                 return head.generation
@@ -366,14 +366,15 @@ class Planner:
         run: str,
     ) -> list[Entry]:
         """Abandoned steps that must go aside, dependents first."""
-        if request.directory in ledger.foreign:
+        folder = ledger.folders.get(request.directory)
+        if folder is not None and folder.is_foreign:
             raise errors.DependentsExistError(
                 f"step {request.step} cannot be saved: the folder {request.directory}"
                 " holds something that cnr_jax did not write\n"
                 "  hint: save into another root, or move that folder away",
                 kind="step_exists",
             )
-        if request.directory in ledger.unreadable:
+        if folder is not None:
             return [ledger.movable(request.directory)]
         entry = ledger.entries.get(request.directory)
         if entry is None:

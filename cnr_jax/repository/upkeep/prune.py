@@ -12,9 +12,9 @@ from typing import Any, Literal
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.integers import integer
-from cnr_jax.repository.describe import describe
+from cnr_jax.repository.describe import look_into
 from cnr_jax.repository.description import aligned, amount
-from cnr_jax.repository.index.folders import is_earlier_run, saved_by
+from cnr_jax.repository.index.folders import Folder, is_earlier_run
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import children_first, kept_steps
 from cnr_jax.repository.items import find_item
@@ -301,13 +301,10 @@ def _fates(
         min_fulls: the same.
         other_runs: the same.
     """
+    kinds: dict[str, FateKind] = {n: e.kind for n, e in ledger.entries.items()}
     odd = _odd_ones(ledger)
-    steps = {step.directory: step for step in describe(root, item=item).steps}
-    for step in steps.values():
-        if step.problem and step.kind != "orbax":
-            # Of each step by itself: those that rest on it have a problem of their own.
-            dense = f"{step.directory}/{item}/{names.DENSE}"
-            ledger.note_damage(dense, step.problem)
+    look_into(root, item, ledger, sorted(ledger.directories()))
+    check_is_here(root)  # after the look, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
         raise errors.NoStepError(
@@ -327,11 +324,12 @@ def _fates(
         because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
     )
     fates: list[Fate] = []
-    for name in sorted(ledger.unreadable, key=names.step_number):
-        is_orbax = name in steps and steps[name].kind == "orbax"
+    for name in sorted(ledger.folders, key=names.step_number):
+        folder = ledger.folders[name]
+        is_orbax = folder.kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
         told = _BY_ORBAX if is_orbax else reason
-        if name in ledger.of_others:
+        if not folder.may_be_a_step:
             told = "it is no step: nothing in it is of a checkpoint"
         fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
@@ -346,8 +344,7 @@ def _fates(
         told = _stays(root, entry.directory, reason or why, entry.kind)
         fates.append(dataclasses.replace(told, stays=reason is not None))
     for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
-        kind = steps[name].kind if name in steps else "unreadable"
-        fates.append(_stays(root, name, odd[name], kind))
+        fates.append(_stays(root, name, odd[name], kinds[name]))
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
     # A run that saves there may have removed some meanwhile.
     return tuple(fate for fate in fates if not is_gone(root / fate.name))
@@ -363,7 +360,8 @@ def _odd_ones(ledger: Ledger) -> dict[str, str]:
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
     found = names.odd_ones(own)
     alike = [name for name in own if name not in found]
-    for name in sorted(ledger.strange):
+    strange = [n for n, each in ledger.folders.items() if not each.is_checkpoint]
+    for name in strange:
         if alike and not any(names.are_alike(name, other) for other in alike):
             ledger.forget(name)
     reasons = {
@@ -393,7 +391,7 @@ def _beside(
         try:
             read_committed(root, name, item)
         except (errors.CnrError, OSError):
-            is_orbax = saved_by(root / name, item) == "orbax"
+            is_orbax = Folder.look(root / name, item).kind == "orbax"
             told = _BY_ORBAX if is_orbax else "its manifest cannot be read"
             found.append((name, True, told))
         else:

@@ -277,13 +277,14 @@ def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
     if not exists(root):
         return Leftovers()
     held, replacing = beside(root), filter(names.is_replacing, names_in(root))
+    theirs = {name for name, each in ledger.folders.items() if each.kind == "orbax"}
     return Leftovers(
         temporary=held["unfinished"],
         removed=held["removed"],
         abandoned=held["abandoned"],
         earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
-        unreadable=tuple(sorted(ledger.unknown - ledger.of_orbax)),
+        unreadable=tuple(sorted(ledger.unknown - (set() if ledger.adopts else theirs))),
         claims=tuple(name for name in replacing if not is_directory(root / name)),
     )
 
