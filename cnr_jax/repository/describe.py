@@ -11,7 +11,6 @@ import datetime
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -22,6 +21,7 @@ from cnr_jax.repository.description import (
     StepDescription,
 )
 from cnr_jax.repository.index import suspects
+from cnr_jax.repository.index.chains import Harm
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
@@ -165,7 +165,7 @@ def look_into(
             if step is not None:
                 found[directory] = step
             if harm is not None:
-                index.harm(directory, harm.reason, only_dense=harm.only_dense)
+                index.note_harm(directory, harm)
             if on_step is not None:
                 on_step(done, len(directories))
     # Somebody may have removed some since. A parent goes after its children: until no more is
@@ -181,13 +181,6 @@ def look_into(
     return found
 
 
-class _Harm(NamedTuple):
-    """What is wrong with the files of a step; `only_dense`: others can rest on it."""
-
-    reason: str
-    only_dense: bool
-
-
 def _obstacle(index: Ledger, directory: str) -> str:
     """Why a step cannot be restored; empty: it can."""
     if directory in index.entries:
@@ -198,7 +191,7 @@ def _obstacle(index: Ledger, directory: str) -> str:
 
 def _look(
     root: AnyPath, item: str, index: Ledger, directory: str
-) -> tuple[StepDescription | None, _Harm | None]:
+) -> tuple[StepDescription | None, Harm | None]:
     """A step, without what its parents mean for it, and what is wrong with its files.
 
     None for a folder that is no step, or is gone.
@@ -222,14 +215,14 @@ def _look(
         if can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
-        return step, _Harm(str(error), only_dense=False)
+        return step, Harm(str(error), only_dense=False)
     try:
         check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
         if can(root).cheap_looks:
             _check_dense(where, manifest)
             refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
-        return step, _Harm(str(error), only_dense=True)
+        return step, Harm(str(error), only_dense=True)
     return step, None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from cnr_jax.format import names
@@ -31,6 +31,20 @@ class Flaw(NamedTuple):
         "tables_differ",
     ]
     text: str
+
+
+class Harm(NamedTuple):
+    """What was found wrong with the files of a checkpoint.
+
+    Attributes:
+        reason: in a line.
+        only_dense: it cannot be restored itself, but others can rest on it.
+        unread: storage failed to read it, as it may do once and not again.
+    """
+
+    reason: str
+    only_dense: bool
+    unread: bool = False
 
 
 class Standing(NamedTuple):
@@ -135,7 +149,7 @@ def _derive(
     version: int,
     entries: Sequence[Entry],
     is_sound: Callable[[Entry, Entry | None], bool],
-    spoilt: Collection[str],
+    is_harmed: Callable[[Entry], object],
 ) -> Derived:
     """What follows from all entries.
 
@@ -143,7 +157,7 @@ def _derive(
         version: of the chains.
         entries: one for each directory.
         is_sound: whether one is free of damage, beside its parent, if that is known.
-        spoilt: uuids of those that cannot be restored themselves.
+        is_harmed: whether one cannot be restored itself.
     """
     known = {entry.directory: entry for entry in entries}
     above = {entry.directory: parent_of(entry, known) for entry in entries}
@@ -166,7 +180,7 @@ def _derive(
         restorable=[
             entry
             for entry in committed
-            if standing[entry.directory].whole and entry.uuid not in spoilt
+            if standing[entry.directory].whole and not is_harmed(entry)
         ],
         by_step=by_step,
         children=children,
@@ -206,10 +220,9 @@ class Chains:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._folders: dict[str, Folder] = {}
-        self._damaged: dict[str, str] = {}
-        self._spoilt: dict[str, str] = {}
-        # Of these, those that storage failed to read, which it may do once and not again.
-        self._unread: set[str] = set()
+        # By directory and uuid: of two copies one may be damaged, and another step may come to
+        # stand where one was.
+        self._harms: dict[tuple[str, str], Harm] = {}
         # Whether a child and its parent hold the same tables, which may be thousands.
         self._alike: dict[tuple[str, str], bool] = {}
         # Of the entries and the known damage: counts their changes. After each, or what another
@@ -228,22 +241,6 @@ class Chains:
         """Step directories of which no manifest could be read."""
         return types.MappingProxyType(self._folders)
 
-    @property
-    def damaged(self) -> Mapping[str, str]:
-        """Uuids of checkpoints whose rows or process manifests are damaged, with the reason.
-
-        Neither they nor what rests on them can be restored.
-        """
-        return types.MappingProxyType(self._damaged)
-
-    @property
-    def spoilt(self) -> Mapping[str, str]:
-        """Uuids of checkpoints of which only `dense/` is damaged, with the reason.
-
-        They cannot be restored, but others can rest on them.
-        """
-        return types.MappingProxyType(self._spoilt)
-
     # What is told.
 
     def add(self, entry: Entry) -> None:
@@ -252,7 +249,7 @@ class Chains:
         derived = self._current()
         self._entries[entry.directory] = entry
         self._version += 1
-        if derived is not None and entry.uuid not in self._spoilt:
+        if derived is not None and self.harm_of(entry) is None:
             above = parent_of(entry, self._entries)
             if derived.grow(entry, above, sound=self._is_sound(entry, above)):
                 derived.version = self._version
@@ -288,38 +285,29 @@ class Chains:
         """
         directory, *rest = path.split("/")
         only_dense = rest[1:2] == [names.DENSE]
-        self.harm(directory, reason, only_dense=only_dense, unread=unread)
+        self.note_harm(directory, Harm(reason, only_dense=only_dense, unread=unread))
 
-    def harm(
-        self, directory: str, reason: str, *, only_dense: bool, unread: bool = False
-    ) -> None:
-        """Notes that a step is damaged.
-
-        Args:
-            directory: of the step.
-            reason: what is wrong, in a line.
-            only_dense: whether it is of no use to itself alone: others can rest on it.
-            unread: whether storage failed to read it.
-        """
+    def note_harm(self, directory: str, harm: Harm) -> None:
+        """Notes what is wrong with a step; nothing less than what is known of it."""
         entry = self._entries.get(directory)
-        if entry is not None:
-            (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
-            (self._unread.add if unread else self._unread.discard)(entry.uuid)
-            self._version += 1
+        known = self.harm_of(entry) if entry is not None else None
+        if entry is None or (known and harm.only_dense and not known.only_dense):
+            return
+        self._harms[directory, entry.uuid] = harm
+        self._version += 1
 
     def take_back_unread(self) -> bool:
         """Takes back damage that is a failure of storage; returns whether there was any."""
-        unread, self._unread = self._unread, set()
-        for uuid in unread:
-            self._damaged.pop(uuid, None)
-            self._spoilt.pop(uuid, None)
+        unread = [key for key, harm in self._harms.items() if harm.unread]
+        for key in unread:
+            del self._harms[key]
             self._version += 1
         return bool(unread)
 
     def become(self, fresh: Chains) -> None:
         """Takes over what was read anew."""
         self._entries, self._folders = fresh._entries, fresh._folders
-        self._damaged, self._spoilt, self._unread = {}, {}, set()
+        self._harms = {}
         self._alike = {}
         self._version += 1
 
@@ -346,6 +334,10 @@ class Chains:
         restorable = self._derive().restorable
         return restorable[-1] if restorable else None
 
+    def harm_of(self, entry: Entry) -> Harm | None:
+        """What was found wrong with the files of a checkpoint; None: nothing."""
+        return self._harms.get((entry.directory, entry.uuid))
+
     def flaw(self, entry: Entry) -> Flaw | None:
         """What keeps a checkpoint from resting on the parent that it names, if anything does."""
         parent = entry.parent
@@ -369,16 +361,19 @@ class Chains:
 
     def obstacle(self, entry: Entry) -> str:
         """Why a checkpoint cannot be restored, in a line; empty: it can."""
-        own = self._damaged.get(entry.uuid) or self._flaw_text(entry)
-        if own:
-            return own
+        harm = self.harm_of(entry)
+        if harm is not None and not harm.only_dense:
+            return harm.reason
+        if flaw := self._flaw_text(entry):
+            return flaw
         for each in reversed(self.chain(entry)):
             below = f"it rests on {each.directory}, which"
-            if each.uuid in self._damaged:
-                return f"{below} is damaged: {self._damaged[each.uuid]}"
+            known = self.harm_of(each)
+            if known is not None and not known.only_dense:
+                return f"{below} is damaged: {known.reason}"
             if flaw := self._flaw_text(each):
                 return f"{below} cannot be restored: {flaw}"
-        return self._spoilt.get(entry.uuid, "")
+        return "" if harm is None else harm.reason
 
     def _flaw_text(self, entry: Entry) -> str:
         flaw = self.flaw(entry)
@@ -463,7 +458,8 @@ class Chains:
 
     def _is_sound(self, entry: Entry, above: Entry | None) -> bool:
         """Whether an entry is committed, free of known damage, and fits its parent."""
-        if not entry.is_committed or entry.uuid in self._damaged:
+        harm = self.harm_of(entry)
+        if not entry.is_committed or (harm is not None and not harm.only_dense):
             return False
         return above is None or self._are_alike(entry, above)
 
@@ -487,5 +483,5 @@ class Chains:
         if known is not None:
             return known
         entries = list(self._entries.values())
-        self._derived = _derive(self._version, entries, self._is_sound, self._spoilt)
+        self._derived = _derive(self._version, entries, self._is_sound, self.harm_of)
         return self._derived

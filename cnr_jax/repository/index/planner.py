@@ -474,7 +474,7 @@ class Planner:
             return False
         if self._min_fulls == 1:
             # What deltas rest on is one, unless dense files of it are gone.
-            return ledger.chain(branch.tip)[-1].uuid in ledger.spoilt
+            return ledger.harm_of(ledger.chain(branch.tip)[-1]) is not None
         return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
 
     def _parent(
