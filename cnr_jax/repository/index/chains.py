@@ -54,20 +54,25 @@ class Standing(NamedTuple):
         depth: entries in it, itself included.
         rooted: it leads to one without a parent.
         whole: it does so without damage, and without a save that is being written.
+        rows_bytes: of all of it.
     """
 
     depth: int
     rooted: bool
     whole: bool
+    rows_bytes: int
 
     def with_child(self, entry: Entry, *, sound: bool) -> Standing:
-        """What the chain comes to with one more entry; of a full one that is the whole chain."""
-        is_full = entry.parent is None
-        whole = (self.whole or is_full) and sound
-        return Standing(self.depth + 1, self.rooted or is_full, whole)
+        """What the chain comes to with one more entry, which may be all of it."""
+        return Standing(
+            depth=self.depth + 1,
+            rooted=self.rooted or entry.stands_alone,
+            whole=(self.whole or entry.stands_alone) and sound,
+            rows_bytes=self.rows_bytes + entry.rows_bytes,
+        )
 
 
-NOWHERE = Standing(depth=0, rooted=False, whole=False)
+NOWHERE = Standing(depth=0, rooted=False, whole=False, rows_bytes=0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -398,7 +403,7 @@ class Chains:
             return self._derive().standing[entry.directory].whole
         above = self._above(entry)
         return self._is_sound(entry, above) and (
-            entry.parent is None or (above is not None and self.is_whole(above))
+            entry.stands_alone or (above is not None and self.is_whole(above))
         )
 
     def orphans(self) -> list[Entry]:
@@ -441,6 +446,12 @@ class Chains:
     def depth(self, directory: str) -> int:
         """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
         return self._derive().standing.get(directory, NOWHERE).depth
+
+    def restore_bytes(self, entry: Entry) -> int:
+        """Bytes that a restore of an entry reads at most: rows of its chain, its dense leaves."""
+        standing = self._derive().standing.get(entry.directory, NOWHERE)
+        dense_bytes = entry.manifest.totals.dense_bytes if entry.manifest else 0
+        return standing.rows_bytes + dense_bytes
 
     def closure(self, directories: Iterable[str]) -> set[str]:
         """The given directories and all that they rest on."""

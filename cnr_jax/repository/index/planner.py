@@ -24,7 +24,7 @@ from cnr_jax.format.manifest import (
     TableEntry,
 )
 from cnr_jax.integers import LARGEST
-from cnr_jax.policy import Decision, Policy
+from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.index.entries import (
     Branch,
@@ -412,7 +412,7 @@ class Planner:
             return full_because("a full save was asked for")
         reason = self._obstacle(ledger, branch, request, begins)
         if reason is None:
-            decision = self._policy.decide(records(branch.history))
+            decision = self._policy.decide(self._seen(ledger, branch))
             if request.urgent and decision.kind == "full" and branch.tip is not None:
                 urgent = dataclasses.replace(
                     decision,
@@ -435,6 +435,19 @@ class Planner:
                 )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
+
+    def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
+        """The saves of a branch since its latest full one, as the policy sees them."""
+        own = (e for e in ledger.committed() if e.uuid in branch.parents)
+        there = {entry.step: entry for entry in own}
+
+        def restored(step: int) -> tuple[int, int] | None:
+            entry = there.get(step)
+            if entry is None or not ledger.is_whole(entry):
+                return None
+            return ledger.depth(entry.directory), ledger.restore_bytes(entry)
+
+        return records(branch.history, restored)
 
     def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
         """Why the parent that a decision names is none."""

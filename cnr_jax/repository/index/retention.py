@@ -94,7 +94,7 @@ def kept_steps(
         reasons[step] = "it cannot be restored, and may be mended"
     reasons |= dict.fromkeys(sorted(wanted), because)
     _keep_parents(ledger, reasons)
-    fulls = [entry.step for entry in branch if entry.parent is None]
+    fulls = [entry.step for entry in branch if entry.stands_alone]
     held = [step for step in fulls if step in reasons]
     for step in reversed(fulls):
         if wanted and len(held) < min_fulls and step not in held:
