@@ -16,6 +16,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository import layout, store
 from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
@@ -24,35 +25,12 @@ from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.chains import Harm
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import (
-    beside,
-    check_can_be_read,
-    open_root,
-    step_directories,
-)
 from cnr_jax.repository.step import (
     held_tables,
     read_processes,
     without_collections,
 )
-from cnr_jax.repository.store import (
-    AnyPath,
-    can,
-    is_directory,
-    size_of,
-    store_of,
-)
-from cnr_jax.repository.store.checked import (
-    MISTAKABLE,
-    UNKNOWN,
-    check_dense_index,
-    check_size,
-    damage,
-    file_bytes,
-    mistakable_files,
-    numpy_dtype,
-    refuse_pipe,
-)
+from cnr_jax.repository.store import checked
 from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (
@@ -100,14 +78,16 @@ def describe(
         >>> found.latest_step, found.steps[0].kind, found.steps[0].tables[0].saved_rows
         (0, 'full', 8)
     """
-    path = open_root(root)
-    check_can_be_read(path, item)
+    path = layout.open_root(root)
+    layout.check_can_be_read(path, item)
     # Joining names to paths of Orbax takes longer than to read.
-    plain = store_of(path).quick(path)
+    plain = store.store_of(path).quick(path)
     if item is None:
         item = find_item(plain)
     index = Ledger(says=False)
-    found = look_into(plain, item or "default", index, step_directories(plain), on_step)
+    found = look_into(
+        plain, item or "default", index, layout.step_directories(plain), on_step
+    )
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     steps = [
@@ -126,12 +106,12 @@ def describe(
         item=item,
         steps=tuple(steps),
         latest_step=newest.step if newest else None,
-        **beside(plain),
+        **layout.beside(plain),
     )
 
 
 def look_into(
-    root: AnyPath,
+    root: store.AnyPath,
     item: str,
     index: Ledger,
     directories: Sequence[str],
@@ -173,7 +153,7 @@ def look_into(
     while gone := [
         name
         for name in found
-        if _obstacle(index, name) and not is_directory(root / name)
+        if _obstacle(index, name) and not store.is_directory(root / name)
     ]:
         for name in gone:
             del found[name]
@@ -190,7 +170,7 @@ def _obstacle(index: Ledger, directory: str) -> str:
 
 
 def _look(
-    root: AnyPath, item: str, index: Ledger, directory: str
+    root: store.AnyPath, item: str, index: Ledger, directory: str
 ) -> tuple[StepDescription | None, Harm | None]:
     """A step, without what its parents mean for it, and what is wrong with its files.
 
@@ -208,19 +188,19 @@ def _look(
     manifest = entry.manifest
     step = _described(directory, manifest)
     try:
-        own_bytes = step.manifest_bytes + size_of(where / names.MANIFEST)
+        own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)
         processes = read_processes(where, manifest)
         step = dataclasses.replace(step, tables=held_tables(manifest, processes))
-        if can(root).cheap_looks:
+        if store.can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
         return step, Harm(str(error), only_dense=False)
     try:
-        check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
-        if can(root).cheap_looks:
+        checked.check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
+        if store.can(root).cheap_looks:
             _check_dense(where, manifest)
-            refuse_pipe(root / directory / names.ORBAX_METADATA)
+            checked.refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
         return step, Harm(str(error), only_dense=True)
     return step, None
@@ -255,7 +235,7 @@ def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int
     of_tables = [leaf for table in tables for leaf in table.leaves]
     dense = [leaf for leaf in dense if leaf.kind == "array"]
     return sum(
-        math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+        math.prod(leaf.shape) * checked.numpy_dtype(leaf.dtype).itemsize
         for leaf in (*of_tables, *dense)
     )
 
@@ -267,7 +247,7 @@ def _time(unix_secs: float) -> datetime.datetime | None:
         return None  # no year that there is
 
 
-def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
+def _check_rows(item: store.AnyPath, processes: Iterable[ProcessManifest]) -> None:
     """Checks that files of arrays are there and as long as they should be.
 
     Raises:
@@ -276,11 +256,11 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
     for process in processes:
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
-            for chunk, nbytes in enumerate(file_bytes(entry)):
+            for chunk, nbytes in enumerate(checked.file_bytes(entry)):
                 _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
 
 
-def _check_dense(item: AnyPath, manifest: Manifest) -> None:
+def _check_dense(item: store.AnyPath, manifest: Manifest) -> None:
     """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
@@ -288,22 +268,24 @@ def _check_dense(item: AnyPath, manifest: Manifest) -> None:
     """
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
-    for path in mistakable_files(
+    for path in checked.mistakable_files(
         item, [digest.path for digest in manifest.dense_files]
     ):
-        raise damage(item / path, MISTAKABLE, UNKNOWN)
+        raise checked.damage(item / path, checked.MISTAKABLE, checked.UNKNOWN)
 
 
-def _check_file(item: AnyPath, path: str, nbytes: int) -> None:
+def _check_file(item: store.AnyPath, path: str, nbytes: int) -> None:
     # A step has a dozen files, a root thousands of steps: only what is wrong is looked at closely.
     try:
-        is_right = next(store_of(item).amiss(item, [(path, nbytes)]), None) is None
+        is_right = (
+            next(store.store_of(item).amiss(item, [(path, nbytes)]), None) is None
+        )
     except OSError:
         is_right = False
     if not is_right:
-        check_size(item / path, nbytes)
+        checked.check_size(item / path, nbytes)
 
 
-def _in_a_line(text: str, root: AnyPath) -> str:
+def _in_a_line(text: str, root: store.AnyPath) -> str:
     """The first line of an error, with paths below the root."""
     return text.partition("\n")[0].replace(f"{os.fspath(root)}/", "")

@@ -12,15 +12,8 @@ from typing import Literal
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.layout import beside, hint_of_names, step_directories
-from cnr_jax.repository.store import (
-    AnyPath,
-    exists,
-    is_directory,
-    names_in,
-    read_small,
-)
-from cnr_jax.repository.store.checked import UNREAD
+from cnr_jax.repository import layout, store
+from cnr_jax.repository.store import checked
 
 # Far more than Orbax notes of a step.
 ORBAX_NOTE_BYTES = 64 << 20
@@ -49,7 +42,7 @@ class Folder:
             not give the folder out, which may be whole; `"unread"`: it failed to read it.
     """
 
-    path: AnyPath
+    path: store.AnyPath
     item: str | None
     held: tuple[str, ...] | None
     below: Mapping[str, tuple[str, ...]]
@@ -59,7 +52,10 @@ class Folder:
 
     @classmethod
     def look(
-        cls, path: AnyPath, item: str | None = None, error: Exception | None = None
+        cls,
+        path: store.AnyPath,
+        item: str | None = None,
+        error: Exception | None = None,
     ) -> Folder:
         """Looks at what is there.
 
@@ -71,7 +67,7 @@ class Folder:
         why, doubt = "" if error is None else str(error), ""
         if error is not None and not isinstance(error, errors.CnrError):
             doubt = "withheld"
-        elif error is not None and error.kind == UNREAD:
+        elif error is not None and error.kind == checked.UNREAD:
             doubt = "unread"
         held, below = _names_below(path, item)
         return cls(
@@ -125,22 +121,26 @@ class Folder:
 
 
 def _names_below(
-    path: AnyPath, item: str | None
+    path: store.AnyPath, item: str | None
 ) -> tuple[tuple[str, ...] | None, Mapping[str, tuple[str, ...]]]:
     """The names in a folder and in the folders in it, as `Folder` has them."""
     try:
         # Mostly there is one, and it says all: a root has thousands of steps.
-        if item is not None and exists(path / item / names.MANIFEST):
+        if item is not None and store.exists(path / item / names.MANIFEST):
             return (item,), {item: (names.MANIFEST,)}
-        held = names_in(path)
-        folders = [name for name in held if is_directory(path / name)]
-        return tuple(held), {name: tuple(names_in(path / name)) for name in folders}
+        held = store.names_in(path)
+        folders = [name for name in held if store.is_directory(path / name)]
+        return tuple(held), {
+            name: tuple(store.names_in(path / name)) for name in folders
+        }
     except OSError:
         return None, {}
 
 
 def _kind_of(
-    path: AnyPath, held: tuple[str, ...] | None, below: Mapping[str, tuple[str, ...]]
+    path: store.AnyPath,
+    held: tuple[str, ...] | None,
+    below: Mapping[str, tuple[str, ...]],
 ) -> FolderKind:
     """Who saved a folder; `held` and `below` are names as `Folder` has them."""
     if held is None or _hold_own(below):
@@ -158,32 +158,32 @@ def _hold_own(below: Mapping[str, tuple[str, ...]]) -> bool:
     return any(names.is_own(name) for held in below.values() for name in held)
 
 
-def is_own_item(item: AnyPath) -> bool:
+def is_own_item(item: store.AnyPath) -> bool:
     """Whether a folder of a step holds anything that this library alone writes.
 
     Raises:
         OSError: if it cannot be listed, though it is there.
     """
-    return any(map(names.is_own, names_in(item)))
+    return any(map(names.is_own, store.names_in(item)))
 
 
-def is_state_of_orbax(item: AnyPath) -> bool:
+def is_state_of_orbax(item: store.AnyPath) -> bool:
     """Whether the folder of an item holds a pytree that plain Orbax saved."""
-    return exists(item / _TREE) and not is_own_item(item)
+    return store.exists(item / _TREE) and not is_own_item(item)
 
 
-def folders_in(step: AnyPath) -> list[AnyPath]:
+def folders_in(step: store.AnyPath) -> list[store.AnyPath]:
     """The folders in a step directory that may be items, sorted."""
-    found = [step / name for name in names_in(step) if names.is_component(name)]
-    return [path for path in found if is_directory(path)]
+    found = [step / name for name in store.names_in(step) if names.is_component(name)]
+    return [path for path in found if store.is_directory(path)]
 
 
-def is_checkpoint(step: AnyPath) -> bool:
+def is_checkpoint(step: store.AnyPath) -> bool:
     """Whether this library or Orbax has saved a step directory, as far as can be seen."""
     return Folder.look(step).is_checkpoint
 
 
-def is_earlier_run(folder: AnyPath) -> bool:
+def is_earlier_run(folder: store.AnyPath) -> bool:
     """Whether a folder of a root is the root of an earlier run: called so, and a step is in it.
 
     Anybody may call a folder so: before it is deleted, it must be seen to be one.
@@ -191,14 +191,16 @@ def is_earlier_run(folder: AnyPath) -> bool:
     Raises:
         OSError: if that cannot be seen.
     """
-    if names.kind_of_folder(folder.name) != "earlier_runs" or not is_directory(folder):
+    if names.kind_of_folder(folder.name) != "earlier_runs" or not store.is_directory(
+        folder
+    ):
         return False
-    steps = [*step_directories(folder), *beside(folder)["abandoned"]]
+    steps = [*layout.step_directories(folder), *layout.beside(folder)["abandoned"]]
     return any(is_checkpoint(folder / name) for name in steps)
 
 
 def other_checkpoints(
-    root: AnyPath, is_step: Callable[[str], bool] | None
+    root: store.AnyPath, is_step: Callable[[str], bool] | None
 ) -> tuple[str, ...]:
     """Step directories that a manager does not list, since it would name them otherwise.
 
@@ -207,13 +209,13 @@ def other_checkpoints(
     Raises:
         OSError: if the root cannot be seen or listed.
     """
-    if is_step is None or not exists(root):
+    if is_step is None or not store.exists(root):
         return ()
-    found = [name for name in step_directories(root) if not is_step(name)]
+    found = [name for name in layout.step_directories(root) if not is_step(name)]
     return tuple(name for name in found if is_checkpoint(root / name))
 
 
-def naming_hint(root: AnyPath, is_step: Callable[[str], bool] | None) -> str:
+def naming_hint(root: store.AnyPath, is_step: Callable[[str], bool] | None) -> str:
     """Which options list the checkpoints that a manager does not; empty if there are none.
 
     Args:
@@ -221,20 +223,20 @@ def naming_hint(root: AnyPath, is_step: Callable[[str], bool] | None) -> str:
         is_step: as for `other_checkpoints`.
     """
     try:
-        return hint_of_names(other_checkpoints(root, is_step))
+        return layout.hint_of_names(other_checkpoints(root, is_step))
     except OSError:
         return ""
 
 
-def items_of_orbax(step: AnyPath) -> frozenset[str]:
+def items_of_orbax(step: store.AnyPath) -> frozenset[str]:
     """Names of the items of a step, as Orbax noted them; empty where they are not known."""
     return frozenset(handlers_of(step)) - {""}
 
 
-def handlers_of(step: AnyPath) -> Mapping[str, str]:
+def handlers_of(step: store.AnyPath) -> Mapping[str, str]:
     """What handles which item, as Orbax noted it; nothing where that cannot be understood."""
     try:
-        text = read_small(step / names.ORBAX_METADATA, ORBAX_NOTE_BYTES)
+        text = store.read_small(step / names.ORBAX_METADATA, ORBAX_NOTE_BYTES)
         handlers = json.loads(text)["item_handlers"]
     except (
         errors.CnrError,

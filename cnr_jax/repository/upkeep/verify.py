@@ -15,31 +15,13 @@ from typing import Literal, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository import layout, store
+from cnr_jax.repository.index import folders
 from cnr_jax.repository.index.chains import Flaw
-from cnr_jax.repository.index.folders import (
-    ORBAX_NOTE_BYTES,
-    Folder,
-    is_own_item,
-    items_of_orbax,
-)
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item, items_of
-from cnr_jax.repository.layout import (
-    beside,
-    check_can_be_read,
-    open_root,
-    step_directories,
-)
 from cnr_jax.repository.step import uuid_of_step
-from cnr_jax.repository.store import (
-    AnyPath,
-    exists,
-    is_directory,
-    is_named,
-    names_in,
-    read_small,
-)
-from cnr_jax.repository.store.checked import UNKNOWN, refuse_pipe
+from cnr_jax.repository.store import checked
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 from cnr_jax.texts import visible
@@ -124,10 +106,10 @@ def verify(
     if level not in get_args(Level):
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
-    path = open_root(root)
-    check_can_be_read(path, item)
+    path = layout.open_root(root)
+    layout.check_can_be_read(path, item)
     check_is_here(path)
-    steps = items_of(path, step_directories(path), item or find_item(path))
+    steps = items_of(path, layout.step_directories(path), item or find_item(path))
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
     wanted = sorted(every if item is None else every & {item})
@@ -144,16 +126,18 @@ def verify(
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
         is_alike = items or any(names.are_alike(name, other) for other in known)
-        folder = Folder.look(path / name)
+        folder = folders.Folder.look(path / name)
         if not is_alike and not folder.is_checkpoint:
             continue
         found += _unknown(path, name, items) if items else [_without_item(name, folder)]
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
-    return tuple(sorted(each for each in found if is_named(path / each.directory)))
+    return tuple(
+        sorted(each for each in found if store.is_named(path / each.directory))
+    )
 
 
-def _without_item(step: str, folder: Folder) -> Problem:
+def _without_item(step: str, folder: folders.Folder) -> Problem:
     """A step directory in which nothing is of this library."""
     if folder.kind == "orbax":
         message = "a step of plain Orbax: what it holds is not looked at here"
@@ -162,14 +146,14 @@ def _without_item(step: str, folder: Folder) -> Problem:
     return Problem(step, "", "no_checkpoint", (step,), message)
 
 
-def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
+def _of_orbax(root: store.AnyPath, step: str) -> Iterator[Problem]:
     """What is wrong with the files in which Orbax describes a step; they hold no values."""
     file = names.ORBAX_METADATA
     path = root / step / file
     try:
-        refuse_pipe(path)
-        if exists(path):
-            data = read_small(path, ORBAX_NOTE_BYTES)
+        checked.refuse_pipe(path)
+        if store.exists(path):
+            data = store.read_small(path, folders.ORBAX_NOTE_BYTES)
             if not isinstance(json.loads(data), dict):
                 raise ValueError("it is no JSON object")
     except errors.IntegrityError as error:
@@ -179,26 +163,26 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
         yield Problem(step, file, "orbax_metadata", (), message)
 
 
-def _unknown(root: AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
+def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
     """Files of a step beside its items, and folders that are none of these, as far as is known."""
-    held = items_of_orbax(root / step)
-    for name in names_in(root / step):
+    held = folders.items_of_orbax(root / step)
+    for name in store.names_in(root / step):
         if name in (names.ORBAX_METADATA, names.COMMITTED, *held, *items):
             continue
         path = root / step / name
-        if held or not is_directory(path) or is_own_item(path):
+        if held or not store.is_directory(path) or folders.is_own_item(path):
             message = "is not of this checkpoint; it is never read"
-            yield Problem(step, name, UNKNOWN, (), message)
+            yield Problem(step, name, checked.UNKNOWN, (), message)
 
 
-def _beside(root: AnyPath) -> Iterator[Problem]:
+def _beside(root: store.AnyPath) -> Iterator[Problem]:
     """Notes on what lies beside the steps."""
     meanings = {
         "removed": "a removed step of which files are left",
         "abandoned": "a step that a rollback moved aside",
         "unfinished": "a save that is being written, or was killed",
     }
-    held = beside(root)
+    held = layout.beside(root)
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)
@@ -207,7 +191,7 @@ def _beside(root: AnyPath) -> Iterator[Problem]:
 class _Item:
     """One item of all steps."""
 
-    def __init__(self, root: AnyPath, item: str, level: Level) -> None:
+    def __init__(self, root: store.AnyPath, item: str, level: Level) -> None:
         self._root, self._item, self._level = root, item, level
         self._index = Ledger(says=False)
 
@@ -229,7 +213,7 @@ class _Item:
         for _ in range(_LOOKS):
             # Until no more is found to be gone: a parent goes after its children.
             while gone := [
-                step for step in found if not is_directory(self._root / step)
+                step for step in found if not store.is_directory(self._root / step)
             ]:
                 for step in gone:
                     del found[step]
@@ -241,7 +225,7 @@ class _Item:
                 for name in (step, *([parent.directory] if parent else [])):
                     found.pop(name, None)
                     self._index.forget(name)
-                    if is_own_item(self._root / name / self._item):
+                    if folders.is_own_item(self._root / name / self._item):
                         found[name] = self._look(name)
             if not stale:
                 return
