@@ -15,7 +15,6 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.index.entries import branch_of
 from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import blockers
@@ -192,9 +191,7 @@ class Listing:
 
     def steps(self) -> list[int]:
         """Steps of the newest branch that can be restored, in order."""
-        ledger = self._asked_again()
-        newest, found = ledger.newest(), ledger.restorable()
-        return sorted({e.step for e in branch_of(newest, found)}) if newest else []
+        return sorted({entry.step for entry in self._asked_again().branch()})
 
     def best_step(self) -> int | None:
         """The best of these steps by metrics; the newest where steps are not ranked."""

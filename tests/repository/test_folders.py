@@ -44,6 +44,10 @@ FOLDERS: dict[str, tuple[dict[str, str], Seen]] = {
     "in another item": ({"model/manifest.p00000.json": ""}, OWN),
     "what Orbax noted of it": ({NOTE: OURS}, OWN),
     "with files of Orbax": ({f"{ITEM}/manifest.json": "", "a/_METADATA": ""}, OWN),
+    "with files of Orbax in the item": (
+        {f"{ITEM}/rows.p00000/codes/c/0": "", f"{ITEM}/_METADATA": ""},
+        OWN,
+    ),
     "of Orbax": (
         {NOTE: THEIRS, "model/_METADATA": "", "opt/_METADATA": "", "data/x": ""},
         Seen("orbax", True, True, True, ("model", "opt")),

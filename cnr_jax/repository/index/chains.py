@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from cnr_jax.format import names
-from cnr_jax.repository.index.entries import Entry, chain_of, order, parent_of
+from cnr_jax.repository.index.entries import (
+    Entry,
+    branch_of,
+    chain_of,
+    order,
+    parent_of,
+)
 from cnr_jax.repository.index.folders import Folder
 
 
@@ -339,6 +345,11 @@ class Chains:
         restorable = self._derive().restorable
         return restorable[-1] if restorable else None
 
+    def branch(self) -> list[Entry]:
+        """Those that led to the newest one, itself last, as far as they can be restored."""
+        newest = self.newest()
+        return branch_of(newest, self._derive().restorable) if newest else []
+
     def harm_of(self, entry: Entry) -> Harm | None:
         """What was found wrong with the files of a checkpoint; None: nothing."""
         return self._harms.get((entry.directory, entry.uuid))
@@ -399,12 +410,8 @@ class Chains:
 
     def is_whole(self, entry: Entry) -> bool:
         """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
-        if self._entries.get(entry.directory) is entry:
-            return self._derive().standing[entry.directory].whole
-        above = self._above(entry)
-        return self._is_sound(entry, above) and (
-            entry.stands_alone or (above is not None and self.is_whole(above))
-        )
+        known = self._entries.get(entry.directory) is entry
+        return known and self._derive().standing[entry.directory].whole
 
     def orphans(self) -> list[Entry]:
         """Entries that cannot be restored for want of a parent, oldest first."""

@@ -213,11 +213,6 @@ def branch_of(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     ]
 
 
-def full_ones(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
-    """The full checkpoints among the entries that the branch of a step has, newest last."""
-    return [each for each in branch_of(tip, entries) if each.stands_alone]
-
-
 def forks_of_next(
     tip: Entry | None,
     entries: Sequence[Entry],

@@ -178,11 +178,6 @@ def folders_in(step: store.AnyPath) -> list[store.AnyPath]:
     return [path for path in found if store.is_directory(path)]
 
 
-def is_checkpoint(step: store.AnyPath) -> bool:
-    """Whether this library or Orbax has saved a step directory, as far as can be seen."""
-    return Folder.look(step).is_checkpoint
-
-
 def is_earlier_run(folder: store.AnyPath) -> bool:
     """Whether a folder of a root is the root of an earlier run: called so, and a step is in it.
 
@@ -196,7 +191,7 @@ def is_earlier_run(folder: store.AnyPath) -> bool:
     ):
         return False
     steps = [*layout.step_directories(folder), *layout.beside(folder)["abandoned"]]
-    return any(is_checkpoint(folder / name) for name in steps)
+    return any(Folder.look(folder / name).is_checkpoint for name in steps)
 
 
 def other_checkpoints(
@@ -212,7 +207,7 @@ def other_checkpoints(
     if is_step is None or not store.exists(root):
         return ()
     found = [name for name in layout.step_directories(root) if not is_step(name)]
-    return tuple(name for name in found if is_checkpoint(root / name))
+    return tuple(n for n in found if Folder.look(root / n).is_checkpoint)
 
 
 def naming_hint(root: store.AnyPath, is_step: Callable[[str], bool] | None) -> str:

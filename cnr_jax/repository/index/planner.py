@@ -29,8 +29,8 @@ from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.index.entries import (
     Branch,
     Entry,
+    branch_of,
     forks_of_next,
-    full_ones,
     named,
     records,
 )
@@ -488,7 +488,8 @@ class Planner:
         if self._min_fulls == 1:
             # What deltas rest on is one, unless dense files of it are gone.
             return ledger.harm_of(ledger.chain(branch.tip)[-1]) is not None
-        return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
+        found = branch_of(branch.tip, ledger.restorable())
+        return sum(each.stands_alone for each in found) < self._min_fulls
 
     def _parent(
         self, ledger: Ledger, branch: Branch, decision: Decision
