@@ -14,7 +14,7 @@ from cnr_jax.checkpointer.orbax_compat.places import step_names
 from cnr_jax.format.names import step_number
 from cnr_jax.manager import CheckpointManager
 from cnr_jax.options import Options, checked
-from cnr_jax.repository.index.folders import is_state_of_orbax, saved_by
+from cnr_jax.repository.index.folders import Folder, is_state_of_orbax
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
@@ -169,7 +169,9 @@ def _check_is_of_orbax(
         OptionError: if it is.
     """
     for directory in step_directories(root, named):
-        if step_number(directory) == step and saved_by(root / directory, item) == "own":
+        if step_number(directory) != step:
+            continue
+        if Folder.look(root / directory, item).kind == "own":
             raise errors.OptionError(
                 f"step {step} of {os.fspath(root)} is a checkpoint of cnr_jax, expected one of"
                 " plain Orbax\n"

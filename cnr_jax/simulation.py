@@ -288,9 +288,19 @@ class _Followed:
             rows += count
             id_bytes += bytes_of_ids(seen, parent, count)
         size = model.save_bytes(rows, id_bytes, len(last))
-        self._history.append(
-            SaveRecord(step=save, kind=decision.kind, bytes=size, rows=rows, secs=1.0)
+        above = self._history[parent] if 0 <= parent < save else None
+        depth, restore_bytes = (above.depth, above.restore_bytes) if above else (0, 0)
+        assert depth is not None and restore_bytes is not None
+        record = SaveRecord(
+            step=save,
+            kind=decision.kind,
+            bytes=size,
+            rows=rows,
+            secs=1.0,
+            depth=depth + 1,
+            restore_bytes=restore_bytes + size,
         )
+        self._history.append(record)
         self._parents.append(parent)
 
     def schedule(self) -> Schedule:

@@ -62,6 +62,26 @@ def test_a_copy_of_an_item_is_none(saved: Any, opened: Any, tmp_path: Path) -> N
     whole(saved, opened, root)
 
 
+def test_damage_of_a_copied_step_harms_the_copy_alone(
+    saved: Any, opened: Any, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(root / "10", root / "backup_10")
+    (root / "backup_10/default/manifest.p00000.json").unlink()
+    found = cnr.describe(root)
+    assert found.latest_step == 11
+    assert [s.directory for s in found.steps if s.problem] == ["backup_10"]
+    with cnr.CheckpointManager(root, tables=saved.tables) as manager:
+        (problem,) = manager.verify()
+        assert problem.consequence == ("backup_10",)
+        assert manager.latest_step() == 11
+        saved.restore(manager, None)
+    with opened(saved) as manager:
+        saved.restore(manager, None)
+        saved.run(manager, [12])
+    assert cnr.describe(root).steps[-1].kind == "delta"
+
+
 def test_an_item_that_is_renamed_in_one_step_hides_no_others(
     saved: Any, opened: Any, tmp_path: Path
 ) -> None:

@@ -231,6 +231,11 @@ def test_chains_that_lead_nowhere(root: Path, tiny_run: Any) -> None:
     }
     shutil.copytree(other / "1", root / "1")
     assert problems(root)[2] == "1 is not the parent it was saved with"
+    shutil.rmtree(root / "1")
+    (root / "1").mkdir()
+    found = cnr.describe(root)
+    assert [each.step for each in found.steps] == [0, 2, 3]
+    assert problems(root)[2] == "its parent 1 cannot be read"
 
 
 def test_parents_that_lead_in_a_circle(root: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
+from cnr_jax.format import names
 from cnr_jax.repository.upkeep.claim import WritingLock
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
@@ -95,6 +97,16 @@ def test_a_plan_changes_nothing_and_is_what_is_done_then(
         run.restore(manager, None)
         run.run(manager, [8])
         assert manager.all_steps() == [3, 6, 7, 8]
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_each_manifest_is_read_once(root: Path, delete: bool) -> None:
+    with inprocess.watching(root, looks=True) as calls:
+        cnr.prune(root, keep=2, delete=delete)
+    paths = [call.path for call in calls if call.call == "open_read"]
+    for name in (names.MANIFEST, names.process_manifest(0)):
+        read = Counter(path for path in paths if path.endswith(f"/{name}"))
+        assert len(read) == 8 and set(read.values()) == {1}
 
 
 def test_deltas_go_before_what_they_rest_on_wherever_it_ends(root: Path) -> None:

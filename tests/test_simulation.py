@@ -84,6 +84,38 @@ def test_the_command_prints_the_same(
     assert {"intermittent", "one_shot", "consecutive", "full"} == set(found.schedules)
 
 
+class Watched:
+    """Full every fourth time, else on the save before, or on the first of them where `star`."""
+
+    name = "watched"
+
+    def __init__(self, star: bool) -> None:
+        self.star, self.seen = star, list[cnr.SaveRecord]()
+
+    def decide(self, history: Any) -> cnr.Decision:
+        self.seen = list(history) or self.seen
+        if not history or len(history) == 4:
+            return cnr.Decision(kind="full", parent=None, reason="it is time")
+        parent = history[0 if self.star else -1].step
+        return cnr.Decision(kind="delta", parent=parent, reason="rows")
+
+
+@pytest.mark.parametrize("star", [False, True])
+def test_policies_see_what_restores_would_read(
+    trace: dict[str, np.ndarray], star: bool
+) -> None:
+    policy = Watched(star)
+    cnr.simulate(
+        trace, EVERY, rows=ROWS, model=cnr.ByteModel(dim=DIM), policies=[policy]
+    )
+    sizes = [save.bytes for save in policy.seen]
+    assert [save.kind for save in policy.seen] == ["full", "delta", "delta"]
+    assert [save.depth for save in policy.seen] == ([1, 2, 2] if star else [1, 2, 3])
+    last = sizes[0] + sizes[2] if star else sum(sizes)
+    expected = [sizes[0], sizes[0] + sizes[1], last]
+    assert [save.restore_bytes for save in policy.seen] == expected
+
+
 @pytest.mark.parametrize(
     ("accesses", "every", "rows", "message"),
     [

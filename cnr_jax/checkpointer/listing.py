@@ -15,7 +15,6 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.ending import Ending
 from cnr_jax.format import names
-from cnr_jax.repository.index.entries import branch_of
 from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import blockers
@@ -29,7 +28,7 @@ from cnr_jax.repository.layout import (
     step_directories,
 )
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
-from cnr_jax.repository.step import deleted_step, read_step
+from cnr_jax.repository.step import deleted_step
 from cnr_jax.repository.store import (
     AnyPath,
     exists,
@@ -186,15 +185,13 @@ class Listing:
         ledger = self._asked_again()
         if (entry := ledger.newest()) is not None:
             return entry.step
-        for directory in sorted(ledger.withheld):
-            read_step(self._root, directory, str(self.item))
+        if error := ledger.ask_again(self._root, str(self.item)):
+            raise error
         return None
 
     def steps(self) -> list[int]:
         """Steps of the newest branch that can be restored, in order."""
-        ledger = self._asked_again()
-        newest, found = ledger.newest(), ledger.restorable()
-        return sorted({e.step for e in branch_of(newest, found)}) if newest else []
+        return sorted({entry.step for entry in self._asked_again().branch()})
 
     def best_step(self) -> int | None:
         """The best of these steps by metrics; the newest where steps are not ranked."""
@@ -209,8 +206,7 @@ class Listing:
         self._ending.settle()
         ledger = self._ending.ledger
         if not self._orbax.is_writing_here():
-            for directory in sorted(ledger.withheld):
-                ledger.read(self._root, directory, str(self.item))
+            ledger.ask_again(self._root, str(self.item))
         if ledger.newest() is None:
             # One failure to read what all steps rest on must not make the root look empty.
             ledger.take_back_unread()

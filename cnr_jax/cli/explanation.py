@@ -67,11 +67,20 @@ def explained(root: RootDescription, step: StepDescription) -> Explanation:
     Raises:
         IntegrityError, FormatError: if its manifest cannot be read.
     """
+    there = {each.step: each for each in root.steps if each.run == step.run}
+
+    def restored(number: int) -> tuple[int, int] | None:
+        if number not in there:
+            return None
+        chain = chain_of(root, there[number])
+        rows_bytes = sum(each.table_bytes + each.slot_bytes for each in chain)
+        return len(chain), rows_bytes + chain[-1].dense_bytes
+
     own = _manifest(root, step)
-    seen, seen_in = records(own.history)[:-1], step.step
+    seen, seen_in = records(own.history, restored)[:-1], step.step
     if step.kind == "full":
         before = _before(root, step)
-        seen = list(records(_manifest(root, before).history)) if before else []
+        seen = records(_manifest(root, before).history, restored) if before else []
         seen_in = before.step if before else None
     cycle = since_baseline(seen)
     sizes = [save.bytes for save in cycle[1:]]

@@ -10,7 +10,7 @@ from cnr_jax import errors
 from cnr_jax.cli.printing import progress
 from cnr_jax.repository.describe import describe
 from cnr_jax.repository.description import RootDescription, StepDescription
-from cnr_jax.repository.index.folders import is_checkpoint
+from cnr_jax.repository.index.folders import Folder
 from cnr_jax.repository.layout import check_can_be_read, open_root, step_directories
 from cnr_jax.texts import count_of
 
@@ -45,7 +45,8 @@ def check_root(root: str) -> None:
     """
     path = open_root(root)
     check_can_be_read(path)
-    if not any(is_checkpoint(path / name) for name in step_directories(path)):
+    found = (Folder.look(path / name) for name in step_directories(path))
+    if not any(each.is_checkpoint for each in found):
         # What lies beside steps counts as well.
         read_root(root, None)
 

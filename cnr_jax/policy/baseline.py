@@ -34,6 +34,10 @@ class SaveRecord:
         rows: rows written, over all tables and processes.
         secs: seconds from the start of the save until all its files were written, on all
             processes; without waiting for the save before.
+        depth: checkpoints that a restore of it reads, itself included; None: it is not known, as
+            the step cannot be restored any more.
+        restore_bytes: bytes that these hold for such a restore: rows of all, dense leaves of
+            its own; None likewise.
 
     Example:
         >>> SaveRecord(step=100, kind="full", bytes=4096, rows=64, secs=0.5).kind
@@ -45,6 +49,8 @@ class SaveRecord:
     bytes: int
     rows: int
     secs: float
+    depth: int | None = None
+    restore_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
@@ -100,8 +106,8 @@ class Policy(Protocol):
         Args:
             history: committed saves of the current branch since and including its
                 latest full one, oldest first. Empty if there is none. Where they are
-                very many, older neighbours share one record: the step of the last of
-                them and the mean of their figures.
+                very many, older neighbours share one record: the mean of their figures,
+                and all else of the last of them.
         """
         ...
 

@@ -10,51 +10,27 @@ import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.format.tiles import ProcessManifest
+from cnr_jax.repository import layout, store
 from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
 )
 from cnr_jax.repository.index import suspects
-from cnr_jax.repository.index.chains import Chains
-from cnr_jax.repository.index.entries import Entry, entry_of
-from cnr_jax.repository.index.folders import saved_by
+from cnr_jax.repository.index.chains import Harm
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import (
-    beside,
-    check_can_be_read,
-    open_root,
-    step_directories,
-)
 from cnr_jax.repository.step import (
     held_tables,
     read_processes,
-    read_step,
     without_collections,
 )
-from cnr_jax.repository.store import (
-    AnyPath,
-    can,
-    is_directory,
-    size_of,
-    store_of,
-)
-from cnr_jax.repository.store.checked import (
-    MISTAKABLE,
-    UNKNOWN,
-    check_dense_index,
-    check_size,
-    damage,
-    file_bytes,
-    mistakable_files,
-    numpy_dtype,
-    refuse_pipe,
-)
+from cnr_jax.repository.store import checked
 from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (
@@ -102,146 +78,136 @@ def describe(
         >>> found.latest_step, found.steps[0].kind, found.steps[0].tables[0].saved_rows
         (0, 'full', 8)
     """
-    path = open_root(root)
-    check_can_be_read(path, item)
+    path = layout.open_root(root)
+    layout.check_can_be_read(path, item)
     # Joining names to paths of Orbax takes longer than to read.
-    plain = store_of(path).quick(path)
+    plain = store.store_of(path).quick(path)
     if item is None:
         item = find_item(plain)
-    found = _look_at_all(plain, item, on_step)
+    index = Ledger(says=False)
+    found = look_into(
+        plain, item or "default", index, layout.step_directories(plain), on_step
+    )
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
-    chains = _chains(found)
     steps = [
         dataclasses.replace(
-            each.step,
-            problem=_in_a_line(_obstacle(each, chains), plain),
-            may_lack_rows=each.entry is not None and (name, each.entry.uuid) in lacking,
+            step,
+            problem=_in_a_line(_obstacle(index, name), plain),
+            may_lack_rows=name in index.entries
+            and (name, index.entries[name].uuid) in lacking,
         )
-        for name, each in found.items()
+        for name, step in found.items()
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
-    newest = chains.newest()
+    newest = index.newest()
     return RootDescription(
         root=os.fspath(path),
         item=item,
         steps=tuple(steps),
         latest_step=newest.step if newest else None,
-        **beside(plain),
+        **layout.beside(plain),
     )
 
 
-def _look_at_all(
-    root: AnyPath, item: str | None, on_step: Callable[[int, int], None] | None
-) -> dict[str, _Found]:
-    """The steps of a root by directory, each by itself."""
-    found: dict[str, _Found] = {}
-    directories = step_directories(root)
+def look_into(
+    root: store.AnyPath,
+    item: str,
+    index: Ledger,
+    directories: Sequence[str],
+    on_step: Callable[[int, int], None] | None = None,
+) -> dict[str, StepDescription]:
+    """Looks at the files of steps, without reading what is in them.
+
+    Args:
+        root: holds the step directories.
+        item: of this library in each of them.
+        index: of the root. Those that it does not know are read first; it is told what is wrong
+            with them, and which have been removed meanwhile.
+        directories: of the steps.
+        on_step: see `describe`.
+
+    Returns:
+        The steps by directory, each without what its parents mean for it; folders that neither
+        this library nor Orbax has saved are left out.
+    """
+    found: dict[str, StepDescription] = {}
+    known = index.directories()
     with without_collections():
         for done, directory in enumerate(directories, start=1):
-            each = _look(root, directory, item)
-            if each is not None and (each.damage or each.spoilt):
+            if directory not in known:
+                index.read(root, directory, item)
+            step, harm = _look(root, item, index, directory)
+            if harm is not None or directory in index.folders:
                 # It may have been replaced meanwhile.
-                each = _look(root, directory, item)
-            if each is not None:
-                found[directory] = each
+                index.read(root, directory, item)
+                step, harm = _look(root, item, index, directory)
+            if step is not None:
+                found[directory] = step
+            if harm is not None:
+                index.note_harm(directory, harm)
             if on_step is not None:
                 on_step(done, len(directories))
-    _drop_removed(root, found)
+    # Somebody may have removed some since. A parent goes after its children: until no more is
+    # found to be gone.
+    while gone := [
+        name
+        for name in found
+        if _obstacle(index, name) and not store.is_directory(root / name)
+    ]:
+        for name in gone:
+            del found[name]
+            index.forget(name)
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A step by itself.
-
-    Attributes:
-        step: described without what its parents mean for it.
-        entry: None if there is no manifest that can be read.
-        damage: why neither it nor what rests on it can be restored.
-        spoilt: why it cannot be restored, though others can rest on it.
-    """
-
-    step: StepDescription
-    entry: Entry | None = None
-    damage: str = ""
-    spoilt: str = ""
-
-
-def _chains(found: Mapping[str, _Found]) -> Chains:
-    """What the chains of steps come to."""
-    chains = Chains()
-    for name, each in found.items():
-        if each.entry is None:
-            chains.note_unreadable(name, each.damage or each.spoilt)
-            continue
-        chains.add(each.entry)
-        if each.damage or each.spoilt:
-            reason = each.damage or each.spoilt
-            chains.harm(name, reason, only_dense=not each.damage)
-    return chains
-
-
-def _obstacle(found: _Found, chains: Chains) -> str:
+def _obstacle(index: Ledger, directory: str) -> str:
     """Why a step cannot be restored; empty: it can."""
-    own = found.damage or found.spoilt
-    return own if found.entry is None else chains.obstacle(found.entry)
+    if directory in index.entries:
+        return index.obstacle(index.entries[directory])
+    folder = index.folders[directory]
+    return OF_ORBAX if folder.kind == "orbax" else folder.why
 
 
-def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
-    """A step by itself; None for a folder that is no step."""
-    number = names.step_number(directory)
-    where = root / directory / (item or "default")
-    kind = saved_by(root / directory, where.name)
-    if kind == "orbax":
-        step = StepDescription(step=number, directory=directory, kind="orbax")
-        return _Found(step=step, spoilt=OF_ORBAX)
-    if kind is None:
-        return None
-    unreadable = StepDescription(step=number, directory=directory, kind="unreadable")
+def _look(
+    root: store.AnyPath, item: str, index: Ledger, directory: str
+) -> tuple[StepDescription | None, Harm | None]:
+    """A step, without what its parents mean for it, and what is wrong with its files.
+
+    None for a folder that is no step, or is gone.
+    """
+    number, where = names.step_number(directory), root / directory / item
+    entry, folder = index.entries.get(directory), index.folders.get(directory)
+    if (entry and entry.orbax) or (folder and folder.kind == "orbax"):
+        return StepDescription(step=number, directory=directory, kind="orbax"), None
+    if folder and folder.kind == "own":
+        step = StepDescription(step=number, directory=directory, kind="unreadable")
+        return step, None
+    if entry is None or entry.manifest is None:
+        return None, None
+    manifest = entry.manifest
+    step = _described(directory, manifest)
     try:
-        manifest = read_step(root, directory, where.name)
-        step = _described(directory, manifest, size_of(where / names.MANIFEST))
-    except (errors.CnrError, OSError) as error:
-        return _Found(step=unreadable, damage=str(error))
-    entry, spoilt = entry_of(directory, manifest), ""
-    try:
+        own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
+        step = dataclasses.replace(step, manifest_bytes=own_bytes)
         processes = read_processes(where, manifest)
         step = dataclasses.replace(step, tables=held_tables(manifest, processes))
-        if can(root).cheap_looks:
+        if store.can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
-        return _Found(step=step, entry=entry, damage=str(error))
+        return step, Harm(str(error), only_dense=False)
     try:
-        check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
-        if can(root).cheap_looks:
+        checked.check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
+        if store.can(root).cheap_looks:
             _check_dense(where, manifest)
-            refuse_pipe(root / directory / names.ORBAX_METADATA)
+            checked.refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
-        spoilt = str(error)
-    return _Found(step=step, entry=entry, spoilt=spoilt)
+        return step, Harm(str(error), only_dense=True)
+    return step, None
 
 
-def _drop_removed(root: AnyPath, found: dict[str, _Found]) -> None:
-    """Forgets steps that somebody has removed since they were looked at."""
-    # A parent goes after its children: until no more is found to be gone.
-    while gone := _gone(root, found):
-        for name in gone:
-            del found[name]
-
-
-def _gone(root: AnyPath, found: Mapping[str, _Found]) -> list[str]:
-    """Steps that cannot be restored and are not there any more."""
-    chains = _chains(found)
-    return [
-        name
-        for name, each in found.items()
-        if _obstacle(each, chains) and not is_directory(root / name)
-    ]
-
-
-def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescription:
-    """What a manifest tells of its step; `own_bytes` is the size of the manifest."""
+def _described(directory: str, manifest: Manifest) -> StepDescription:
+    """What a manifest tells of its step, but for its own size."""
     totals, parent = manifest.totals, manifest.parent
     return StepDescription(
         step=manifest.step,
@@ -256,7 +222,7 @@ def _described(directory: str, manifest: Manifest, own_bytes: int) -> StepDescri
         table_bytes=totals.table_bytes,
         slot_bytes=totals.slot_bytes,
         dense_bytes=totals.dense_bytes,
-        manifest_bytes=totals.manifest_bytes + own_bytes,
+        manifest_bytes=totals.manifest_bytes,
         state_bytes=state_bytes(manifest.tables, manifest.dense_leaves),
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=_time(manifest.written_at_unix_secs),
@@ -269,7 +235,7 @@ def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int
     of_tables = [leaf for table in tables for leaf in table.leaves]
     dense = [leaf for leaf in dense if leaf.kind == "array"]
     return sum(
-        math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+        math.prod(leaf.shape) * checked.numpy_dtype(leaf.dtype).itemsize
         for leaf in (*of_tables, *dense)
     )
 
@@ -281,7 +247,7 @@ def _time(unix_secs: float) -> datetime.datetime | None:
         return None  # no year that there is
 
 
-def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
+def _check_rows(item: store.AnyPath, processes: Iterable[ProcessManifest]) -> None:
     """Checks that files of arrays are there and as long as they should be.
 
     Raises:
@@ -290,11 +256,11 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
     for process in processes:
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
-            for chunk, nbytes in enumerate(file_bytes(entry)):
+            for chunk, nbytes in enumerate(checked.file_bytes(entry)):
                 _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
 
 
-def _check_dense(item: AnyPath, manifest: Manifest) -> None:
+def _check_dense(item: store.AnyPath, manifest: Manifest) -> None:
     """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
@@ -302,22 +268,24 @@ def _check_dense(item: AnyPath, manifest: Manifest) -> None:
     """
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
-    for path in mistakable_files(
+    for path in checked.mistakable_files(
         item, [digest.path for digest in manifest.dense_files]
     ):
-        raise damage(item / path, MISTAKABLE, UNKNOWN)
+        raise checked.damage(item / path, checked.MISTAKABLE, checked.UNKNOWN)
 
 
-def _check_file(item: AnyPath, path: str, nbytes: int) -> None:
+def _check_file(item: store.AnyPath, path: str, nbytes: int) -> None:
     # A step has a dozen files, a root thousands of steps: only what is wrong is looked at closely.
     try:
-        is_right = next(store_of(item).amiss(item, [(path, nbytes)]), None) is None
+        is_right = (
+            next(store.store_of(item).amiss(item, [(path, nbytes)]), None) is None
+        )
     except OSError:
         is_right = False
     if not is_right:
-        check_size(item / path, nbytes)
+        checked.check_size(item / path, nbytes)
 
 
-def _in_a_line(text: str, root: AnyPath) -> str:
+def _in_a_line(text: str, root: store.AnyPath) -> str:
     """The first line of an error, with paths below the root."""
     return text.partition("\n")[0].replace(f"{os.fspath(root)}/", "")

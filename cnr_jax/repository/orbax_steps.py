@@ -13,19 +13,10 @@ from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.index.folders import handlers_of, is_state_of_orbax, saved_by
-from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository import layout, store
+from cnr_jax.repository.index import folders
 from cnr_jax.repository.step import check_committed
-from cnr_jax.repository.store import (
-    AnyPath,
-    exists,
-    is_directory,
-    names_in,
-    read_small,
-)
 
-# Far more than Orbax notes of a step.
-_MOST_BYTES = 64 << 20
 # In which the API that Orbax calls v1 saves a state as an item of its own naming.
 _V1 = "orbax.checkpoint.experimental.v1."
 _DEFAULT = "default"
@@ -43,7 +34,7 @@ class OrbaxStep(NamedTuple):
     uuid: str
 
 
-def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
+def orbax_step(root: store.AnyPath, directory: str, item: str) -> OrbaxStep | None:
     """A step of plain Orbax as it can be adopted; None where plain Orbax saved none.
 
     Args:
@@ -57,12 +48,13 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
         OSError: if it cannot be seen.
     """
     step = root / directory
-    if saved_by(step, item) != "orbax":
+    folder = folders.Folder.look(step, item)
+    if folder.kind != "orbax":
         return None
     where = os.fspath(step)
     check_committed(root, directory)
-    held = _states(step)
-    if not held and is_state_of_orbax(step):
+    held = folder.states
+    if not held and folders.is_state_of_orbax(step):
         raise errors.IntegrityError(
             f"{where} is a state that plain Orbax saved without a manager\n{_by_hand(step)}",
             kind="not_ours",
@@ -81,14 +73,14 @@ def orbax_step(root: AnyPath, directory: str, item: str) -> OrbaxStep | None:
     return OrbaxStep(item=found, uuid=_uuid(step, directory))
 
 
-def _by_hand(path: AnyPath) -> str:
+def _by_hand(path: store.AnyPath) -> str:
     return (
         f"  hint: ocp.StandardCheckpointer().restore({os.fspath(path)!r}, state) restores it;"
         " save that state with CheckpointManager(new_root, tables=...), into another root"
     )
 
 
-def way_on(root: AnyPath, *, adopts: bool) -> str:
+def way_on(root: store.AnyPath, *, adopts: bool) -> str:
     """How to restore what plain Orbax saved in a root from which nothing else restores.
 
     Args:
@@ -99,22 +91,25 @@ def way_on(root: AnyPath, *, adopts: bool) -> str:
         A hint; empty where there is nothing of plain Orbax, or it cannot be seen.
     """
     try:
-        steps = [root / name for name in reversed(step_directories(root))]
-        if not adopts and any(map(_states, steps)):
+        steps = [root / name for name in reversed(layout.step_directories(root))]
+        if not adopts and any(folders.Folder.look(step).states for step in steps):
             return (
                 "  hint: plain Orbax has saved steps there, and Options(adopt=True) has a"
                 " manager restore them and go on"
             )
-        if exists(root / names.ORBAX_METADATA) and _states(root):
+        if (
+            store.exists(root / names.ORBAX_METADATA)
+            and folders.Folder.look(root).states
+        ):
             above = os.fspath(root.parent)
             return f"  hint: that is a step of plain Orbax, and its root is {above}"
-        bare = [path for path in (root, *steps) if is_state_of_orbax(path)]
+        bare = [path for path in (root, *steps) if folders.is_state_of_orbax(path)]
     except OSError:
         return ""
     return _by_hand(bare[0]) if bare else ""
 
 
-def is_set_aside(step: AnyPath, directory: str, item: str) -> bool:
+def is_set_aside(step: store.AnyPath, directory: str, item: str) -> bool:
     """Whether a folder is an adopted step under the name that a rollback has given it.
 
     Args:
@@ -125,21 +120,23 @@ def is_set_aside(step: AnyPath, directory: str, item: str) -> bool:
     Raises:
         OSError: if it cannot be seen.
     """
-    if saved_by(step, item) != "orbax":
+    if folders.Folder.look(step, item).kind != "orbax":
         return False
     return step.name == names.abandoned(directory, 1, _uuid(step, directory))
 
 
-def _uuid(step: AnyPath, directory: str) -> str:
+def _uuid(step: store.AnyPath, directory: str) -> str:
     """What tells a step of plain Orbax from others of its name, wherever it lies now."""
     note, said = step / names.ORBAX_METADATA, b""
-    if exists(note):
-        said = read_small(note, _MOST_BYTES)
+    if store.exists(note):
+        said = store.read_small(note, folders.ORBAX_NOTE_BYTES)
     digest = hashlib.sha256(b"orbax\0" + directory.encode() + b"\0" + said)
     return digest.hexdigest()[:32]
 
 
-def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | None:
+def item_beside(
+    root: store.AnyPath, is_step: Callable[[str], bool] | None
+) -> str | None:
     """The item in which this library saves beside the steps of plain Orbax in a root.
 
     That of their states, so that arguments of saves change in their class alone; but for what
@@ -149,14 +146,15 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
         OptionError: if the newest of them holds several states.
         OSError: if the root cannot be seen or listed.
     """
-    if not exists(root):
+    if not store.exists(root):
         return None
-    directories = sorted(step_directories(root, is_step), key=names.step_number)
+    directories = sorted(layout.step_directories(root, is_step), key=names.step_number)
     for directory in reversed(directories):
         step = root / directory
-        if saved_by(step, _DEFAULT) != "orbax":
+        folder = folders.Folder.look(step, _DEFAULT)
+        if folder.kind != "orbax":
             continue
-        held = _states(step)
+        held = folder.states
         if len(held) > 1:
             raise errors.OptionError(
                 f"{os.fspath(step)} holds several states of plain Orbax\n"
@@ -164,15 +162,6 @@ def item_beside(root: AnyPath, is_step: Callable[[str], bool] | None) -> str | N
                 f"  hint: CheckpointManager(root, item={held[0]!r}) says which one to go on with"
             )
         if held:
-            by_v1 = handlers_of(step).get(held[0], "").startswith(_V1)
+            by_v1 = folders.handlers_of(step).get(held[0], "").startswith(_V1)
             return _DEFAULT if by_v1 else held[0]
     return None
-
-
-def _states(step: AnyPath) -> list[str]:
-    """Items of a step of plain Orbax that are pytrees."""
-    return [
-        name
-        for name in names_in(step)
-        if is_directory(step / name) and is_state_of_orbax(step / name)
-    ]

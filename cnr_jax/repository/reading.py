@@ -12,7 +12,7 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.integers import checked_step, step_or_newest
-from cnr_jax.repository.index.folders import saved_by
+from cnr_jax.repository.index.folders import Folder
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
@@ -258,7 +258,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
             f"  steps: {', '.join(map(str, sorted(steps.values()))) or 'none'}",
             path=os.fspath(path),
         )
-    if len(named) == 1 and saved_by(path / named[0], item) == "orbax":
+    if len(named) == 1 and Folder.look(path / named[0], item).kind == "orbax":
         raise errors.NoStepError(
             f"step {named[0]} in {os.fspath(path)} was saved by plain Orbax, which knows no"
             f" tables\n{_IMPORT}",
@@ -270,7 +270,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     newest = ledger.newest() if step is None else ledger.by_step(step)
     if newest is None:
         lines = [f"no step in {os.fspath(path)} can be read"]
-        lines += [f"{name}: {why}" for name, why in sorted(ledger.unreadable.items())]
+        lines += [f"{n}: {each.why}" for n, each in sorted(ledger.folders.items())]
         raise errors.NoStepError("\n  ".join(lines[:_SHOWN]), path=os.fspath(path))
     return Place(path, newest.directory, item)
 

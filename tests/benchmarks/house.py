@@ -45,10 +45,7 @@ CHAIN_WALKERS = (("repository/index/entries.py", "chain_of"),)
 # Code that decides which step of a root is the newest to take.
 NEWEST_RULES = (("repository/index/chains.py", "Chains.newest"),)
 # Modules that tell of a folder whose it is and what it holds, with one function of each that does.
-KIND_TELLERS = (
-    ("repository/index/folders.py", "Folder"),
-    ("repository/orbax_steps.py", "orbax_step"),
-)
+KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 # Objects that hold something of the save in flight, or of "the last" one, and where in them.
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("last", "doubt"),

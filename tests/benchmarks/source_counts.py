@@ -133,7 +133,7 @@ def calls_of_files(package: Path) -> list[Called]:
     """Calls outside the store that look at, open or change files of a root.
 
     By name: functions of `os`, `os.path`, `shutil` and `tempfile`, methods that only paths have,
-    what opens files and arrays. What a variable holds is not followed.
+    what opens files and arrays. What a variable holds is not followed; `store` is the store.
     """
     return [
         Called(file, call.lineno, ast.unparse(call.func))
@@ -156,7 +156,7 @@ def _is_of_files(call: ast.Call) -> bool:
         mode = call.args[0] if call.args else None
         given = mode.value if isinstance(mode, ast.Constant) else None
         return isinstance(given, str) and set(given) <= set("rwabx+t")
-    return owner not in ("", "files") and attribute in _OF_PATHS
+    return owner not in ("", "store") and attribute in _OF_PATHS
 
 
 def calls_of_is_local(package: Path) -> list[Called]:

@@ -230,6 +230,12 @@ def test_explain_says_what_the_policy_saw(root: Path) -> None:
     _, found = as_json("explain", root, 2)
     seen = [cnr.SaveRecord(**each) for each in found["seen"]]
     assert [each.step for each in seen] == [0, 1]
+    described = cnr.describe(root).steps
+    rows = [each.table_bytes + each.slot_bytes for each in described]
+    dense = [each.dense_bytes for each in described]
+    assert [each.depth for each in seen] == [1, 2]
+    assert seen[0].restore_bytes == rows[0] + dense[0]
+    assert seen[1].restore_bytes == rows[0] + rows[1] + dense[1]
     decision = cnr.Intermittent().decide(seen)
     assert (decision.kind, decision.reason) == (found["kind"], found["reason"])
     assert found["is_due"] is False

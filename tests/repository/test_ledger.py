@@ -132,7 +132,7 @@ def test_load_reads_committed_steps_and_nothing_else(
     ledger = Ledger.load(tmp_path, ITEM)
     assert sorted(ledger.entries) == ["10", "ck_20"]
     assert ledger.entries["ck_20"].step == 20
-    assert ledger.unreadable == {}
+    assert ledger.folders == {}
 
 
 def test_load_of_a_root_that_is_not_there_is_empty(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_step_with_a_damaged_manifest_is_unreadable_with_its_reason(
         put(tmp_path, "20", data)
     ledger = Ledger.load(tmp_path, ITEM)
     assert list(ledger.entries) == ["10"]
-    assert list(ledger.unreadable) == ["20"]
-    assert "20" in ledger.unreadable["20"]
+    assert list(ledger.folders) == ["20"]
+    assert "20" in ledger.folders["20"].why
     ledger.forget("20")
-    assert ledger.unreadable == {}
+    assert ledger.folders == {}
 
 
 def test_settled_save_has_its_manifest(
@@ -248,7 +248,7 @@ class Straight:
 
     def __init__(self, ledger: Ledger) -> None:
         self.entries = dict(ledger.entries)
-        self.damaged, self.spoilt = dict(ledger.damaged), dict(ledger.spoilt)
+        self.harm_of = ledger.harm_of
 
     def chain(self, entry: Entry) -> list[Entry]:
         found = [entry]
@@ -264,9 +264,9 @@ class Straight:
 
     def is_whole(self, entry: Entry) -> bool:
         chain = self.chain(entry)
-        sound = all(
-            e.manifest is not None and e.uuid not in self.damaged for e in chain
-        )
+        harms = [harm for e in chain if (harm := self.harm_of(e)) is not None]
+        sound = all(e.manifest is not None for e in chain)
+        sound = sound and all(harm.only_dense for harm in harms)
         return sound and chain[-1].parent is None
 
     def committed(self) -> list[Entry]:
@@ -275,7 +275,7 @@ class Straight:
 
     def restorable(self) -> list[Entry]:
         committed = self.committed()
-        return [e for e in committed if self.is_whole(e) and e.uuid not in self.spoilt]
+        return [e for e in committed if self.is_whole(e) and not self.harm_of(e)]
 
     def by_step(self, step: int) -> Entry | None:
         found = [entry for entry in self.entries.values() if entry.step == step]
@@ -309,7 +309,8 @@ def check_as_straight(ledger: Ledger, strangers: list[Entry]) -> None:
     assert ledger.head() == (straight.committed() or [None])[-1]
     for entry in (*ledger.entries.values(), *strangers):
         assert ledger.chain(entry) == straight.chain(entry)
-        assert ledger.is_whole(entry) == straight.is_whole(entry)
+        is_known = ledger.entries.get(entry.directory) is entry
+        assert ledger.is_whole(entry) == (is_known and straight.is_whole(entry))
     for step in range(8):
         assert ledger.by_step(step) == straight.by_step(step)
     for name in DIRECTORIES:
@@ -432,7 +433,7 @@ def test_entries_change_through_the_ledger_alone(tree: Any) -> None:
     with pytest.raises(TypeError):
         tree.ledger.entries["5"] = tree.four
     with pytest.raises(TypeError):
-        tree.ledger.damaged[tree.zero.uuid] = "a bit is wrong"
+        tree.ledger.folders["5"] = None
     assert len(tree.ledger.restorable()) == 5
 
 
@@ -450,3 +451,36 @@ def test_a_child_of_other_tables_than_its_parent_cannot_be_restored() -> None:
     assert ledger.obstacle(child) == "its tables are not those of its parent 1"
     flaw = ledger.flaw(child)
     assert flaw is not None and flaw.kind == "tables_differ"
+
+
+def test_of_two_copies_the_damaged_one_alone_cannot_be_restored(root: Any) -> None:
+    root.add(0)
+    one = root.add(1, root.ledger.entries["0"])
+    copy = root.add(1, root.ledger.entries["0"], directory="backup_1")
+    assert copy.uuid == one.uuid
+    root.ledger.note_damage(f"backup_1/{ITEM}/rows.p00000/codes/c/0", "it is cut")
+    assert names_of(root.ledger.restorable()) == ["0", "1"]
+    assert root.ledger.obstacle(one) == "" and root.ledger.obstacle(copy) == "it is cut"
+
+
+def test_what_is_worse_is_what_is_known_of_a_step(root: Any) -> None:
+    root.add(0)
+    one = root.add(1, root.ledger.entries["0"])
+    dense, rows = f"0/{ITEM}/{names.DENSE}/a", f"0/{ITEM}/rows.p00000/codes/c/0"
+    root.ledger.note_damage(dense, "dense is cut")
+    assert names_of(root.ledger.restorable()) == ["1"]
+    root.ledger.note_damage(rows, "rows are cut")
+    root.ledger.note_damage(dense, "dense is cut")
+    assert root.ledger.restorable() == []
+    assert root.ledger.obstacle(one) == "it rests on 0, which is damaged: rows are cut"
+
+
+def test_damage_that_storage_may_not_show_again_is_taken_back_alone(root: Any) -> None:
+    root.add(0)
+    root.add(1)
+    assert not root.ledger.take_back_unread()
+    root.ledger.note_damage("0/state/rows.p00000", "storage failed", unread=True)
+    root.ledger.note_damage("1/state/rows.p00000", "it is cut")
+    assert root.ledger.newest() is None
+    assert root.ledger.take_back_unread()
+    assert names_of(root.ledger.restorable()) == ["0"]

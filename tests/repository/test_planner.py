@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cnr_jax import errors
-from cnr_jax.format.manifest import HistoryEntry, bounded_history
+from cnr_jax.format.manifest import HistoryEntry, Totals, bounded_history
 from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
 from cnr_jax.repository.index.entries import Entry, records
 from cnr_jax.repository.index.planner import Plan, Planner, Request
@@ -298,6 +298,33 @@ def test_policy_sees_the_saves_since_the_latest_full(run: Run) -> None:
     run.plan(4, clock=5)
     assert [record.step for record in policy.seen[-1]] == [2, 3]
     assert [record.kind for record in policy.seen[-1]] == ["full", "delta"]
+
+
+def test_policy_sees_what_a_restore_of_each_save_reads(run: Run) -> None:
+    def seen(step: int) -> list[tuple[int, int | None, int | None]]:
+        run.plan(step, clock=9)
+        return [(r.step, r.depth, r.restore_bytes) for r in run.policy.seen[-1]]
+
+    run.save(0, clock=1)
+    run.save(1, clock=2)
+    run.policy.decision = Decision(kind="delta", parent=0, reason="one-shot")
+    run.save(2, clock=3)
+    run.policy.decision = None
+    run.save(3, clock=4)
+    # Rows of each save take 100 bytes, dense leaves none.
+    assert seen(4) == [(0, 1, 100), (1, 2, 200), (2, 2, 200), (3, 3, 300)]
+    run.ledger.note_damage("2/state/rows.p00000/codes/c/0", "it is cut")
+    run.ledger.forget("1")
+    assert seen(4) == [(0, 1, 100), (1, None, None), (2, None, None), (3, None, None)]
+
+
+def test_dense_leaves_count_for_the_step_itself_alone(root: Any) -> None:
+    totals = Totals(
+        rows=8, table_bytes=90, slot_bytes=10, dense_bytes=1000, manifest_bytes=1
+    )
+    parent = root.add(0, totals=totals)
+    child = root.add(1, parent, totals=totals)
+    assert [root.ledger.restore_bytes(e) for e in (parent, child)] == [1100, 1200]
 
 
 def test_full_plan_starts_a_history_and_delta_goes_on(run: Run) -> None:

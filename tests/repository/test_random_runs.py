@@ -10,6 +10,7 @@ import dataclasses
 import random
 import secrets
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -18,6 +19,7 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.policy import Consecutive, Full, OneShot
 from cnr_jax.repository.index.entries import Entry, branch_of, entry_of
+from cnr_jax.repository.index.folders import Folder
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner, Request
 from cnr_jax.repository.index.retention import ChainPreservation
@@ -141,10 +143,15 @@ class Root:
         number = self.random.randrange(40)
         name = str(number)
         if name not in self.ledger.directories():
-            self.ledger._unreadable[name] = "not ours"
-            self.ledger.foreign.add(name)
-            self.ledger.strange.add(name)
-            self.ledger._version += 1
+            folder = Folder(
+                path=Path(name),
+                item="state",
+                held=("state",),
+                below={"state": ("notes.txt",)},
+                kind="other",
+                why="not ours",
+            )
+            self.ledger.note_folder(name, folder)
 
     def save(self) -> None:
         program, before = self.program, self.uuids()

@@ -41,7 +41,7 @@ from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.orbax_steps import way_on
-from cnr_jax.repository.step import TRIES, deleted_step, is_same_step, read_step
+from cnr_jax.repository.step import TRIES, deleted_step, is_same_step
 from cnr_jax.repository.store import AnyPath, exists
 from cnr_jax.repository.store.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.upkeep.aside import check_is_here
@@ -224,11 +224,8 @@ class StepChooser:
         """
         ledger = self.ledger
         newest = entry.step if (entry := ledger.newest()) else -1
-        for directory in sorted(ledger.withheld):
-            if names.step_number(directory) > newest:
-                ledger.read(self._root, directory, self._item)
-                if directory in ledger.withheld:
-                    read_step(self._root, directory, self._item)
+        if error := ledger.ask_again(self._root, self._item, newer_than=newest):
+            raise error
         if ledger.newest() is None and not self._has_asked_again:
             self._has_asked_again = True
             ledger.take_back_unread()
@@ -318,7 +315,6 @@ class StepChooser:
         good = {entry.directory for entry in ledger.restorable()}
         bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
         found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
-        unreadable = sorted(ledger.unreadable, key=names.step_number, reverse=True)
-        for name in unreadable:
-            found.append((name, ledger.unreadable[name].partition("\n")[0]))
+        for name in sorted(ledger.folders, key=names.step_number, reverse=True):
+            found.append((name, ledger.folders[name].why.partition("\n")[0]))
         return found

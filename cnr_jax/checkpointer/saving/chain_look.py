@@ -14,7 +14,7 @@ from typing import TypeGuard
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.format.names import step_number
-from cnr_jax.repository.index.entries import Entry, entry_of, full_ones
+from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -40,8 +40,7 @@ def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry
     """The chain that a save rests on, and the newest other full checkpoints of its branch."""
     parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
     chain = ledger.chain(parent) if parent else []
-    committed = ledger.restorable()
-    fulls = full_ones(committed[-1], committed)[-_FULLS:] if committed else []
+    fulls = [entry for entry in ledger.branch() if entry.stands_alone][-_FULLS:]
     own = {entry.uuid for entry in chain}
     return tuple(chain), tuple(e for e in reversed(fulls) if e.uuid not in own)
 

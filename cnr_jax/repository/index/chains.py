@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from cnr_jax.format import names
-from cnr_jax.repository.index.entries import Entry, chain_of, order, parent_of
+from cnr_jax.repository.index.entries import (
+    Entry,
+    branch_of,
+    chain_of,
+    order,
+    parent_of,
+)
+from cnr_jax.repository.index.folders import Folder
 
 
 class Flaw(NamedTuple):
@@ -32,6 +39,20 @@ class Flaw(NamedTuple):
     text: str
 
 
+class Harm(NamedTuple):
+    """What was found wrong with the files of a checkpoint.
+
+    Attributes:
+        reason: in a line.
+        only_dense: it cannot be restored itself, but others can rest on it.
+        unread: storage failed to read it, as it may do once and not again.
+    """
+
+    reason: str
+    only_dense: bool
+    unread: bool = False
+
+
 class Standing(NamedTuple):
     """What the chain of an entry comes to.
 
@@ -39,20 +60,25 @@ class Standing(NamedTuple):
         depth: entries in it, itself included.
         rooted: it leads to one without a parent.
         whole: it does so without damage, and without a save that is being written.
+        rows_bytes: of all of it.
     """
 
     depth: int
     rooted: bool
     whole: bool
+    rows_bytes: int
 
     def with_child(self, entry: Entry, *, sound: bool) -> Standing:
-        """What the chain comes to with one more entry; of a full one that is the whole chain."""
-        is_full = entry.parent is None
-        whole = (self.whole or is_full) and sound
-        return Standing(self.depth + 1, self.rooted or is_full, whole)
+        """What the chain comes to with one more entry, which may be all of it."""
+        return Standing(
+            depth=self.depth + 1,
+            rooted=self.rooted or entry.stands_alone,
+            whole=(self.whole or entry.stands_alone) and sound,
+            rows_bytes=self.rows_bytes + entry.rows_bytes,
+        )
 
 
-NOWHERE = Standing(depth=0, rooted=False, whole=False)
+NOWHERE = Standing(depth=0, rooted=False, whole=False, rows_bytes=0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,7 +160,7 @@ def _derive(
     version: int,
     entries: Sequence[Entry],
     is_sound: Callable[[Entry, Entry | None], bool],
-    spoilt: Collection[str],
+    is_harmed: Callable[[Entry], object],
 ) -> Derived:
     """What follows from all entries.
 
@@ -142,7 +168,7 @@ def _derive(
         version: of the chains.
         entries: one for each directory.
         is_sound: whether one is free of damage, beside its parent, if that is known.
-        spoilt: uuids of those that cannot be restored themselves.
+        is_harmed: whether one cannot be restored itself.
     """
     known = {entry.directory: entry for entry in entries}
     above = {entry.directory: parent_of(entry, known) for entry in entries}
@@ -165,7 +191,7 @@ def _derive(
         restorable=[
             entry
             for entry in committed
-            if standing[entry.directory].whole and entry.uuid not in spoilt
+            if standing[entry.directory].whole and not is_harmed(entry)
         ],
         by_step=by_step,
         children=children,
@@ -204,11 +230,10 @@ class Chains:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._unreadable: dict[str, str] = {}
-        self._damaged: dict[str, str] = {}
-        self._spoilt: dict[str, str] = {}
-        # Of these, those that storage failed to read, which it may do once and not again.
-        self._unread: set[str] = set()
+        self._folders: dict[str, Folder] = {}
+        # By directory and uuid: of two copies one may be damaged, and another step may come to
+        # stand where one was.
+        self._harms: dict[tuple[str, str], Harm] = {}
         # Whether a child and its parent hold the same tables, which may be thousands.
         self._alike: dict[tuple[str, str], bool] = {}
         # Of the entries and the known damage: counts their changes. After each, or what another
@@ -223,25 +248,9 @@ class Chains:
         return types.MappingProxyType(self._entries)
 
     @property
-    def unreadable(self) -> Mapping[str, str]:
-        """Step directories whose manifest is missing or damaged, with the reason."""
-        return types.MappingProxyType(self._unreadable)
-
-    @property
-    def damaged(self) -> Mapping[str, str]:
-        """Uuids of checkpoints whose rows or process manifests are damaged, with the reason.
-
-        Neither they nor what rests on them can be restored.
-        """
-        return types.MappingProxyType(self._damaged)
-
-    @property
-    def spoilt(self) -> Mapping[str, str]:
-        """Uuids of checkpoints of which only `dense/` is damaged, with the reason.
-
-        They cannot be restored, but others can rest on them.
-        """
-        return types.MappingProxyType(self._spoilt)
+    def folders(self) -> Mapping[str, Folder]:
+        """Step directories of which no manifest could be read."""
+        return types.MappingProxyType(self._folders)
 
     # What is told.
 
@@ -251,19 +260,20 @@ class Chains:
         derived = self._current()
         self._entries[entry.directory] = entry
         self._version += 1
-        if derived is not None and entry.uuid not in self._spoilt:
+        if derived is not None and self.harm_of(entry) is None:
             above = parent_of(entry, self._entries)
             if derived.grow(entry, above, sound=self._is_sound(entry, above)):
                 derived.version = self._version
 
-    def note_unreadable(self, directory: str, reason: str) -> None:
-        """Notes that a step directory is there, but not what it holds."""
-        self._unreadable[directory] = reason
+    def note_folder(self, directory: str, folder: Folder) -> None:
+        """Notes that a step directory is there of which no manifest can be read."""
+        self.forget(directory)
+        self._folders[directory] = folder
 
     def forget(self, directory: str) -> None:
         """Drops a step directory that is gone or about to be."""
         self.drop(directory)
-        self._unreadable.pop(directory, None)
+        self._folders.pop(directory, None)
 
     def drop(self, directory: str) -> None:
         """Drops an entry, if there is one."""
@@ -286,38 +296,29 @@ class Chains:
         """
         directory, *rest = path.split("/")
         only_dense = rest[1:2] == [names.DENSE]
-        self.harm(directory, reason, only_dense=only_dense, unread=unread)
+        self.note_harm(directory, Harm(reason, only_dense=only_dense, unread=unread))
 
-    def harm(
-        self, directory: str, reason: str, *, only_dense: bool, unread: bool = False
-    ) -> None:
-        """Notes that a step is damaged.
-
-        Args:
-            directory: of the step.
-            reason: what is wrong, in a line.
-            only_dense: whether it is of no use to itself alone: others can rest on it.
-            unread: whether storage failed to read it.
-        """
+    def note_harm(self, directory: str, harm: Harm) -> None:
+        """Notes what is wrong with a step; nothing less than what is known of it."""
         entry = self._entries.get(directory)
-        if entry is not None:
-            (self._spoilt if only_dense else self._damaged)[entry.uuid] = reason
-            (self._unread.add if unread else self._unread.discard)(entry.uuid)
-            self._version += 1
+        known = self.harm_of(entry) if entry is not None else None
+        if entry is None or (known and harm.only_dense and not known.only_dense):
+            return
+        self._harms[directory, entry.uuid] = harm
+        self._version += 1
 
     def take_back_unread(self) -> bool:
         """Takes back damage that is a failure of storage; returns whether there was any."""
-        unread, self._unread = self._unread, set()
-        for uuid in unread:
-            self._damaged.pop(uuid, None)
-            self._spoilt.pop(uuid, None)
+        unread = [key for key, harm in self._harms.items() if harm.unread]
+        for key in unread:
+            del self._harms[key]
             self._version += 1
         return bool(unread)
 
     def become(self, fresh: Chains) -> None:
         """Takes over what was read anew."""
-        self._entries, self._unreadable = fresh._entries, fresh._unreadable
-        self._damaged, self._spoilt, self._unread = {}, {}, set()
+        self._entries, self._folders = fresh._entries, fresh._folders
+        self._harms = {}
         self._alike = {}
         self._version += 1
 
@@ -344,13 +345,22 @@ class Chains:
         restorable = self._derive().restorable
         return restorable[-1] if restorable else None
 
+    def branch(self) -> list[Entry]:
+        """Those that led to the newest one, itself last, as far as they can be restored."""
+        newest = self.newest()
+        return branch_of(newest, self._derive().restorable) if newest else []
+
+    def harm_of(self, entry: Entry) -> Harm | None:
+        """What was found wrong with the files of a checkpoint; None: nothing."""
+        return self._harms.get((entry.directory, entry.uuid))
+
     def flaw(self, entry: Entry) -> Flaw | None:
         """What keeps a checkpoint from resting on the parent that it names, if anything does."""
         parent = entry.parent
         if parent is None:
             return None
         name = parent.directory
-        if name in self._unreadable:
+        if name in self._folders:
             return Flaw("not_readable", f"its parent {name} cannot be read")
         above = self._entries.get(name)
         if above is None:
@@ -367,16 +377,19 @@ class Chains:
 
     def obstacle(self, entry: Entry) -> str:
         """Why a checkpoint cannot be restored, in a line; empty: it can."""
-        own = self._damaged.get(entry.uuid) or self._flaw_text(entry)
-        if own:
-            return own
+        harm = self.harm_of(entry)
+        if harm is not None and not harm.only_dense:
+            return harm.reason
+        if flaw := self._flaw_text(entry):
+            return flaw
         for each in reversed(self.chain(entry)):
             below = f"it rests on {each.directory}, which"
-            if each.uuid in self._damaged:
-                return f"{below} is damaged: {self._damaged[each.uuid]}"
+            known = self.harm_of(each)
+            if known is not None and not known.only_dense:
+                return f"{below} is damaged: {known.reason}"
             if flaw := self._flaw_text(each):
                 return f"{below} cannot be restored: {flaw}"
-        return self._spoilt.get(entry.uuid, "")
+        return "" if harm is None else harm.reason
 
     def _flaw_text(self, entry: Entry) -> str:
         flaw = self.flaw(entry)
@@ -397,12 +410,8 @@ class Chains:
 
     def is_whole(self, entry: Entry) -> bool:
         """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
-        if self._entries.get(entry.directory) is entry:
-            return self._derive().standing[entry.directory].whole
-        above = self._above(entry)
-        return self._is_sound(entry, above) and (
-            entry.parent is None or (above is not None and self.is_whole(above))
-        )
+        known = self._entries.get(entry.directory) is entry
+        return known and self._derive().standing[entry.directory].whole
 
     def orphans(self) -> list[Entry]:
         """Entries that cannot be restored for want of a parent, oldest first."""
@@ -432,7 +441,7 @@ class Chains:
         def above(entry: Entry) -> Entry | None:
             return self._entries.get(entry.parent.directory) if entry.parent else None
 
-        found = [directory] if directory in self._unreadable else []
+        found = [directory] if directory in self._folders else []
         for entry in self._entries.values():
             chain = list(chain_of(entry, above))
             last = chain[-1].parent
@@ -444,6 +453,12 @@ class Chains:
     def depth(self, directory: str) -> int:
         """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
         return self._derive().standing.get(directory, NOWHERE).depth
+
+    def restore_bytes(self, entry: Entry) -> int:
+        """Bytes that a restore of an entry reads at most: rows of its chain, its dense leaves."""
+        standing = self._derive().standing.get(entry.directory, NOWHERE)
+        dense_bytes = entry.manifest.totals.dense_bytes if entry.manifest else 0
+        return standing.rows_bytes + dense_bytes
 
     def closure(self, directories: Iterable[str]) -> set[str]:
         """The given directories and all that they rest on."""
@@ -461,7 +476,8 @@ class Chains:
 
     def _is_sound(self, entry: Entry, above: Entry | None) -> bool:
         """Whether an entry is committed, free of known damage, and fits its parent."""
-        if not entry.is_committed or entry.uuid in self._damaged:
+        harm = self.harm_of(entry)
+        if not entry.is_committed or (harm is not None and not harm.only_dense):
             return False
         return above is None or self._are_alike(entry, above)
 
@@ -485,5 +501,5 @@ class Chains:
         if known is not None:
             return known
         entries = list(self._entries.values())
-        self._derived = _derive(self._version, entries, self._is_sound, self._spoilt)
+        self._derived = _derive(self._version, entries, self._is_sound, self.harm_of)
         return self._derived

@@ -63,11 +63,23 @@ class Entry:
         return self.manifest is not None or bool(self.orbax)
 
     @property
+    def stands_alone(self) -> bool:
+        """Whether it can be restored without any other: it is full, or of plain Orbax."""
+        return self.parent is None
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of its rows, as far as its manifest tells."""
+        if self.manifest is None:
+            return 0
+        return self.manifest.totals.table_bytes + self.manifest.totals.slot_bytes
+
+    @property
     def kind(self) -> Literal["full", "delta", "orbax"]:
         """`"full"` or `"delta"`, or `"orbax"` for one that was adopted."""
         if self.orbax:
             return "orbax"
-        return "delta" if self.parent else "full"
+        return "full" if self.stands_alone else "delta"
 
     def is_of(self, run: str | None) -> bool:
         """Whether a run counts it among its steps, and may drop it or move it aside."""
@@ -201,11 +213,6 @@ def branch_of(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
     ]
 
 
-def full_ones(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
-    """The full checkpoints among the entries that the branch of a step has, newest last."""
-    return [each for each in branch_of(tip, entries) if each.parent is None]
-
-
 def forks_of_next(
     tip: Entry | None,
     entries: Sequence[Entry],
@@ -280,16 +287,27 @@ def _last_steps(tip: Entry, own: Sequence[Entry]) -> dict[int, int]:
     return last
 
 
-def records(history: Iterable[HistoryEntry]) -> list[SaveRecord]:
-    """A history as policies see it, save by save; of several in one entry the mean of each."""
+def records(
+    history: Iterable[HistoryEntry],
+    restored: Callable[[int], tuple[int, int] | None] = lambda step: None,
+) -> list[SaveRecord]:
+    """A history as policies see it, save by save; of several in one entry the mean of each.
+
+    Args:
+        history: of a branch.
+        restored: depth and bytes of a restore of a step; None: not known.
+    """
     found: list[SaveRecord] = []
     for entry in history:
+        depth, restore_bytes = restored(entry.step) or (None, None)
         record = SaveRecord(
             step=entry.step,
             kind=entry.kind,
             bytes=round(entry.bytes / entry.saves),
             rows=round(entry.rows / entry.saves),
             secs=entry.secs / entry.saves,
+            depth=depth,
+            restore_bytes=restore_bytes,
         )
         found += [record] * entry.saves
     return found

@@ -7,7 +7,7 @@ asks it what must be kept; the planner asks it which parents still exist.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -19,7 +19,6 @@ from cnr_jax.repository.layout import Place, step_directories
 from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.step import read_committed, read_step, without_collections
 from cnr_jax.repository.store import AnyPath, exists, is_gone, store_of
-from cnr_jax.repository.store.checked import UNREAD
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -31,14 +30,9 @@ class Ledger(Chains):
     Args:
         is_step: tells names of step directories; None: all that end in a digit.
         adopts: whether steps of plain Orbax count, rather than being unreadable.
+        says: whether it is said in the log what cannot be read.
 
     Attributes:
-        foreign: those of the unreadable ones that hold something, but nothing of this library.
-        strange: those of the unreadable ones that neither this library nor Orbax has saved.
-        of_others: those of the strange ones of which it is sure that no step rests on them.
-        of_orbax: those of the unreadable ones that plain Orbax saved.
-        withheld: those of the unreadable ones that may be whole: storage did not give them out.
-        doubtful: these, and those that storage failed to read, as it may not do again.
         doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
@@ -48,28 +42,32 @@ class Ledger(Chains):
     """
 
     def __init__(
-        self, is_step: Callable[[str], bool] | None = None, *, adopts: bool = False
+        self,
+        is_step: Callable[[str], bool] | None = None,
+        *,
+        adopts: bool = False,
+        says: bool = True,
     ) -> None:
         self.is_step, self.adopts = is_step or names.may_be_step, adopts
         super().__init__()
-        self.foreign: set[str] = set()
-        self.strange: set[str] = set()
-        self.of_others: set[str] = set()
-        self.of_orbax: set[str] = set()
-        self.withheld: set[str] = set()
-        self.doubtful: set[str] = set()
+        self._says = says
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
         self.crowded = False
         self.run: str | None = None
 
     @property
-    def unknown(self) -> Set[str]:
-        """Those of the unreadable ones that may be steps.
+    def unknown(self) -> set[str]:
+        """Those of the folders that may be steps.
 
         Nothing older than these may be deleted: they might depend on it.
         """
-        return self.unreadable.keys() - self.of_others
+        return {name for name, each in self._folders.items() if each.may_be_a_step}
+
+    @property
+    def doubtful(self) -> set[str]:
+        """Those of the folders that storage may give out, or read, another time."""
+        return {name for name, each in self._folders.items() if each.doubt}
 
     @classmethod
     def load(
@@ -127,18 +125,40 @@ class Ledger(Chains):
         for directory in sorted(found - known):
             say("step %s has appeared in the root", directory)
             self.read(root, directory, item)
-        doubtful = sorted(self.doubtful & known)
-        for directory in doubtful:
+        doubtful = self.doubtful & known
+        for directory in sorted(doubtful):
             self.read(root, directory, item)
-        return known != found or not self.doubtful.issuperset(doubtful)
+        return known != found or not doubtful <= self.doubtful
+
+    def ask_again(
+        self, root: AnyPath, item: str, newer_than: int = -1
+    ) -> Exception | None:
+        """Reads again what storage did not give out.
+
+        Args:
+            root: holds the step directories.
+            item: name of the item in each of them.
+            newer_than: number of a step; all of a higher one are read.
+
+        Returns:
+            With what it does not give out the first of these still; None if it does.
+        """
+        withheld = [n for n, each in self._folders.items() if each.doubt == "withheld"]
+        newer = [name for name in withheld if names.step_number(name) > newer_than]
+        failed = [self.read(root, name, item) for name in sorted(newer)]
+        return next((each for each in failed if isinstance(each, OSError)), None)
 
     def directories(self) -> set[str]:
         """All step directories that are known, readable or not."""
-        return self.entries.keys() | self.unreadable.keys()
+        return self.entries.keys() | self.folders.keys()
 
-    def read(self, root: AnyPath, directory: str, item: str) -> None:
-        """Reads a step directory, replacing what was known; one that is deleted by now is none."""
-        told = self.unreadable.get(directory)
+    def read(self, root: AnyPath, directory: str, item: str) -> Exception | None:
+        """Reads a step directory, replacing what was known; one that is deleted by now is none.
+
+        Returns:
+            Why it cannot be read, if it cannot.
+        """
+        told = self._folders.get(directory)
         self.forget(directory)
         try:
             found = orbax_step(root, directory, item) if self.adopts else None
@@ -146,28 +166,19 @@ class Ledger(Chains):
             entry = entry or entry_of(directory, read_step(root, directory, item))
         except (errors.CnrError, OSError) as error:
             if is_gone(root / directory):
-                return
-            self.note_unreadable(directory, str(error))
-            folder = Folder.look(root / directory)
-            if folder.is_of_others(item):
-                self.of_others.add(directory)
-            if not isinstance(error, errors.CnrError):
-                self.withheld.add(directory)
-                self.doubtful.add(directory)
-            elif error.kind == UNREAD:
-                self.doubtful.add(directory)
-            elif directory in self.of_others or folder.is_foreign:
-                self.foreign.add(directory)
-            if not folder.is_checkpoint:
-                self.strange.add(directory)
-            if not self.adopts and folder.saved_by == "orbax":
-                self.of_orbax.add(directory)
+                return None
+            folder = Folder.look(root / directory, item, error)
+            self.note_folder(directory, folder)
+            if not self._says:
+                return error
+            if not self.adopts and folder.kind == "orbax":
                 text = "step %s is not looked at: plain Orbax saved it, and no Options(adopt=True)"
                 _log.info(text, directory)
-            elif str(error) != told:
+            elif told is None or told.why != folder.why:
                 _log.warning("step %s cannot be restored: %s", directory, error)
-        else:
-            self.add(entry)
+            return error
+        self.add(entry)
+        return None
 
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
@@ -218,21 +229,6 @@ class Ledger(Chains):
             self.forget(directory)
         self.doomed = set()
 
-    def forget(self, directory: str) -> None:
-        """Drops a step directory that is gone or about to be."""
-        super().forget(directory)
-        for kind in (self.foreign, self.strange, self.of_orbax, self.of_others):
-            kind.discard(directory)
-        self.withheld.discard(directory)
-        self.doubtful.discard(directory)
-
-    def become(self, fresh: Ledger) -> None:
-        """Takes over what was read anew; of a save that is being written nothing changes."""
-        super().become(fresh)
-        self.foreign, self.strange = fresh.foreign, fresh.strange
-        self.of_others, self.of_orbax = fresh.of_others, fresh.of_orbax
-        self.withheld, self.doubtful = fresh.withheld, fresh.doubtful
-
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
         # What is being written came last, and has no manifest.
@@ -246,7 +242,8 @@ class Ledger(Chains):
 
         Those of which nothing is known come first, then the known ones, newest first.
         """
-        unknown = sorted(self.unreadable.keys() - self.strange, reverse=True)
+        found = [name for name, each in self._folders.items() if each.is_checkpoint]
+        unknown = sorted(found, reverse=True)
         return [*unknown, *(entry.directory for entry in reversed(self.committed()))]
 
     def movable(self, directory: str) -> Entry:

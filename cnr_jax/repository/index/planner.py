@@ -24,13 +24,13 @@ from cnr_jax.format.manifest import (
     TableEntry,
 )
 from cnr_jax.integers import LARGEST
-from cnr_jax.policy import Decision, Policy
+from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
 from cnr_jax.repository.index.entries import (
     Branch,
     Entry,
+    branch_of,
     forks_of_next,
-    full_ones,
     named,
     records,
 )
@@ -355,7 +355,7 @@ class Planner:
         """
         head, tip = ledger.head(), branch.tip
         highest = head.generation if head is not None else 0
-        unknown = len(ledger.unreadable.keys() - ledger.foreign)
+        unknown = sum(not each.is_foreign for each in ledger.folders.values())
         if head is not None and tip is not None and tip.uuid == head.uuid:
             if not unknown or tip.uuid.startswith(self._nonce):
                 return head.generation
@@ -376,14 +376,15 @@ class Planner:
         run: str,
     ) -> list[Entry]:
         """Abandoned steps that must go aside, dependents first."""
-        if request.directory in ledger.foreign:
+        folder = ledger.folders.get(request.directory)
+        if folder is not None and folder.is_foreign:
             raise errors.DependentsExistError(
                 f"step {request.step} cannot be saved: the folder {request.directory}"
                 " holds something that cnr_jax did not write\n"
                 "  hint: save into another root, or move that folder away",
                 kind="step_exists",
             )
-        if request.directory in ledger.unreadable:
+        if folder is not None:
             return [ledger.movable(request.directory)]
         entry = ledger.entries.get(request.directory)
         if entry is None:
@@ -421,7 +422,7 @@ class Planner:
             return full_because("a full save was asked for")
         reason = self._obstacle(ledger, branch, request, begins)
         if reason is None:
-            decision = self._policy.decide(records(branch.history))
+            decision = self._policy.decide(self._seen(ledger, branch))
             if request.urgent and decision.kind == "full" and branch.tip is not None:
                 urgent = dataclasses.replace(
                     decision,
@@ -444,6 +445,19 @@ class Planner:
                 )
         _log.info("step %d is saved full: %s", request.step, reason)
         return full_because(reason)
+
+    def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
+        """The saves of a branch since its latest full one, as the policy sees them."""
+        own = (e for e in ledger.committed() if e.uuid in branch.parents)
+        there = {entry.step: entry for entry in own}
+
+        def restored(step: int) -> tuple[int, int] | None:
+            entry = there.get(step)
+            if entry is None or not ledger.is_whole(entry):
+                return None
+            return ledger.depth(entry.directory), ledger.restore_bytes(entry)
+
+        return records(branch.history, restored)
 
     def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
         """Why the parent that a decision names is none."""
@@ -483,8 +497,9 @@ class Planner:
             return False
         if self._min_fulls == 1:
             # What deltas rest on is one, unless dense files of it are gone.
-            return ledger.chain(branch.tip)[-1].uuid in ledger.spoilt
-        return len(full_ones(branch.tip, ledger.restorable())) < self._min_fulls
+            return ledger.harm_of(ledger.chain(branch.tip)[-1]) is not None
+        found = branch_of(branch.tip, ledger.restorable())
+        return sum(each.stands_alone for each in found) < self._min_fulls
 
     def _parent(
         self, ledger: Ledger, branch: Branch, decision: Decision

@@ -94,7 +94,7 @@ def kept_steps(
         reasons[step] = "it cannot be restored, and may be mended"
     reasons |= dict.fromkeys(sorted(wanted), because)
     _keep_parents(ledger, reasons)
-    fulls = [entry.step for entry in branch if entry.parent is None]
+    fulls = [entry.step for entry in branch if entry.stands_alone]
     held = [step for step in fulls if step in reasons]
     for step in reversed(fulls):
         if wanted and len(held) < min_fulls and step not in held:
@@ -225,7 +225,7 @@ class ChainPreservation:
         shown = ", ".join(blamed[:5]) + (", ..." if len(blamed) > 5 else "")
         hint = (
             "move it out of the root, or give it a name that does not end in a digit"
-            if ledger.foreign.issuperset(blamed)
+            if all(ledger.folders[name].is_foreign for name in blamed)
             else "cnr_jax.verify says what is wrong there; move it out of the root or mend it"
         )
         _log.warning(
@@ -269,7 +269,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 def _lost(ledger: Ledger) -> set[int]:
     """Steps that cannot be restored: without parent or manifest, or found damaged."""
-    unreadable = {step_number(directory) for directory in ledger.unreadable}
+    unreadable = {step_number(directory) for directory in ledger.folders}
     good = {entry.step for entry in ledger.restorable()}
     return {entry.step for entry in ledger.committed()} - good | unreadable
 

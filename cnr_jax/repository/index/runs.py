@@ -142,7 +142,7 @@ class Runs:
             name = doubtful[0]
             raise errors.SaveError(
                 f"nothing can be saved: storage does not say whether the save of step {name},"
-                f" with which this run began, is committed\n  {ledger.unreadable[name]}\n"
+                f" with which this run began, is committed\n  {ledger.folders[name].why}\n"
                 "  hint: save again once storage is well; what is committed is untouched",
                 path=f"{origin.root}/{name}",
             )
@@ -252,7 +252,8 @@ def _used_root(
         f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
         "  expected an empty root, or a restore before the first save; nothing was changed",
     ]
-    if set(found) <= ledger.foreign:
+    theirs = {name for name, each in ledger.folders.items() if each.is_foreign}
+    if set(found) <= theirs:
         lines[1] += ", saved by plain Orbax"
         lines[2] = "  expected an empty root; nothing was changed"
         lines.append(

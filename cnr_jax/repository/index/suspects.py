@@ -122,7 +122,7 @@ def forget_gone(root: AnyPath, ledger: Ledger) -> bool:
     left = [
         each
         for each in noted
-        if _is_there(each, ledger) or each.directory in ledger.unreadable
+        if _is_there(each, ledger) or each.directory in ledger.folders
     ]
     if len(left) < len(noted):
         try:

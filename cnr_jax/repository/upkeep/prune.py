@@ -12,28 +12,15 @@ from typing import Any, Literal
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.integers import integer
-from cnr_jax.repository.describe import describe
+from cnr_jax.repository import layout, store
+from cnr_jax.repository.describe import look_into
 from cnr_jax.repository.description import aligned, amount
-from cnr_jax.repository.index.folders import is_earlier_run, saved_by
+from cnr_jax.repository.index import folders
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import children_first, kept_steps
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import (
-    beside,
-    check_can_be_read,
-    open_root,
-    step_directories,
-)
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import read_committed
-from cnr_jax.repository.store import (
-    AnyPath,
-    can,
-    exists,
-    is_directory,
-    is_gone,
-    store_of,
-)
 from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -180,7 +167,7 @@ def prune(
         [(0, False), (1, True), (2, True)]
     """
     keep, min_fulls = _positive("keep", keep), _positive("min_fulls", min_fulls)
-    path = open_root(root)
+    path = layout.open_root(root)
     item = _item_of(path, item)
     if not delete:
         ledger = Ledger.load(path, item, adopts=True)
@@ -206,19 +193,19 @@ def _positive(name: str, given: Any) -> int:
     return found
 
 
-def _item_of(root: AnyPath, item: str | None) -> str:
+def _item_of(root: store.AnyPath, item: str | None) -> str:
     """The item of a root to go by, which must be one that can be pruned.
 
     Raises:
         NoStepError: if there is no such folder.
         OptionError: if it is no root, or not a local one.
     """
-    if not can(root).renames:
+    if not store.can(root).renames:
         raise errors.OptionError(
             f"{root} is in a storage service, where folders cannot be removed at once\n"
             "  hint: manager.delete(step), the newest first"
         )
-    check_can_be_read(root, item)
+    layout.check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:
         check_is_here(root)
@@ -232,7 +219,7 @@ def _item_of(root: AnyPath, item: str | None) -> str:
 
 @contextlib.contextmanager
 def _claimed(
-    root: AnyPath, item: str, *, writer_is_dead: bool
+    root: store.AnyPath, item: str, *, writer_is_dead: bool
 ) -> Iterator[tuple[RootWriter, Ledger]]:
     """The writer of a root that nobody else saves to meanwhile, and what is in the root.
 
@@ -242,7 +229,7 @@ def _claimed(
     before = read_writer(root)
     # A folder of that name is nobody's claim; the claim below says what is to be done about it.
     path = root / names.WRITER
-    unknown = before is None and exists(path) and not is_directory(path)
+    unknown = before is None and store.exists(path) and not store.is_directory(path)
     # Only to say at once that a save is being written: the claim below takes the lock itself, and
     # waits for a save that begins before it.
     lock = WritingLock(root)
@@ -283,7 +270,7 @@ def _claimed(
 
 
 def _fates(
-    root: AnyPath,
+    root: store.AnyPath,
     item: str,
     ledger: Ledger,
     keep: int,
@@ -301,13 +288,10 @@ def _fates(
         min_fulls: the same.
         other_runs: the same.
     """
+    kinds: dict[str, FateKind] = {n: e.kind for n, e in ledger.entries.items()}
     odd = _odd_ones(ledger)
-    steps = {step.directory: step for step in describe(root, item=item).steps}
-    for step in steps.values():
-        if step.problem and step.kind != "orbax":
-            # Of each step by itself: those that rest on it have a problem of their own.
-            dense = f"{step.directory}/{item}/{names.DENSE}"
-            ledger.note_damage(dense, step.problem)
+    look_into(root, item, ledger, sorted(ledger.directories()))
+    check_is_here(root)  # after the look, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
         raise errors.NoStepError(
@@ -327,11 +311,12 @@ def _fates(
         because="it is the newest" if keep == 1 else f"it is one of the newest {keep}",
     )
     fates: list[Fate] = []
-    for name in sorted(ledger.unreadable, key=names.step_number):
-        is_orbax = name in steps and steps[name].kind == "orbax"
+    for name in sorted(ledger.folders, key=names.step_number):
+        folder = ledger.folders[name]
+        is_orbax = folder.kind == "orbax"
         reason = "its manifest cannot be read, and what it rests on is not known"
         told = _BY_ORBAX if is_orbax else reason
-        if name in ledger.of_others:
+        if not folder.may_be_a_step:
             told = "it is no step: nothing in it is of a checkpoint"
         fates.append(_stays(root, name, told, "orbax" if is_orbax else "unreadable"))
     for entry in ledger.committed():
@@ -346,11 +331,10 @@ def _fates(
         told = _stays(root, entry.directory, reason or why, entry.kind)
         fates.append(dataclasses.replace(told, stays=reason is not None))
     for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
-        kind = steps[name].kind if name in steps else "unreadable"
-        fates.append(_stays(root, name, odd[name], kind))
+        fates.append(_stays(root, name, odd[name], kinds[name]))
     fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
     # A run that saves there may have removed some meanwhile.
-    return tuple(fate for fate in fates if not is_gone(root / fate.name))
+    return tuple(fate for fate in fates if not store.is_gone(root / fate.name))
 
 
 def _odd_ones(ledger: Ledger) -> dict[str, str]:
@@ -363,7 +347,8 @@ def _odd_ones(ledger: Ledger) -> dict[str, str]:
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
     found = names.odd_ones(own)
     alike = [name for name in own if name not in found]
-    for name in sorted(ledger.strange):
+    strange = [n for n, each in ledger.folders.items() if not each.is_checkpoint]
+    for name in strange:
         if alike and not any(names.are_alike(name, other) for other in alike):
             ledger.forget(name)
     reasons = {
@@ -378,7 +363,7 @@ def _odd_ones(ledger: Ledger) -> dict[str, str]:
 
 
 def _beside(
-    root: AnyPath, item: str, ledger: Ledger, *, crowded: bool, all_runs: bool
+    root: store.AnyPath, item: str, ledger: Ledger, *, crowded: bool, all_runs: bool
 ) -> list[Fate]:
     """What becomes of what rollbacks and new runs have set aside."""
     others = set[str]()
@@ -393,36 +378,38 @@ def _beside(
         try:
             read_committed(root, name, item)
         except (errors.CnrError, OSError):
-            is_orbax = saved_by(root / name, item) == "orbax"
+            is_orbax = folders.Folder.look(root / name, item).kind == "orbax"
             told = _BY_ORBAX if is_orbax else "its manifest cannot be read"
             found.append((name, True, told))
         else:
             found.append((name, not all_runs, "it is of another run"))
     fates = [_aside(root, "aside", *each) for each in found]
-    for name in beside(root)["earlier_runs"]:
+    for name in layout.beside(root)["earlier_runs"]:
         told = name, True, "no step is seen in it, so it may be somebody else's"
         with contextlib.suppress(OSError):
-            if is_earlier_run(root / name):
+            if folders.is_earlier_run(root / name):
                 told = name, not all_runs, "it holds an earlier run"
                 # Such as `backup_5`, which a new run has taken along.
-                if not names.are_all_alike(step_directories(root / name)):
+                if not names.are_all_alike(layout.step_directories(root / name)):
                     told = name, True, "not all steps in it are called alike"
         fates.append(_aside(root, "earlier run", *told))
     return fates
 
 
-def _aside(root: AnyPath, kind: FateKind, name: str, stays: bool, reason: str) -> Fate:
+def _aside(
+    root: store.AnyPath, kind: FateKind, name: str, stays: bool, reason: str
+) -> Fate:
     told = _stays(root, name, reason, kind)
     return dataclasses.replace(told, step=None, stays=stays)
 
 
-def _stays(root: AnyPath, name: str, reason: str, kind: FateKind) -> Fate:
+def _stays(root: store.AnyPath, name: str, reason: str, kind: FateKind) -> Fate:
     """The fate of a step that stays."""
     return Fate(
         name=name,
         step=names.step_number(name),
         kind=kind,
-        bytes=store_of(root).bytes_below(root / name),
+        bytes=store.store_of(root).bytes_below(root / name),
         stays=True,
         reason=reason,
     )

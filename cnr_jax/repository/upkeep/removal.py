@@ -16,16 +16,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from cnr_jax.format import names
+from cnr_jax.repository import layout, store
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.layout import beside
-from cnr_jax.repository.store import (
-    AnyPath,
-    exists,
-    is_directory,
-    names_in,
-    store_of,
-    sync_directory,
-)
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -41,8 +33,8 @@ class Remover:
         threads: how many delete files at a time.
     """
 
-    def __init__(self, root: AnyPath) -> None:
-        self._store = store_of(root)
+    def __init__(self, root: store.AnyPath) -> None:
+        self._store = store.store_of(root)
         self._root = self._store.quick(root)
         self.threads = min(16, max(1, (os.cpu_count() or 4) // 2))
         self._purger = _Purger(self.purge)
@@ -72,11 +64,11 @@ class Remover:
         Raises:
             OSError: as `remove`.
         """
-        if not exists(self._root / folder):
+        if not store.exists(self._root / folder):
             self._store.make_folder(self._root / folder)
-            sync_directory(self._root)
+            store.sync_directory(self._root)
         target = self._root / folder / directory
-        if exists(target):
+        if store.exists(target):
             target = self._root / folder / _removed(directory)
         self._rename(directory, target)
 
@@ -97,7 +89,7 @@ class Remover:
         """Deletes a directory that no reader lists, in the background."""
         self._purger.put(self._root / name)
 
-    def set_aside(self, directory: str) -> AnyPath:
+    def set_aside(self, directory: str) -> store.AnyPath:
         """Renames a directory so that it is no step any more, durably; returns its new path.
 
         Raises:
@@ -107,13 +99,13 @@ class Remover:
         self._rename(directory, target)
         return target
 
-    def _rename(self, directory: str, target: AnyPath) -> None:
+    def _rename(self, directory: str, target: store.AnyPath) -> None:
         source = self._root / directory
         self._store.move(source, target)
         try:
             if target.parent != self._root:
-                sync_directory(target.parent)
-            sync_directory(self._root)
+                store.sync_directory(target.parent)
+            store.sync_directory(self._root)
         except OSError:
             # Whole still: nothing is deleted before the new name is sure to last.
             with contextlib.suppress(OSError):
@@ -126,7 +118,7 @@ class Remover:
                 self._root / self._store.link_target(target),
             )
 
-    def purge(self, path: AnyPath) -> bool:
+    def purge(self, path: store.AnyPath) -> bool:
         """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
         failed = self._store.remove_tree(path, self.threads)
         if failed:
@@ -170,19 +162,19 @@ class _Purger:
         purge: deletes a directory; returns whether all of it is gone.
     """
 
-    def __init__(self, purge: Callable[[AnyPath], bool]) -> None:
+    def __init__(self, purge: Callable[[store.AnyPath], bool]) -> None:
         self._purge = purge
         # What is to be deleted beside what is left; None at the end.
-        self._queue: queue.SimpleQueue[list[AnyPath] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[store.AnyPath] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left: list[AnyPath] = []
+        self._left: list[store.AnyPath] = []
         self._pending = 0
         # Locked itself, not through the condition: that would be left locked by an interrupt which
         # comes where Python has just locked it.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
-    def put(self, *paths: AnyPath) -> None:
+    def put(self, *paths: store.AnyPath) -> None:
         if self._thread is None:
             thread = threading.Thread(
                 target=self._run, args=(self._queue,), name="cnr_purge", daemon=True
@@ -198,7 +190,7 @@ class _Purger:
             self._pending += 1
         self._queue.put([*paths])
 
-    def _run(self, todo: queue.SimpleQueue[list[AnyPath] | None]) -> None:
+    def _run(self, todo: queue.SimpleQueue[list[store.AnyPath] | None]) -> None:
         while (paths := todo.get()) is not None:
             self._try([*self._left, *paths])
             with self._lock:
@@ -209,10 +201,10 @@ class _Purger:
         )  # for another thread, of whose start an interrupt kept us from knowing
         self._try(self._left)
 
-    def _try(self, paths: list[AnyPath]) -> None:
+    def _try(self, paths: list[store.AnyPath]) -> None:
         self._left = [path for path in paths if not self._is_purged(path)]
 
-    def _is_purged(self, path: AnyPath) -> bool:
+    def _is_purged(self, path: store.AnyPath) -> bool:
         try:
             return self._purge(path)
         except Exception as error:
@@ -272,23 +264,27 @@ _MEANINGS = {
 }
 
 
-def find_leftovers(root: AnyPath, ledger: Ledger) -> Leftovers:
+def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
     """Looks through a root of which the ledger has been read."""
-    if not exists(root):
+    if not store.exists(root):
         return Leftovers()
-    held, replacing = beside(root), filter(names.is_replacing, names_in(root))
+    held, replacing = (
+        layout.beside(root),
+        filter(names.is_replacing, store.names_in(root)),
+    )
+    theirs = {name for name, each in ledger.folders.items() if each.kind == "orbax"}
     return Leftovers(
         temporary=held["unfinished"],
         removed=held["removed"],
         abandoned=held["abandoned"],
         earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
-        unreadable=tuple(sorted(ledger.unknown - ledger.of_orbax)),
-        claims=tuple(name for name in replacing if not is_directory(root / name)),
+        unreadable=tuple(sorted(ledger.unknown - (set() if ledger.adopts else theirs))),
+        claims=tuple(name for name in replacing if not store.is_directory(root / name)),
     )
 
 
-def report(root: AnyPath, leftovers: Leftovers) -> None:
+def report(root: store.AnyPath, leftovers: Leftovers) -> None:
     """Logs one line for each kind of which there is something."""
     for kind, meaning in _MEANINGS.items():
         found: tuple[str, ...] = getattr(leftovers, kind)

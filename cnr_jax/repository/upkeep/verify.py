@@ -15,37 +15,17 @@ from typing import Literal, get_args
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.index.chains import Chains, Flaw
-from cnr_jax.repository.index.entries import entry_of
-from cnr_jax.repository.index.folders import (
-    is_checkpoint,
-    is_own_item,
-    items_of_orbax,
-    saved_by,
-)
+from cnr_jax.repository import layout, store
+from cnr_jax.repository.index import folders
+from cnr_jax.repository.index.chains import Flaw
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item, items_of
-from cnr_jax.repository.layout import (
-    beside,
-    check_can_be_read,
-    open_root,
-    step_directories,
-)
-from cnr_jax.repository.step import read_step
-from cnr_jax.repository.store import (
-    AnyPath,
-    exists,
-    is_directory,
-    is_named,
-    names_in,
-    read_small,
-)
-from cnr_jax.repository.store.checked import UNKNOWN, refuse_pipe
+from cnr_jax.repository.step import uuid_of_step
+from cnr_jax.repository.store import checked
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 from cnr_jax.texts import visible
 
-# Of what Orbax notes of a step, far more than it does.
-_ORBAX_BYTES = 64 << 20
 # How often what has changed meanwhile is looked at again: a run saves seldom.
 _LOOKS = 5
 Level = Literal["structure", "data"]
@@ -126,10 +106,10 @@ def verify(
     if level not in get_args(Level):
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
-    path = open_root(root)
-    check_can_be_read(path, item)
+    path = layout.open_root(root)
+    layout.check_can_be_read(path, item)
     check_is_here(path)
-    steps = items_of(path, step_directories(path), item or find_item(path))
+    steps = items_of(path, layout.step_directories(path), item or find_item(path))
     found = list(_beside(path))
     every = {each for items in steps.values() for each in items}
     wanted = sorted(every if item is None else every & {item})
@@ -146,31 +126,34 @@ def verify(
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
         is_alike = items or any(names.are_alike(name, other) for other in known)
-        if not is_alike and not is_checkpoint(path / name):
+        folder = folders.Folder.look(path / name)
+        if not is_alike and not folder.is_checkpoint:
             continue
-        found += _unknown(path, name, items) if items else [_without_item(path, name)]
+        found += _unknown(path, name, items) if items else [_without_item(name, folder)]
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
-    return tuple(sorted(each for each in found if is_named(path / each.directory)))
+    return tuple(
+        sorted(each for each in found if store.is_named(path / each.directory))
+    )
 
 
-def _without_item(root: AnyPath, step: str) -> Problem:
+def _without_item(step: str, folder: folders.Folder) -> Problem:
     """A step directory in which nothing is of this library."""
-    if saved_by(root / step, "") == "orbax":
+    if folder.kind == "orbax":
         message = "a step of plain Orbax: what it holds is not looked at here"
         return Problem(step, "", "orbax", (), message)
     message = "holds no checkpoint of cnr_jax"
     return Problem(step, "", "no_checkpoint", (step,), message)
 
 
-def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
+def _of_orbax(root: store.AnyPath, step: str) -> Iterator[Problem]:
     """What is wrong with the files in which Orbax describes a step; they hold no values."""
     file = names.ORBAX_METADATA
     path = root / step / file
     try:
-        refuse_pipe(path)
-        if exists(path):
-            data = read_small(path, _ORBAX_BYTES)
+        checked.refuse_pipe(path)
+        if store.exists(path):
+            data = store.read_small(path, folders.ORBAX_NOTE_BYTES)
             if not isinstance(json.loads(data), dict):
                 raise ValueError("it is no JSON object")
     except errors.IntegrityError as error:
@@ -180,26 +163,26 @@ def _of_orbax(root: AnyPath, step: str) -> Iterator[Problem]:
         yield Problem(step, file, "orbax_metadata", (), message)
 
 
-def _unknown(root: AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
+def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
     """Files of a step beside its items, and folders that are none of these, as far as is known."""
-    held = items_of_orbax(root / step)
-    for name in names_in(root / step):
+    held = folders.items_of_orbax(root / step)
+    for name in store.names_in(root / step):
         if name in (names.ORBAX_METADATA, names.COMMITTED, *held, *items):
             continue
         path = root / step / name
-        if held or not is_directory(path) or is_own_item(path):
+        if held or not store.is_directory(path) or folders.is_own_item(path):
             message = "is not of this checkpoint; it is never read"
-            yield Problem(step, name, UNKNOWN, (), message)
+            yield Problem(step, name, checked.UNKNOWN, (), message)
 
 
-def _beside(root: AnyPath) -> Iterator[Problem]:
+def _beside(root: store.AnyPath) -> Iterator[Problem]:
     """Notes on what lies beside the steps."""
     meanings = {
         "removed": "a removed step of which files are left",
         "abandoned": "a step that a rollback moved aside",
         "unfinished": "a save that is being written, or was killed",
     }
-    held = beside(root)
+    held = layout.beside(root)
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)
@@ -208,9 +191,9 @@ def _beside(root: AnyPath) -> Iterator[Problem]:
 class _Item:
     """One item of all steps."""
 
-    def __init__(self, root: AnyPath, item: str, level: Level) -> None:
+    def __init__(self, root: store.AnyPath, item: str, level: Level) -> None:
         self._root, self._item, self._level = root, item, level
-        self._chains = Chains()
+        self._index = Ledger(says=False)
 
     def problems(
         self, steps: dict[str, list[str]], looked: Callable[[], None]
@@ -230,28 +213,28 @@ class _Item:
         for _ in range(_LOOKS):
             # Until no more is found to be gone: a parent goes after its children.
             while gone := [
-                step for step in found if not is_directory(self._root / step)
+                step for step in found if not store.is_directory(self._root / step)
             ]:
                 for step in gone:
                     del found[step]
-                    self._chains.forget(step)
+                    self._index.forget(step)
             apart = [step for step in found if self._parent_problems(step)]
             stale = [step for step in apart if self._is_stale(step)]
             for step in stale:
-                parent = self._chains.entries[step].parent
+                parent = self._index.entries[step].parent
                 for name in (step, *([parent.directory] if parent else [])):
                     found.pop(name, None)
-                    self._chains.forget(name)
-                    if is_own_item(self._root / name / self._item):
+                    self._index.forget(name)
+                    if folders.is_own_item(self._root / name / self._item):
                         found[name] = self._look(name)
             if not stale:
                 return
 
     def _is_stale(self, step: str) -> bool:
         """Whether a step or its parent is another by now than those that were compared."""
-        entry = self._chains.entries[step]
+        entry = self._index.entries[step]
         assert entry.parent is not None
-        known = self._chains.entries.get(entry.parent.directory)
+        known = self._index.entries.get(entry.parent.directory)
         # In this order: a step goes before what it rests on.
         now = self._uuid(entry.parent.directory)
         if self._uuid(step) != entry.uuid:
@@ -262,36 +245,30 @@ class _Item:
         """Looks at one step; again if it was replaced meanwhile."""
         findings: list[Finding] = []
         for _ in range(3):
-            self._chains.forget(step)
             where = self._root / step / self._item
-            try:
-                manifest = read_step(self._root, step, self._item)
-            except (errors.CnrError, OSError) as error:
+            error = self._index.read(self._root, step, self._item)
+            known = self._index.entries.get(step)
+            if error is not None:
                 findings = [Finding.of(error, names.MANIFEST, where)]
-                self._chains.note_unreadable(step, str(error))
-            else:
-                self._chains.add(entry_of(step, manifest))
-                findings = inspect_item(where, manifest, data=self._level == "data")
-            known = self._chains.entries.get(step)
+            elif known is not None and known.manifest is not None:
+                is_data = self._level == "data"
+                findings = inspect_item(where, known.manifest, data=is_data)
             if not findings or self._uuid(step) == (known.uuid if known else None):
                 break
         return findings
 
     def _uuid(self, step: str) -> str | None:
-        try:
-            return read_step(self._root, step, self._item).uuid
-        except (errors.CnrError, OSError):
-            return None
+        return uuid_of_step(self._root, step, self._item)
 
     def _parent_problems(self, step: str) -> list[Finding]:
-        entry = self._chains.entries.get(step)
-        flaw = self._chains.flaw(entry) if entry is not None else None
+        entry = self._index.entries.get(step)
+        flaw = self._index.flaw(entry) if entry is not None else None
         if flaw is not None:
             if flaw.kind == "not_readable":
                 return []  # which is said there
             text = f"{flaw.text}{self._told_uuids(step, flaw)}"
             return [Finding(names.MANIFEST, flaw.kind, text, "chain")]
-        above = self._chains.chain(entry)[1:2] if entry is not None else []
+        above = self._index.chain(entry)[1:2] if entry is not None else []
         if entry is None or not above or above[0].generation <= entry.generation:
             return []
         text = (
@@ -302,10 +279,10 @@ class _Item:
 
     def _told_uuids(self, step: str, flaw: Flaw) -> str:
         """Which checkpoint is in the place of a parent, where it is another one."""
-        parent = self._chains.entries[step].parent
+        parent = self._index.entries[step].parent
         if flaw.kind != "foreign_parent" or parent is None:
             return ""
-        other = self._chains.entries[parent.directory].uuid
+        other = self._index.entries[parent.directory].uuid
         return f"\n  got uuid {other}, expected {parent.uuid}"
 
     def _problem(self, step: str, finding: Finding, known: Collection[str]) -> Problem:
@@ -313,7 +290,7 @@ class _Item:
         if finding.harms == "step":
             harmed = (step,)
         elif finding.harms == "chain":
-            heirs = set(self._chains.heirs(step))
+            heirs = set(self._index.heirs(step))
             harmed = tuple(name for name in known if name in heirs)
         file = f"{self._item}/{finding.file}".rstrip("/")
         return Problem(step, file, finding.kind, harmed, finding.message)

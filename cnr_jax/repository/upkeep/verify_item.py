@@ -26,19 +26,7 @@ from cnr_jax.format.tiles import (
     lacking_rows,
 )
 from cnr_jax.repository.step import read_process
-from cnr_jax.repository.store import AnyPath, names_in
-from cnr_jax.repository.store.checked import (
-    MISTAKABLE,
-    UNKNOWN,
-    accessing,
-    check_chunk_file,
-    check_dense_index,
-    check_file,
-    check_size,
-    mistakable_files,
-    numpy_dtype,
-    unnamed_files,
-)
+from cnr_jax.repository.store import AnyPath, checked, names_in
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
 # and to know what a root holds, takes neither.
@@ -111,7 +99,7 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
     with _noted(found, item, names.DENSE, "step"):
-        check_dense_index(manifest.dense_leaves, manifest.dense_files, item)
+        checked.check_dense_index(manifest.dense_leaves, manifest.dense_files, item)
     checks: list[Check] = []
     passed: list[tuple[str, int]] = []
     for process in processes:
@@ -196,7 +184,7 @@ def _array_checks(
         sha256=entry.metadata_sha256,
     )
     # It is for other programs: a restore goes by the manifest.
-    yield metadata.path, "none", partial(check_file, item, metadata)
+    yield metadata.path, "none", partial(checked.check_file, item, metadata)
     readers: list[ArrayReader] = []
     chunks = range(len(entry.crc32c))
     size = len(chunks) // _PORTIONS + 1
@@ -233,7 +221,7 @@ def _check_chunk(
     readers: list[ArrayReader],
     data: bool,
 ) -> None:
-    check_chunk_file(array, entry, chunk)
+    checked.check_chunk_file(array, entry, chunk)
     if data:
         if not readers:
             from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
@@ -243,9 +231,9 @@ def _check_chunk(
 
 
 def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> None:
-    check_size(item / digest.path, digest.bytes)
+    checked.check_size(item / digest.path, digest.bytes)
     if data:
-        check_file(item, digest)
+        checked.check_file(item, digest)
 
 
 def _check_unnamed(
@@ -256,12 +244,15 @@ def _check_unnamed(
     never_read = "is not of this checkpoint; it is never read"
     with _noted(found, item, names.DENSE, "step"):
         dense = [digest.path for digest in manifest.dense_files]
-        harmful = mistakable_files(item, dense)
-        found += [Finding(file, UNKNOWN, MISTAKABLE, "step") for file in harmful]
-        for file in unnamed_files(item, names.DENSE, dense):
+        harmful = checked.mistakable_files(item, dense)
+        found += [
+            Finding(file, checked.UNKNOWN, checked.MISTAKABLE, "step")
+            for file in harmful
+        ]
+        for file in checked.unnamed_files(item, names.DENSE, dense):
             # Also what lies in a folder in the place of such a file.
             if not any(f"{file}/".startswith(f"{each}/") for each in harmful):
-                found.append(Finding(file, UNKNOWN, never_read, "none"))
+                found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
     named = {digest.path for digest in manifest.processes}
     for process in processes:
         rows = names.rows_directory(process.process)
@@ -272,11 +263,11 @@ def _check_unnamed(
     known = {process.process for process in processes}
     unknown = set(range(len(manifest.processes))) - known
     others = {names.MANIFEST, names.DENSE, *map(names.rows_directory, unknown)}
-    with _noted(found, item, "", "none"), accessing(item):
+    with _noted(found, item, "", "none"), checked.accessing(item):
         for name in names_in(item):
             if name not in others | _BY_ORBAX:
-                for file in unnamed_files(item, name, named):
-                    found.append(Finding(file, UNKNOWN, never_read, "none"))
+                for file in checked.unnamed_files(item, name, named):
+                    found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
     return found
 
 
@@ -324,10 +315,14 @@ def _check_parts(
     named = process.codecs[segment.codec]
     codec = codec_from(named.name, named.configuration)
     count = process.row_ids[segment.row_ids].count
-    for name, part in codec.parts(tile.width, numpy_dtype(dtype)).items():
+    for name, part in codec.parts(tile.width, checked.numpy_dtype(dtype)).items():
         ref = segment.parts.get(name)
         array = process.arrays[ref.array] if ref is not None else None
-        if ref is None or array is None or numpy_dtype(array.dtype) != part.dtype:
+        if (
+            ref is None
+            or array is None
+            or checked.numpy_dtype(array.dtype) != part.dtype
+        ):
             raise errors.FormatError(
                 f"{where}: part {name!r} of a segment of {tile.table}.{tile.leaf} does"
                 " not fit its codec",
