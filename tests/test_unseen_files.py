@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.testing import inprocess
-from cnr_jax.testing.faults import Fault, FaultNotHitError
+from cnr_jax.testing.faults import Fault
 
 # What storage says of a disk, and of a right that may come back; others are told alike.
 FEW_ERRORS = (
@@ -81,43 +80,6 @@ def test_root_whose_path_is_a_pattern_works_under_a_manager_of_orbax(
 
 
 # ---- saves ---------------------------------------------------------------------------------
-
-
-# After each EIO storage is asked several times, which takes its time.
-@pytest.mark.parametrize(
-    "error", [pytest.param("EIO", marks=pytest.mark.slow), *FEW_ERRORS[1:]]
-)
-def test_save_that_cannot_see_its_dense_part_fails(
-    tmp_path: Path, tiny_run: Any, error: str
-) -> None:
-    """Looks at `dense/` fail once, each in a save of its own."""
-    run = tiny_run()
-    with opened(tmp_path, run) as manager:
-        run.run(manager, range(1))
-        with inprocess.watching(tmp_path, looks=True) as calls:
-            run.run(manager, [1])
-        kinds = ("stat", "scandir")
-        looks = [c for c in calls if c.call in kinds and "/dense" in c.path]
-        assert {c.call for c in looks} == set(kinds)
-        failed, step = 0, 1
-        for kind in kinds:
-            count = sum(c.call == kind for c in looks)
-            for nth in range(1, count + 1, 1 if error == "EIO" else 3):
-                step += 1
-                run.train(step)
-                fault = Fault(kind, nth, error, match="/dense")
-                # Not every save looks as often: Orbax's threads wait for one another.
-                with suppress(FaultNotHitError), inprocess.failing(tmp_path, fault):
-                    try:
-                        run.save(manager, step)
-                        manager.wait_until_finished()
-                    except errors.SaveError as raised:
-                        failed += 1
-                        text = os.strerror(getattr(errno, error))
-                        assert text in str(raised)
-        assert failed
-        run.run(manager, [step + 1])
-    all_restore(tmp_path, run)
 
 
 def test_step_whose_dense_part_was_not_finished_is_found_and_passed_over(
