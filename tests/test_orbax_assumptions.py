@@ -37,7 +37,6 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
@@ -49,6 +48,7 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 )
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
+from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.format import names
 from cnr_jax.repository.store.plain_arrays import write_array
 from cnr_jax.testing import inprocess

@@ -213,9 +213,9 @@ def _look(root: AnyPath, directory: str, item: str | None) -> _Found | None:
     except (errors.CnrError, OSError) as error:
         return _Found(step=step, entry=entry, damage=str(error))
     try:
-        check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
+        check_dense_index(manifest, where)
         if can(root).cheap_looks:
-            _check_dense(where, manifest)
+            _check_dense(where, manifest, processes)
             refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
         spoilt = str(error)
@@ -294,12 +294,21 @@ def _check_rows(item: AnyPath, processes: Iterable[ProcessManifest]) -> None:
                 _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
 
 
-def _check_dense(item: AnyPath, manifest: Manifest) -> None:
+def _check_dense(
+    item: AnyPath, manifest: Manifest, processes: Iterable[ProcessManifest]
+) -> None:
     """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
         IntegrityError: at the first that is not.
     """
+    if manifest.has_dense_tiles:
+        for process in processes:
+            sizes = file_bytes(process.dense.array) if process.dense else ()
+            for chunk, nbytes in enumerate(sizes):
+                array = names.dense_array(process.process)
+                _check_file(item, f"{array}/c/{chunk}", nbytes)
+        return
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
     for path in mistakable_files(
