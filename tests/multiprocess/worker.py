@@ -89,6 +89,7 @@ class Run:
                 for k, n in self._rows.items()
             },
             "w": self.put(np.ones((8, 3), np.float32), "rows"),
+            "everywhere": self.put(np.arange(5, dtype=np.float32)),
             "key": jax.random.key(3),
             "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
             "counter": jnp.int32(0),
