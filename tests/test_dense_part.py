@@ -238,7 +238,7 @@ def test_no_more_waits_in_memory_than_was_said(
         assert np.asarray(got[name]).tobytes() == np.asarray(leaf).tobytes()
 
 
-@pytest.mark.parametrize("limit_bytes", [1 << 30, 300_000])
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 300_000, 1])
 def test_leaves_of_a_device_are_copied_to_the_host_and_not_kept_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
 ) -> None:
@@ -248,6 +248,7 @@ def test_leaves_of_a_device_are_copied_to_the_host_and_not_kept_there(
         "sharded": placed(values((512, 256)), P("a", "b")),
         "half": placed(values((64, 512)), P("a")).astype(jnp.bfloat16),
         "small": placed(values((8, 2)), P("b")),
+        "number": jnp.float32(7),
     }
     monkeypatch.setattr(dense.tiling, "is_on_host", lambda shard: False)
     save(tmp_path, leaves, max_staging_bytes=limit_bytes, staging="host")

@@ -129,16 +129,17 @@ def bytes_of(
             parts of it, as nothing else would let go of those that are written.
         buffers: give memory for copies.
     """
-    left, ahead = collections.deque(pieces), collections.deque[Piece]()
+    left = collections.deque(pieces)
+    ahead = collections.deque[tuple[int, jax.Array | np.ndarray]]()
     room = min(limit_bytes, _AHEAD_BYTES)
     while left or ahead:
         while left and (not ahead or left[0].tile.bytes <= room):
-            piece = left.popleft()
-            room -= piece.tile.bytes
-            ahead.append(piece._replace(data=_begun(piece.data, limit_bytes)))
-        piece = ahead.popleft()
-        room += piece.tile.bytes
-        yield from _bytes_of(piece.data, limit_bytes, buffers)
+            tile, data = left.popleft()
+            room -= tile.bytes
+            ahead.append((tile.bytes, _begun(data, limit_bytes)))
+        nbytes, data = ahead.popleft()
+        room += nbytes
+        yield from _bytes_of(data, limit_bytes, buffers)
 
 
 def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.ndarray:
@@ -165,7 +166,7 @@ def _bytes_of(
 ) -> Iterator[DenseBytes]:
     if isinstance(data, np.ndarray):
         yield from _copies(_flat(data), buffers)
-    elif data.nbytes <= limit_bytes:
+    elif data.nbytes <= limit_bytes or not data.ndim:
         yield DenseBytes(_flat(data))
     elif tiling.is_on_host(data):
         yield from _copies(_flat(data), buffers)
