@@ -4,11 +4,11 @@
 
 The state is a small table and a dense part of 1 GiB (quick: 64 MiB) of float32: one leaf; 2,000
 leaves; one that is split over 8 devices, or replicated on them; an array of numpy; one in memory of
-the host. Both save such states in turns in one process, each save over when all of it is
-synced; then both restore, the page cache warm, bit for bit. A call of `save` is what training waits
-for. After each a train step donates the dense part (numpy: changes it in place), and what that
-takes is told too: of a donated array that somebody looks at XLA makes another one. Orbax is its
-own manager with `StandardSave`, as it comes and without compression.
+the host. Both save such states in turns in one process, each save over when all of it is synced;
+then both restore, the page cache warm, bit for bit. The newest step is kept. A call of `save` is
+what training waits for. After each a train step donates the dense part (numpy: changes it in
+place), and what that takes is told too: of a donated array that somebody looks at XLA makes another
+one. Orbax is its own manager with `StandardSave`, as it comes and without compression.
 
 A full run makes 3 turns in about 10 minutes, a quick one takes 60 s.
 """
@@ -45,11 +45,17 @@ class CnrDense(System):
     name = "cnr"
 
     def __init__(self, root: Path, state: State) -> None:
+        import orbax.checkpoint as ocp
+
         import cnr_jax as cnr
 
         super().__init__(root, state)
         options = cnr.Options(
-            policy=cnr.Full(), codec="raw", tracking="fingerprint", min_fulls=1
+            policy=cnr.Full(),
+            codec="raw",
+            tracking="fingerprint",
+            preservation_policy=ocp.checkpoint_managers.LatestN(1),
+            min_fulls=1,
         )
         tables = cnr.find_tables(state, {"user": "table"})
         self.manager = cnr.CheckpointManager(root, tables=tables, options=options)
@@ -109,7 +115,7 @@ def child(params: dict[str, Any], root: Path) -> Figures:
 
     state = make_state(params["kind"], params["bytes"])
     systems = [CnrDense(root / "cnr", state)]
-    systems += [peers.make(name, root / name, state) for name in PEERS]
+    systems += [peers.make(name, root / name, state, max_to_keep=1) for name in PEERS]
     spans: dict[str, list[list[float]]] = {n: [[] for _ in systems] for n in SPANS}
     extra: list[list[int]] = [[] for _ in systems]
     saved: list[list[str]] = [[] for _ in systems]
