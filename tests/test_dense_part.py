@@ -361,6 +361,23 @@ def test_elements_of_another_size_are_refused(tmp_path: Path) -> None:
         restore(tmp_path, state)
 
 
+@each_of("impl", ["rbg", "no such keys"])
+def test_words_that_are_no_keys_are_damage_of_the_dense_part_alone(
+    tmp_path_factory: pytest.TempPathFactory, impl: str
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    save(root, {"key": jax.random.key(1)})
+    manifest = read_manifest(item_of(root))
+    (leaf,) = manifest.dense_leaves
+    changed = dataclasses.replace(
+        manifest, dense_leaves=(dataclasses.replace(leaf, dtype=impl),)
+    )
+    (item_of(root) / names.MANIFEST).write_bytes(dump(changed))
+    with pytest.raises(errors.FormatError, match="key holds no keys of") as caught:
+        restore(root)
+    assert caught.value.path == str(item_of(root) / "dense")
+
+
 @each_of("leaf", [{"numpy": 1}, {"numpy": "yes"}])
 def test_a_field_that_says_neither_true_nor_false_is_a_problem(
     tmp_path_factory: pytest.TempPathFactory, leaf: dict[str, Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.format.boxes import Box
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import DenseLeaf
@@ -189,7 +191,10 @@ class StoredDense:
         leaf = self._leaves[wanted.path]
         if leaf.kind != "key":
             return array
-        keys = jax.random.wrap_key_data(array, impl=leaf.dtype)
+        try:
+            keys = jax.random.wrap_key_data(array, impl=leaf.dtype)
+        except (TypeError, ValueError) as error:
+            raise self._misfit(leaf, f"holds no keys of {leaf.dtype}") from error
         if self._data_sharding(wanted) is not wanted.sharding:
             keys = jax.device_put(keys, wanted.sharding)
         return keys
@@ -258,12 +263,14 @@ class StoredDense:
         if leaf.kind == "key" and size % dtype.itemsize == 0:
             return dtype, (size // dtype.itemsize,)
         if leaf.kind == "key" or size != dtype.itemsize:
-            raise errors.FormatError(
-                f"{self._reader.directory}: dense leaf {'/'.join(leaf.path)} has elements of"
-                f" {size} bytes, which are no {leaf.dtype}",
-                path=str(self._reader.directory),
-            )
+            raise self._misfit(leaf, f"has elements of {size} bytes: no {leaf.dtype}")
         return dtype, ()
+
+    def _misfit(self, leaf: DenseLeaf, fact: str) -> errors.FormatError:
+        """The error for a leaf whose data are no values of its dtype."""
+        where = os.fspath(self._reader.directory / names.DENSE)
+        name = "/".join(leaf.path)
+        return errors.FormatError(f"{where}: dense leaf {name} {fact}", path=where)
 
 
 class _Cutting(NamedTuple):
