@@ -204,10 +204,11 @@ class IntegrityError(CnrError):
         file_unknown: no manifest names it, and Orbax could take it for a part of the step. Nothing
             else is wrong: move it away.
         file_unreadable: storage gave an I/O error; the next time it may read the file.
-        data_damaged: rows do not match their checksum.
-        dense_unfinished: Orbax has not written what it finds dense leaves by.
-        dense_unreadable: Orbax cannot read them.
-        foreign_chunk: a chunk of rows is whole, and is one of another array, step or run.
+        data_damaged: rows or dense leaves do not match their checksum.
+        dense_unfinished: Orbax, which was to write dense leaves, has not written what it finds them
+            by.
+        dense_unreadable: Orbax has written dense leaves, and cannot read them.
+        foreign_chunk: a chunk is whole, and is one of another array, step or run.
         foreign_step: the folder is of another step than the manifest in it.
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.

@@ -115,7 +115,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._dense, self._tracker = DenseStore(), Tracker(self.options)
         self._has_said_at_first = False
         self._launcher = Launcher(
-            self._tracker, self._dense, self.widening, self.channel, self.options
+            self._tracker, self.widening, self.channel, self.options
         )
         self.planning = Planning(
             self.channel,
@@ -311,7 +311,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         flight = planned.flight
         self.lifecycle.begin(flight)
         with own_settings():
-            await self._launcher.launch(planned, directory, directories)
+            self._launcher.launch(planned, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
         if not self.lifecycle.looks_late:
@@ -335,7 +335,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
         try:
             self.writer.check_claim()
-            self._dense.finalize(directory)
             flight.made, flight.manifest_bytes, flight.processes = write_manifest(
                 directory, flight.facts, flight.written
             )

@@ -113,8 +113,8 @@ class Options:
         min_fulls: full checkpoints of a branch that stay as long as any step does; saves are
             full until there are so many that restore. With 2 no single damaged file takes
             all steps, for the bytes of one full checkpoint more.
-        max_staging_bytes: bytes of rows that may wait in memory to be written. A save of more
-            goes on writing while training waits.
+        max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written. A
+            save of more goes on writing while training waits.
         keep_staging: whether memory that rows have waited in, on the host, is kept for the next
             save, up to `max_staging_bytes`. Fresh memory can take longer than the rows: on a
             virtual machine that returns free memory to its host, seconds a GB.

@@ -324,8 +324,8 @@ def restore_report(
     Args:
         manifests: of the chain, the full checkpoint first, the restored one last.
         processes: their process manifests.
-        bytes_read: of files of rows.
-        reads_dense: whether dense files were read.
+        bytes_read: of arrays.
+        reads_dense: whether dense files were read, those that Orbax has written.
         tables: what was restored: the name that it was saved under, and rows, by its name.
         laps: the phases `open`, `rows` and `dense`.
     """

@@ -17,6 +17,8 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax import errors
 
+from .older_steps import leave_dense_to_orbax
+
 ROWS = 16
 LOSSY = """
 float32->bfloat16 float32->float16 float16->bfloat16 bfloat16->float16
@@ -302,18 +304,29 @@ def test_a_counter_of_64_bits_is_exact_on_the_host_or_refused_where_jax_has_32(
     assert standard["seen"] == 6_000_000_000
 
 
-@pytest.mark.parametrize("root", ["own", "adopted"])
+def leave_64_bits_to_orbax(root: Path) -> None:
+    with jax.enable_x64(True):
+        leave_dense_to_orbax(root / "1" / "default")
+
+
+@pytest.mark.parametrize("root", ["own", "own by orbax", "adopted"])
 def test_64_bits_of_one_thread_alone_are_not_cut_in_another(
     tmp_path: Path, root: str
 ) -> None:
     """Where an event loop runs, as in a notebook, Orbax restores in another thread."""
-    state, path = with_counter(tmp_path / root), tmp_path / root
+    path = tmp_path / root.split()[0]
+    state = with_counter(path)
+    if root == "own by orbax":
+        leave_64_bits_to_orbax(path)
     with jax.enable_x64(True):
 
         async def in_notebook(into: Any) -> Any:
             return restore_adopted(path, into)["seen"]
 
         for into in (state, None):
+            if root == "own":
+                assert asyncio.run(in_notebook(into)) == 6_000_000_000
+                continue
             with pytest.raises(errors.StateMismatchError, match="for all threads"):
                 asyncio.run(in_notebook(into))
             assert restore_adopted(path, into)["seen"] == 6_000_000_000

@@ -26,6 +26,7 @@ from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
 from .conftest import flip
+from .older_steps import leave_dense_to_orbax
 from .test_verify import CASES
 
 FROZEN = Path(__file__).parent / "data"
@@ -431,6 +432,7 @@ def test_what_no_restore_takes_is_not_said_to_be_restorable(
     run, root = tiny_run(), tmp_path / "root"
     with opened(run) as manager:
         run.run(manager, [0, 1, 2])
+    leave_dense_to_orbax(root / "2/default")
     (root / "2/default/dense/checkpoint").symlink_to(tmp_path)
     (root / "1/_CHECKPOINT_METADATA").unlink()
     os.mkfifo(root / "1/_CHECKPOINT_METADATA")

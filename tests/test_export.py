@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
 from .conftest import flip
+from .older_steps import leave_dense_to_orbax
 
 LAYOUT = cnr.ModSharded(shards=4, rows_per_shard=6)
 ROWS = 22  # of 24 that are stored
@@ -367,10 +370,17 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert not any(to.iterdir())
 
 
+@contextlib.contextmanager
+def replaced_by_flipped(path: Path) -> Iterator[None]:
+    data = path.read_bytes()
+    flip(path)
+    yield
+    path.write_bytes(data)
+
+
 def test_damage_is_an_error_and_no_export(saved: Any, tmp_path: Path) -> None:
     copy, to = tmp_path / "root", tmp_path / "there"
     shutil.copytree(saved[0], copy)
-    dense = next(path for path in (copy / "1/default/dense/d").iterdir())
     chunk = next((copy / "0/default/rows.p00000").rglob("*codes*/c/0"))
     flip(chunk, at=1)
     for form in ("orbax", "safetensors", "zarr"):
@@ -378,7 +388,12 @@ def test_damage_is_an_error_and_no_export(saved: Any, tmp_path: Path) -> None:
             cnr.export(copy, 1, to, form)
     done = cnr.export(copy, 1, tmp_path / "item", tables=["item"])
     assert done.leaves == ("params/item",)
+    with replaced_by_flipped(copy / "1/default/dense/p00000/c/0"):
+        with pytest.raises(errors.IntegrityError, match="dense/p00000"):
+            cnr.export(copy, 1, to, leaves=["layers/*"])
     # Orbax would look it up, though it is none of its files; another it would not.
+    leave_dense_to_orbax(copy / "1/default")
+    dense = next(path for path in (copy / "1/default/dense/d").iterdir())
     (copy / "1/default/dense/.DS_Store").write_bytes(b"")
     stray = copy / "1/default/dense/d" / ("0" * 32)
     stray.write_bytes(b"")

@@ -28,8 +28,9 @@ import pytest
 from orbax.checkpoint._src import asyncio_utils
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
-from cnr_jax.checkpointer.saving import capture
+from cnr_jax import handler
+from cnr_jax.checkpointer.restoring.dense import DenseSource
+from cnr_jax.checkpointer.saving import capture, dense
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.checkpointer.tracking import tracker
@@ -238,7 +239,7 @@ POINTS: dict[str, Callable[[Any], Any]] = {
     "finding rows": no_memory_in(tracker.Tracker, "find"),
     "choosing rows": no_memory_in(capture, "Rows"),
     "gathering": no_memory_in(host, "gather_chunks"),
-    "dense leaves": no_memory_in(DenseStore, "save"),
+    "dense leaves": no_memory_in(dense, "bytes_of"),
     "encoding": no_memory_in(rows_writer, "encode_chunks"),
     "making arrays": no_array_can_be_made,
     "ending arrays": lambda s: s.failing("/rows.p00000/", "open_read", "EIO"),
@@ -425,13 +426,22 @@ async def _interrupt_while_waiting(*args: Any, **kwargs: Any) -> Any:
     await asyncio.sleep(60)
 
 
+_launch = handler.CnrHandler.async_save
+
+
+async def _interrupt_after_launch(*args: Any, **kwargs: Any) -> Any:
+    """As where another item of the step is waited for."""
+    await _launch(*args, **kwargs)
+    return await _interrupt_while_waiting()
+
+
 INTERRUPTED = {
     "finding rows": (tracker.Tracker, "find"),
     "planning": (planner.Planner, "plan"),
     "gathering": (capture, "Rows"),
     "staging": (Stage, "put"),
-    "dense leaves": (DenseStore, "save"),
-    "waiting for dense leaves": (DenseStore, "save", _interrupt_while_waiting),
+    "dense leaves": (dense, "bytes_of"),
+    "waiting in the loop": (handler.CnrHandler, "async_save", _interrupt_after_launch),
     "Orbax, while it is written": (ocp.CheckpointManager, "_add_checkpoint_info"),
     "Orbax, after the policy": (ocp.CheckpointManager, "_get_old_steps_to_remove"),
 }
@@ -486,7 +496,7 @@ def test_a_second_interrupt_while_the_first_is_cleared_up_holds_nothing_up(
     run.run(manager, [1, 2])
     run.train(3)
     with monkeypatch.context() as patch:
-        patch.setattr(DenseStore, "save", _interrupt_while_waiting)
+        patch.setattr(dense, "bytes_of", _interrupt)
         patch.setattr(SaveInFlight, "stop", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             manager.save(3, args=cnr.args.Save(run.state, run.touched))
@@ -508,12 +518,12 @@ def test_an_interrupted_restore_leaves_no_task_behind(
     run.run(manager, [1])
     manager.wait_until_finished()
 
-    def waiting(*args: Any) -> Any:
+    def waiting(*args: Any, **kwargs: Any) -> Any:
         return asyncio_utils.run_sync(_interrupt_while_waiting())
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(DenseStore, "restore", waiting)
+            patch.setattr(DenseSource, "read", waiting)
             with pytest.raises(KeyboardInterrupt):
                 manager.restore(1, args=cnr.args.Restore(run.state))
         assert not hasattr(threading.current_thread(), "main_task")

@@ -24,6 +24,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 
 from .conftest import flip
+from .older_steps import leave_dense_to_orbax
 
 STEPS = range(4)
 
@@ -44,8 +45,9 @@ def chunk(item: Path) -> Path:
 
 
 def dense(item: Path) -> Path:
-    """The largest dense file."""
-    return max(files(item, "dense/**/*"), key=lambda path: path.stat().st_size)
+    """The chunk of dense leaves, or the largest file of them where Orbax has written them."""
+    found = list(item.glob("dense/p*/c/0")) or files(item, "dense/**/*")
+    return max(found, key=lambda path: path.stat().st_size)
 
 
 def before(item: Path) -> Path:
@@ -62,6 +64,7 @@ def exchange_chunk(item: Path) -> None:
 
 def stray_dense(item: Path) -> None:
     """One that Orbax would look into, were it named in a node of its database."""
+    leave_dense_to_orbax(item)
     shutil.copy(dense(before(item)), item / "dense" / "d" / ("00ff" * 8))
 
 
@@ -118,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda item: shutil.copy(before(item) / "manifest.p00000.json", item),
         "file_damaged",
     ),
-    "dense flipped": (lambda item: flip(dense(item)), "file_damaged"),
+    "dense flipped": (lambda item: flip(dense(item), 0), "data_damaged"),
     "dense gone": (lambda item: dense(item).unlink(), "file_missing"),
     "item gone": (shutil.rmtree, "not_ours"),
 }
@@ -234,7 +237,7 @@ def test_damage_below_passes_over_all_that_rests_on_it(
 
 def test_dense_damage_hurts_no_step_but_its_own(saved: Any) -> None:
     run, root = saved
-    flip(dense(root / "2" / "default"))
+    flip(dense(root / "2" / "default"), 0)
     with opened(root) as manager:
         run.same(restore(manager, run).state, run.truth[3])
         with pytest.raises(errors.IntegrityError):
@@ -479,6 +482,7 @@ def test_dense_files_that_change_while_they_are_read_are_noticed(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, root = saved
+    leave_dense_to_orbax(root / "3" / "default")
     read = DenseStore.restore
 
     def changed(self: Any, directory: Any, abstract: Any) -> Any:

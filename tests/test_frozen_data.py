@@ -115,8 +115,13 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def read_array(item: Path, process: dict[str, Any], name: str) -> np.ndarray:
     """Section 6.2."""
-    entry, chunks = process["arrays"][name], []
     folder = item / f"rows.p{process['process']:05d}" / name
+    return read_chunks(folder, process["arrays"][name])
+
+
+def read_chunks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
+    """Section 6.2."""
+    chunks = []
     dtype = dtype_of(entry["dtype"])
     for i, checksum in enumerate(entry["crc32c"]):
         data, size = (
@@ -283,14 +288,71 @@ def is_told(encoding: dict[str, Any], table: str, leaf: str, stored: Any) -> boo
     return said["name"] == stored["name"]
 
 
+def read_dense(root: Path, directory: str) -> dict[str, np.ndarray]:
+    """Section 6.5: the dense leaves, of keys their words, of numbers as numpy has them."""
+    item = root / directory / "default"
+    manifest = read_document(item / "manifest.json")
+    assert "dense_tiles" in manifest["required_features"]
+    assert not manifest["dense_files"]
+    listed = manifest["dense_leaves"]
+    parts: list[list[tuple[Any, bytes]]] = [[] for _ in listed]
+    for file in manifest["processes"]:
+        process = read_document(item / file["path"])
+        part = process["dense"]
+        folder = item / "dense" / f"p{process['process']:05d}"
+        data = read_chunks(folder, part["array"]).tobytes()
+        for tile in part["tiles"]:
+            box = list(zip(tile["box"][::2], tile["box"][1::2], strict=True))
+            some = data[tile["offset"] : tile["offset"] + tile["bytes"]]
+            parts[tile["leaf"]].append((box, some))
+    leaves: dict[str, np.ndarray] = {}
+    for leaf, tiles in zip(listed, parts, strict=True):
+        path, kind, shape = "/".join(leaf["path"]), leaf["kind"], leaf["shape"]
+        if kind == "text":
+            assert not tiles
+            leaves[path] = np.asarray(leaf["value"])
+        elif kind == "scalar":
+            ((box, data),) = tiles
+            assert box == []
+            if leaf["dtype"] == "float":
+                assert len(data) == 8
+                leaves[path] = np.frombuffer(data, "<f8").reshape(())
+            elif leaf["dtype"] == "bool":
+                assert data in (b"\0", b"\1")
+                leaves[path] = np.asarray(data == b"\1")
+            else:
+                assert len(data) == 16
+                leaves[path] = np.asarray(int.from_bytes(data, "little", signed=True))
+        else:
+            dtype = np.dtype("<u4") if kind == "key" else dtype_of(leaf["dtype"])
+            elements = int(np.prod([b - a for a, b in tiles[0][0]], dtype=int))
+            size = len(tiles[0][1]) // elements
+            words = [size // 4] if kind == "key" else []
+            assert kind == "key" or size == dtype.itemsize
+            whole = np.zeros([*shape, *words], dtype)
+            seen = np.zeros(shape, int)
+            for box, data in tiles:
+                at = tuple(slice(a, b) for a, b in box)
+                part_shape = [*(b - a for a, b in box), *words]
+                whole[at] = np.frombuffer(data, dtype).reshape(part_shape)
+                seen[at] += 1
+            assert (seen == 1).all()
+            leaves[path] = whole
+    return leaves
+
+
 # What was saved comes back.
+
+
+def state_of(version: str) -> dict[str, Any]:
+    return generate.first_state(more=version == "v1-dense")
 
 
 @pytest.mark.parametrize(("version", "step"), SAVED)
 def test_frozen_step_restores_bit_for_bit_on_another_mesh(
     version: str, step: int
 ) -> None:
-    state = generate.first_state()
+    state = state_of(version)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     def moved(leaf: Any) -> Any:
@@ -346,10 +408,21 @@ def test_frozen_values_are_within_the_codec_bound_of_what_was_saved(
         assert (np.linalg.norm(x - y, axis=1) <= bound + 1e-12).all()
 
 
+@pytest.mark.parametrize("step", [10, 20])
+def test_second_reader_reads_dense_leaves_from_the_specification(step: int) -> None:
+    expected = expected_of("v1-dense", "restored", step)
+    leaves = read_dense(DATA / "v1-dense" / "root", str(step))
+    assert set(leaves) == set(expected) - set(LEAVES.values())
+    for path, values in leaves.items():
+        assert values.shape == expected[path].shape, path
+        assert values.tobytes() == expected[path].tobytes(), path
+
+
 def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
     kinds = (
         "v1",
+        "v1-dense",
         "v1-encoding",
         "v1-errors",
         "v1-motion",
@@ -358,7 +431,7 @@ def test_frozen_data_covers_what_the_format_has() -> None:
     )
     found = dict.fromkeys(kinds, STEPS)
     found |= {"v1-encoding": STEPS[:1], "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
-    found["v1-motion"] = STEPS[:2]
+    found["v1-motion"] = found["v1-dense"] = STEPS[:2]
     assert SAVED == [(version, step) for version in found for step in found[version]]
     processes = (DATA / "v1-errors" / "root").glob("*/*/manifest.p*.json")
     assert all("row_errors" in json.loads(p.read_text()) for p in processes)

@@ -37,7 +37,6 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore, as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
 from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
@@ -49,6 +48,7 @@ from cnr_jax.checkpointer.orbax_compat.places import (
 )
 from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
+from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.format import names
 from cnr_jax.repository.store.plain_arrays import write_array
 from cnr_jax.testing import inprocess
@@ -778,48 +778,6 @@ def test_the_handlers_path_is_on_disk(tiny_run: Any, tmp_path: Path) -> None:
         run.run(manager, [0])
     document = json.loads((tmp_path / "0" / "_CHECKPOINT_METADATA").read_text())
     assert document["item_handlers"] == {"default": "cnr_jax.handler.CnrHandler"}
-
-
-def test_a_standard_handler_works_below_an_item_whose_directory_comes_later(
-    tmp_path: Path,
-) -> None:
-    """Also the private switch that turns replica-parallel writing off."""
-    store = DenseStore()
-    arrays: Any = ocp.type_handlers.get_type_handler(jax.Array)
-    assert hasattr(arrays, "_use_replica_parallel")
-    assert isinstance(store._handler._impl, ocp.PyTreeCheckpointHandler)
-    assert isinstance(
-        ocp.StandardCheckpointHandler()._impl, ocp.PyTreeCheckpointHandler
-    )
-
-    class Nested(ocp.AsyncCheckpointHandler):
-        async def async_save(self, directory: epath.Path, args: Any) -> list[Any]:
-            return list(
-                await store.save(directory, {"a": jnp.arange(4.0), "b": {"c": 3}})
-            )
-
-        def save(self, directory: epath.Path, args: Any) -> None:
-            raise AssertionError("Orbax calls async_save")
-
-        def restore(self, directory: epath.Path, args: Any = None) -> Any:
-            return store.restore(directory, None)
-
-        def finalize(self, directory: epath.Path) -> None:
-            store.finalize(directory)
-
-    @ocp.args.register_with_handler(Nested, for_save=True, for_restore=True)
-    @dataclasses.dataclass
-    class NestedArgs(ocp.args.CheckpointArgs):
-        pass
-
-    registry = ocp.DefaultCheckpointHandlerRegistry()
-    registry.add(None, NestedArgs, Nested())
-    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
-        manager.save(0, args=NestedArgs())
-        restored = manager.restore(0, args=NestedArgs())
-    assert (tmp_path / "0" / "default" / names.DENSE).is_dir()
-    np.testing.assert_array_equal(restored["a"], np.arange(4.0))
-    assert restored["b"]["c"] == 3
 
 
 def test_one_process_needs_no_client_and_waiting_has_a_limit() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -62,8 +63,45 @@ def test_who_looks_where_plain_orbax_fails_is_told_what_it_is(
     claim = (tmp_path / "cnr_jax.writer.json").read_text().splitlines()
     assert "The steps here were saved by cnr_jax" in claim[1]
     (call,) = re.findall(r"cnr_jax\.CheckpointManager.*?\(None\)", claim[1])
+    assert "cnr_jax.export(<this folder>, step, directory)" in claim[1]
     call = call.replace("<this folder>", repr(str(tmp_path)))
     assert int(eval(call, {"cnr_jax": cnr}).state["step"]) == 1
+
+
+DENSE_WITHOUT_US = """
+import sys
+sys.modules["cnr_jax"] = None
+import orbax.checkpoint as ocp
+with ocp.StandardCheckpointer() as checkpointer:
+    try:
+        print(float(checkpointer.restore({folder!r})["params"]["dense"].sum()))
+    except (ValueError, FileNotFoundError) as error:
+        print(error)
+"""
+
+
+def dense_without_us(folder: Path) -> str:
+    program = DENSE_WITHOUT_US.format(folder=str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def test_plain_orbax_reads_dense_leaves_of_older_steps_and_exports_of_newer_ones(
+    tmp_path: Path,
+) -> None:
+    data = Path(__file__).parent / "data"
+    for version in ("v1", "v1-dense"):
+        root, step = data / version / "root", 10
+        with np.load(data / version / "expected.npz") as file:
+            expected = float(file[f"restored/{step}/params/dense"].sum())
+        if version == "v1":
+            assert float(dense_without_us(root / "10/default/dense")) == expected
+            continue
+        assert "_METADATA" in dense_without_us(root / "10/default/dense")
+        cnr.export(root, step, tmp_path / "back", leaves=["params/dense"])
+        assert float(dense_without_us(tmp_path / "back")) == expected
 
 
 def test_the_managers_own_root_is_read_anew_when_it_is_named(

@@ -118,8 +118,8 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
     step = root / "2"
     removal = next(i for i, c in enumerate(calls) if c[:2] == ("rename", f"{root}/1"))
     # TensorStore syncs what it writes and the directories of that itself.
-    rows = step / "state" / "rows.p00000"
-    ours = {p for p in {*step.rglob("*"), step} if rows not in p.parents}
+    written = {step / "state" / name for name in ("rows.p00000", "dense/p00000")}
+    ours = {p for p in {*step.rglob("*"), step} if not written & {*p.parents}}
     syncs = {
         str(p): [i for i, c in enumerate(calls) if c == ("sync", str(p))] for p in ours
     }

@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import beginning
+from cnr_jax.checkpointer.saving import dense
 from cnr_jax.errors import CallError, CnrError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -163,7 +163,7 @@ def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told_so(
             told.append(caught.value.kind)
 
     with handling(handler), monkeypatch.context() as patch:
-        patch.setattr(DenseStore, "save", signalled(DenseStore.save))
+        patch.setattr(dense, "bytes_of", signalled(dense.bytes_of))
         run.train(2)
         assert run.save(manager, 2)
     assert told == ["nested"] * len(calls)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.saving import dense
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
@@ -209,7 +209,7 @@ def fails_to_save(
     manager.wait_until_finished()  # the fault must not hit the save before
     if where not in IN_BACKGROUND:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DenseStore, "save", _raise)
+            patch.setattr(dense, "bytes_of", _raise)
             with pytest.raises(HandOver):
                 manager.save(step, args=args)
     else:

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,13 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.format import names
+from cnr_jax.format.manifest import dump
+from cnr_jax.repository.step import read_manifest
 from cnr_jax.testing import inprocess
-from cnr_jax.testing.faults import Fault, FaultNotHitError
+from cnr_jax.testing.faults import Fault
+
+from .older_steps import leave_dense_to_orbax
 
 # What storage says of a disk, and of a right that may come back; others are told alike.
 FEW_ERRORS = (
@@ -83,65 +87,26 @@ def test_root_whose_path_is_a_pattern_works_under_a_manager_of_orbax(
 # ---- saves ---------------------------------------------------------------------------------
 
 
-# After each EIO storage is asked several times, which takes its time.
-@pytest.mark.parametrize(
-    "error", [pytest.param("EIO", marks=pytest.mark.slow), *FEW_ERRORS[1:]]
-)
-def test_save_that_cannot_see_its_dense_part_fails(
-    tmp_path: Path, tiny_run: Any, error: str
-) -> None:
-    """Looks at `dense/` fail once, each in a save of its own."""
-    run = tiny_run()
-    with opened(tmp_path, run) as manager:
-        run.run(manager, range(1))
-        with inprocess.watching(tmp_path, looks=True) as calls:
-            run.run(manager, [1])
-        kinds = ("stat", "scandir")
-        looks = [c for c in calls if c.call in kinds and "/dense" in c.path]
-        assert {c.call for c in looks} == set(kinds)
-        failed, step = 0, 1
-        for kind in kinds:
-            count = sum(c.call == kind for c in looks)
-            for nth in range(1, count + 1, 1 if error == "EIO" else 3):
-                step += 1
-                run.train(step)
-                fault = Fault(kind, nth, error, match="/dense")
-                # Not every save looks as often: Orbax's threads wait for one another.
-                with suppress(FaultNotHitError), inprocess.failing(tmp_path, fault):
-                    try:
-                        run.save(manager, step)
-                        manager.wait_until_finished()
-                    except errors.SaveError as raised:
-                        failed += 1
-                        text = os.strerror(getattr(errno, error))
-                        assert text in str(raised)
-        assert failed
-        run.run(manager, [step + 1])
-    all_restore(tmp_path, run)
-
-
 def test_step_whose_dense_part_was_not_finished_is_found_and_passed_over(
-    tmp_path: Path, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_run: Any
 ) -> None:
     """As versions before wrote it when Orbax did not see what it was to merge."""
     run = tiny_run()
     with opened(tmp_path, run) as manager:
-        run.run(manager, range(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(DenseStore, "finalize", lambda self, directory: None)
-            run.train(2)
-            run.save(manager, 2)
-            with pytest.raises(errors.SaveError, match=r"manifest\.ocdbt"):
-                manager.wait_until_finished()
-            assert manager.all_steps() == [0, 1]
-            patch.setattr(
-                "cnr_jax.repository.commit.check_dense_index", lambda *_: None
-            )
-            run.run(manager, [2])
+        run.run(manager, range(3))
+    item = tmp_path / "2" / "default"
+    leave_dense_to_orbax(item)
+    manifest = read_manifest(item)
+    left = tuple(f for f in manifest.dense_files if f.path not in names.DENSE_INDEX)
+    assert len(left) == len(manifest.dense_files) - 2
+    for path in names.DENSE_INDEX:
+        (item / path).unlink()
+    unfinished = dataclasses.replace(manifest, dense_files=left)
+    (item / names.MANIFEST).write_bytes(dump(unfinished))
     (found,) = [p for p in cnr.verify(tmp_path, "structure") if p.consequence]
     assert (found.kind, found.consequence) == ("dense_unfinished", ("2",))
     with opened(tmp_path, run) as manager:
-        with pytest.raises(errors.IntegrityError, match=r"dense/manifest\.ocdbt"):
+        with pytest.raises(errors.IntegrityError, match=r"dense/_METADATA"):
             manager.restore(2, args=cnr.args.Restore(run.state))
         got = manager.restore(None, args=cnr.args.Restore(run.state))
         run.same(got.state, run.truth[1])
@@ -179,6 +144,8 @@ def test_whatever_orbax_raises_of_a_dense_part_is_damage_of_it(
     run = tiny_run()
     with opened(tmp_path, run) as manager:
         run.run(manager, range(2))
+    leave_dense_to_orbax(tmp_path / "1" / "default")
+    with opened(tmp_path, run) as manager:
         own = DenseStore.restore
 
         def restore(self: Any, directory: Any, abstract: Any) -> Any:

@@ -18,6 +18,7 @@ from cnr_jax.format.manifest import ParentRef, dump, load
 from cnr_jax.testing import inprocess
 
 from .conftest import each_of, flip
+from .older_steps import leave_dense_to_orbax
 
 ALL = ("0", "1", "2", "3")
 Damage = Callable[[Path], None]
@@ -59,7 +60,14 @@ def array(item: Path, name: str) -> Path:
 
 
 def dense(item: Path) -> Path:
-    return sorted(path for path in item.glob("dense/**/*") if path.is_file())[0]
+    return item / "dense" / "p00000" / "c" / "0"
+
+
+def dense_of_orbax(item: Path) -> Path:
+    """A dense file, of which Orbax has written all."""
+    leave_dense_to_orbax(item)
+    (found, *_) = sorted((item / "dense" / "d").iterdir())
+    return found
 
 
 def stray(item: Path, *where: str) -> Path:
@@ -143,8 +151,8 @@ CASES: dict[str, tuple[Damage, str, str, tuple[str, ...], bool]] = {
     ),
     "dense flipped": (
         lambda item: flip(dense(item)),
-        "default/dense/",
-        "file_damaged",
+        "default/dense/p00000",
+        "data_damaged",
         ("1",),
         False,
     ),
@@ -155,11 +163,32 @@ CASES: dict[str, tuple[Damage, str, str, tuple[str, ...], bool]] = {
         ("1",),
         True,
     ),
+    "dense flipped that Orbax wrote": (
+        lambda item: flip(dense_of_orbax(item)),
+        "default/dense/",
+        "file_damaged",
+        ("1",),
+        False,
+    ),
+    "dense gone that Orbax wrote": (
+        lambda item: dense_of_orbax(item).unlink(),
+        "default/dense/",
+        "file_missing",
+        ("1",),
+        True,
+    ),
+    "dense file too many for Orbax": (
+        lambda item: stray(dense_of_orbax(item).parents[1], "d", "00ff" * 8),
+        "default/dense/d/00ff",
+        "file_unknown",
+        ("1",),
+        True,
+    ),
     "dense file too many": (
         lambda item: stray(item, "dense", "d", "00ff" * 8),
         "default/dense/d/00ff",
         "file_unknown",
-        ("1",),
+        (),
         True,
     ),
     "dense file of others": (
@@ -376,7 +405,7 @@ def test_a_step_that_is_replaced_meanwhile_is_looked_at_again(
             shutil.rmtree(root / "3")
             shutil.copytree(other / "3", root / "3")
 
-    with storage.calling(late, "/root/3/default/rows.p00000", "open_read"):
+    with storage.calling(late, "/root/3/default/rows.p00000/raw", "open_read"):
         assert found(root) == []
     assert replaced
 

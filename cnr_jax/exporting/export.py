@@ -26,6 +26,7 @@ from cnr_jax.exporting.target import check_room, put_whole, target_of
 from cnr_jax.integers import integer, take_integers
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
+from cnr_jax.repository.replay.dense import StoredDense
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.repository.store.arrays import KeptChunks
 from cnr_jax.rows.tiling import own_settings
@@ -191,7 +192,10 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     # Before anything is written, as what is damaged is to be known soon.
     seal = None
     if any(leaf.kind not in ("row", "text") for leaf in leaves):
-        seal = chain[-1].check_dense()
+        if manifest.has_dense_tiles:
+            StoredDense(chain[-1]).check_stored()
+        else:
+            seal = chain[-1].check_dense()
         check_integers(asked.format, leaves)
     done = 0
 

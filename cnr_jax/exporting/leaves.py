@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
 from cnr_jax.format.names import DENSE
 from cnr_jax.repository.compare import logical_rows
 from cnr_jax.repository.reading import table_entry
+from cnr_jax.repository.replay.dense import StoredDense
 from cnr_jax.repository.step import codec_text
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store.checked import damage, kind_of, means_damage, numpy_dtype
@@ -177,10 +179,25 @@ def _of_table(
 
 
 def _of_dense(reader: StepReader, dense: Sequence[DenseLeaf]) -> list[ExportedLeaf]:
-    """Dense leaves: read in groups in this order, each group once."""
+    """Dense leaves; those that Orbax has written are read in groups in this order."""
+    if reader.manifest.has_dense_tiles:
+        tiles = StoredDense(reader)
+        return [_dense(leaf, tiles.value, tiles) for leaf in dense]
     stored = [leaf for leaf in dense if leaf.kind != "text"]
     store = DenseOnHost(reader.directory, stored, _GROUP_BYTES)
-    return [_dense(leaf, reader, store) for leaf in dense]
+    return [_dense(leaf, partial(_by_orbax, reader, store)) for leaf in dense]
+
+
+def _by_orbax(reader: StepReader, store: DenseOnHost, path: tuple[str, ...]) -> Any:
+    """A leaf that Orbax has written."""
+    try:
+        return store.read(path)
+    except Exception as error:
+        if not means_damage(error):
+            raise
+        fact = f"cannot be read: {type(error).__name__}: {error}"
+        kind = kind_of(error, "dense_unreadable")
+        raise damage(reader.directory / DENSE, fact, kind) from error
 
 
 def _dtype_of(leaf: DenseLeaf) -> np.dtype:
@@ -190,7 +207,11 @@ def _dtype_of(leaf: DenseLeaf) -> np.dtype:
     return numpy_dtype(_SCALARS.get(leaf.dtype, leaf.dtype))
 
 
-def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedLeaf:
+def _dense(
+    leaf: DenseLeaf,
+    read: Callable[[tuple[str, ...]], Any],
+    tiles: StoredDense | None = None,
+) -> ExportedLeaf:
     told: dict[str, Any] = {"lossy": False}
     shape, dtype = leaf.shape, _dtype_of(leaf)
     if leaf.kind == "text":
@@ -203,18 +224,16 @@ def _dense(leaf: DenseLeaf, reader: StepReader, store: DenseOnHost) -> ExportedL
         shape = (*shape, *words.shape)
 
     def value() -> Any:
-        if leaf.kind == "text":
-            return leaf.value
-        try:
-            return store.read(leaf.path)
-        except Exception as error:
-            if not means_damage(error):
-                raise
-            fact = f"cannot be read: {type(error).__name__}: {error}"
-            kind = kind_of(error, "dense_unreadable")
-            raise damage(reader.directory / DENSE, fact, kind) from error
+        return leaf.value if leaf.kind == "text" else read(leaf.path)
 
     def cut(rows: int) -> Iterator[np.ndarray]:
+        if tiles is not None and leaf.kind == "array" and shape:
+            # As much of it as is asked for is read.
+            for start in range(0, shape[0], rows):
+                stop = min(start + rows, shape[0])
+                box = ((start, stop), *((0, size) for size in shape[1:]))
+                yield tiles.part(leaf.path, box)
+            return
         found = value()
         if leaf.kind == "key":
             found = jax.random.key_data(found)

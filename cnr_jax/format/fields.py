@@ -96,6 +96,14 @@ class Fields:
         self._report(key, "a number", value)
         return 0.0
 
+    def boolean(self, key: str) -> bool:
+        """True or false; false after a problem."""
+        value = self._value.get(key, _MISSING)
+        if isinstance(value, bool):
+            return value
+        self._report(key, "true or false", value)
+        return False
+
     def text(self, key: str, *, choices: tuple[str, ...] = ()) -> str:
         """A string, one of `choices` where given; empty after a problem."""
         value = self._value.get(key, _MISSING)

@@ -94,10 +94,12 @@ class DenseLeaf:
     """One leaf that is not part of a table.
 
     Attributes:
-        kind: `array`, `scalar` and `key` are stored by Orbax; `text` is the string in `value`.
+        kind: `array`, `scalar` and `key` are stored in files; `text` is the string in `value`.
         shape: of an array; a key's shape without the words of its data.
         dtype: of an array, or the implementation of a key.
         value: the string itself, for `text`.
+        numpy: whether an array is one of numpy rather than of jax; None: it is of jax, or the
+            manifest does not say.
     """
 
     path: tuple[str, ...]
@@ -105,6 +107,7 @@ class DenseLeaf:
     shape: tuple[int, ...]
     dtype: str
     value: str | None = None
+    numpy: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,11 @@ class Manifest:
     # None: it is not known.
     motion: SampledMotion | None = None
 
+    @property
+    def has_dense_tiles(self) -> bool:
+        """Whether dense leaves are stored as tiles; else by Orbax."""
+        return names.DENSE_TILES in self.required_features
+
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -288,6 +296,9 @@ def dump(manifest: Manifest) -> bytes:
     for entry in document["history"]:
         if entry["saves"] == 1:
             del entry["saves"]
+    for leaf in document["dense_leaves"]:
+        if leaf["numpy"] is None:
+            del leaf["numpy"]
     for name in ("forks", "encoding", "motion"):
         if document[name] is None:
             del document[name]
@@ -441,6 +452,7 @@ def _read_dense_leaf(fields: Fields) -> DenseLeaf:
         shape=fields.integers("shape"),
         dtype=fields.text("dtype"),
         value=fields.text("value") if kind == "text" else None,
+        numpy=fields.boolean("numpy") if fields.has("numpy") else None,
     )
 
 

@@ -13,9 +13,11 @@ FORMAT = "cnr_jax"
 VERSION = 1
 # Arrays whose chunks are compressed by zstd.
 ZSTD = "zstd"
+# Dense leaves that are stored as tiles, like rows, rather than by Orbax.
+DENSE_TILES = "dense_tiles"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD})
+KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, DENSE_TILES})
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})
@@ -101,6 +103,16 @@ def rows_directory(process: int) -> str:
         'rows.p00000'
     """
     return f"rows.p{process:05d}"
+
+
+def dense_array(process: int) -> str:
+    """The array that holds the dense leaves of one process, in the folder of dense leaves.
+
+    Example:
+        >>> dense_array(0)
+        'dense/p00000'
+    """
+    return f"{DENSE}/p{process:05d}"
 
 
 def array_name(codec: str, part: str, dtype: str) -> str:

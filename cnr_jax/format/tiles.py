@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.boxes import Box, box_json, cover_problems
+from cnr_jax.format.dense import DenseTile, quick_dense_tile, read_dense_tile
 from cnr_jax.format.fields import Fields, dump_document, is_integer, open_document
 from cnr_jax.format.manifest import (
     NamedConfiguration,
@@ -29,7 +31,6 @@ _FORMS = ("all", "none", "bitmap", "gaps")
 # How chunks may be compressed; each is a required feature of the same name.
 COMPRESSIONS = (names.ZSTD,)
 PROCESS_FORMAT = f"{names.FORMAT}.process"
-Box = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,14 @@ class ArrayEntry:
     metadata_sha256: str
     crc32c: tuple[int, ...]
     compressed: Compressed | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DensePart:
+    """Dense leaves of one process: their bytes one after the other, in one array of uint8."""
+
+    array: ArrayEntry
+    tiles: tuple[DenseTile, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,21 +163,39 @@ class ProcessManifest:
     # By table; None: nothing was sampled.
     row_errors: Mapping[str, SampledError] | None = None
     motion: Mapping[str, SampledMotion] | None = None
+    # None: this process has written no dense leaves as tiles.
+    dense: DensePart | None = None
 
     @property
     def features(self) -> frozenset[str]:
         """What a reader has to know of, beyond the version, to read this."""
-        found = (entry.compressed for entry in self.arrays.values())
-        return frozenset(each.codec for each in found if each is not None)
+        entries = [*self.arrays.values(), *([self.dense.array] if self.dense else ())]
+        found = {each.compressed.codec for each in entries if each.compressed}
+        return frozenset(found | ({names.DENSE_TILES} if self.dense else set()))
 
 
 def dump_process(manifest: ProcessManifest) -> bytes:
     """Canonical bytes of a process manifest; boxes become flat lists."""
-    document = to_json(dataclasses.replace(manifest, tiles=()))
-    for entry in document["arrays"].values():
+    document = to_json(dataclasses.replace(manifest, tiles=(), dense=None))
+    dense = manifest.dense
+    if dense is not None:
+        document["dense"] = {
+            "array": to_json(dense.array),
+            "tiles": [
+                {
+                    "leaf": tile.leaf,
+                    "box": box_json(tile.box),
+                    "offset": tile.offset,
+                    "bytes": tile.bytes,
+                }
+                for tile in dense.tiles
+            ],
+        }
+    entries = list(document["arrays"].values())
+    for entry in [*entries, *([document["dense"]["array"]] if dense else ())]:
         if entry["compressed"] is None:
             del entry["compressed"]
-    for name in ("row_errors", "motion"):
+    for name in ("row_errors", "motion", "dense"):
         if not document[name]:
             del document[name]
     document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
@@ -215,6 +242,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         if fields.has("row_errors")
         else None,
         motion=fields.mapping("motion", read_motion) if fields.has("motion") else None,
+        dense=_read_dense(fields.child("dense")) if fields.has("dense") else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]
     if problems:
@@ -256,6 +284,13 @@ def _read_array(fields: Fields) -> ArrayEntry:
             f" got {len(entry.compressed.bytes)}"
         )
     return entry
+
+
+def _read_dense(fields: Fields) -> DensePart:
+    return DensePart(
+        array=_read_array(fields.child("array")),
+        tiles=fields.objects("tiles", read_dense_tile, quick_dense_tile),
+    )
 
 
 def _read_compressed(fields: Fields) -> Compressed:
@@ -378,6 +413,17 @@ def _inconsistencies(manifest: ProcessManifest) -> list[str]:
             ids is None or row_ids.offset + row_ids.bytes > ids.length
         ):
             problems.append(f"row_ids[{i}]: outside the array of row ids")
+    if manifest.dense is not None:
+        length = manifest.dense.array.length
+        problems += [
+            f"dense.tiles[{i}]: outside the array of dense leaves"
+            for i, tile in enumerate(manifest.dense.tiles)
+            if tile.offset + tile.bytes > length
+        ]
+        if manifest.dense.array.dtype != "uint8":
+            problems.append(
+                f"dense.array.dtype: expected uint8, got {manifest.dense.array.dtype}"
+            )
     return problems
 
 
@@ -393,17 +439,10 @@ def lacking_rows(process: ProcessManifest) -> list[Tile]:
     ]
 
 
-def box_json(box: Box) -> list[int]:
-    """A box as stored: start and stop of each dimension, in one flat list."""
-    return [bound for pair in box for bound in pair]
-
-
 def check_cover(
     tables: Sequence[TableEntry], tiles: Iterable[Tile], where: str
 ) -> None:
     """Checks that the tiles of all processes cover every leaf exactly once.
-
-    Volumes add up to the leaf's size and no two boxes overlap: together that is exact cover.
 
     Raises:
         ManifestError: naming each leaf that is not covered or covered twice.
@@ -415,39 +454,9 @@ def check_cover(
     for table in tables:
         for leaf in table.leaves:
             boxes = by_leaf.pop((table.name, leaf.name), [])
-            problems += _cover_problems(f"{table.name}.{leaf.name}", leaf.shape, boxes)
+            problems += cover_problems(f"{table.name}.{leaf.name}", leaf.shape, boxes)
     problems += [f"{table}.{leaf}: not a leaf of this step" for table, leaf in by_leaf]
     if problems:
         raise errors.ManifestError(
             f"the tiles of {where} do not cover its tables", problems
         )
-
-
-def _cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[str]:
-    for box in boxes:
-        inside = len(box) == len(shape) and all(
-            stop <= size for (_, stop), size in zip(box, shape, strict=True)
-        )
-        if not inside:
-            return [f"{name}: tile {box_json(box)} is outside shape {list(shape)}"]
-    covered = sum(math.prod(b - a for a, b in box) for box in boxes)
-    size = math.prod(shape)
-    if covered != size:
-        return [f"{name}: tiles hold {covered} elements, the leaf has {size}"]
-    return [
-        f"{name}: tiles {box_json(a)} and {box_json(b)} overlap"
-        for a, b in _overlapping(boxes)
-    ]
-
-
-def _overlapping(boxes: list[Box]) -> list[tuple[Box, Box]]:
-    """Pairs of boxes that share an element; a sweep along the rows keeps it near linear."""
-    found: list[tuple[Box, Box]] = []
-    open_boxes: list[Box] = []
-    for box in sorted(boxes):
-        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
-        for other in open_boxes:
-            if all(a < d and c < b for (a, b), (c, d) in zip(other, box, strict=True)):
-                found.append((other, box))
-        open_boxes.append(box)
-    return found

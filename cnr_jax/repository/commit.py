@@ -11,6 +11,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.dense import check_dense_cover
 from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import (
     DenseLeaf,
@@ -25,14 +26,13 @@ from cnr_jax.format.manifest import (
     dump,
     joined_motion,
 )
-from cnr_jax.format.tiles import ProcessManifest, check_cover, load_process
+from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,
     digest_of,
-    digests_of,
     exists,
     is_directory,
     names_in,
@@ -42,11 +42,7 @@ from cnr_jax.repository.store import (
     sync_step,
     write_durably,
 )
-from cnr_jax.repository.store.checked import (
-    check_dense_index,
-    file_bytes,
-    mistakable_files,
-)
+from cnr_jax.repository.store.checked import file_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +95,16 @@ def write_manifest(
         The manifest, its bytes, and the manifests of all processes.
 
     Raises:
-        IntegrityError: if a process manifest is missing or belongs to another save, or the
-            dense leaves cannot be looked up.
+        IntegrityError: if a process manifest is missing or belongs to another save.
+        ManifestError: if what all have written is not all of the state.
     """
     plan = facts.plan
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(facts.tables, tiles, os.fspath(directory))
-    dense_files = _sync_dense(directory)
-    check_dense_index(facts.dense_leaves, dense_files, directory)
-    totals = _totals(processes, digests, dense_files)
+    dense = (tile for each in processes if each.dense for tile in each.dense.tiles)
+    check_dense_cover(facts.dense_leaves, dense, os.fspath(directory))
+    totals = _totals(processes, digests)
     features = sorted({each for process in processes for each in process.features})
     manifest = Manifest(
         uuid=plan.uuid,
@@ -121,7 +117,7 @@ def write_manifest(
         fingerprint_clock=facts.fingerprint_clock,
         parent=plan.parent,
         processes=digests,
-        dense_files=dense_files,
+        dense_files=(),
         dense_leaves=facts.dense_leaves,
         tables=facts.tables,
         totals=totals,
@@ -213,34 +209,27 @@ def _read_processes(
     return tuple(digests), processes
 
 
-def _sync_dense(directory: AnyPath) -> tuple[FileDigest, ...]:
-    """Digests of what Orbax wrote, which is durable afterwards: Orbax syncs nothing.
-
-    Other files may lie there too, such as those of a desktop: named, each would be missed once
-    it is gone.
-    """
-    return digests_of(directory, mistakable_files(directory))
-
-
 def _totals(
-    processes: list[ProcessManifest],
-    digests: tuple[FileDigest, ...],
-    dense_files: tuple[FileDigest, ...],
+    processes: list[ProcessManifest], digests: tuple[FileDigest, ...]
 ) -> Totals:
-    # Whole chunks, a checksum each, and `zarr.json`.
     arrays = sum(
-        sum(file_bytes(entry)) + entry.metadata_bytes
-        for process in processes
-        for entry in process.arrays.values()
+        _bytes_of(entry) for process in processes for entry in process.arrays.values()
     )
     slots = sum(process.slot_bytes for process in processes)
     return Totals(
         rows=sum(_rows(process) for process in processes),
         table_bytes=arrays - slots,
         slot_bytes=slots,
-        dense_bytes=sum(file.bytes for file in dense_files),
+        dense_bytes=sum(
+            _bytes_of(each.dense.array) for each in processes if each.dense
+        ),
         manifest_bytes=sum(digest.bytes for digest in digests),
     )
+
+
+def _bytes_of(entry: ArrayEntry) -> int:
+    """Bytes of the files of an array: whole chunks, a checksum each, and `zarr.json`."""
+    return sum(file_bytes(entry)) + entry.metadata_bytes
 
 
 def _motion(

@@ -197,9 +197,9 @@ def _look(
     except (errors.CnrError, OSError) as error:
         return step, Harm(str(error), only_dense=False)
     try:
-        checked.check_dense_index(manifest.dense_leaves, manifest.dense_files, where)
+        checked.check_dense_index(manifest, where)
         if store.can(root).cheap_looks:
-            _check_dense(where, manifest)
+            _check_dense(where, manifest, processes)
             checked.refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
         return step, Harm(str(error), only_dense=True)
@@ -260,12 +260,21 @@ def _check_rows(item: store.AnyPath, processes: Iterable[ProcessManifest]) -> No
                 _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
 
 
-def _check_dense(item: store.AnyPath, manifest: Manifest) -> None:
+def _check_dense(
+    item: store.AnyPath, manifest: Manifest, processes: Iterable[ProcessManifest]
+) -> None:
     """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
 
     Raises:
         IntegrityError: at the first that is not.
     """
+    if manifest.has_dense_tiles:
+        for process in processes:
+            sizes = checked.file_bytes(process.dense.array) if process.dense else ()
+            for chunk, nbytes in enumerate(sizes):
+                array = names.dense_array(process.process)
+                _check_file(item, f"{array}/c/{chunk}", nbytes)
+        return
     for digest in manifest.dense_files:
         _check_file(item, digest.path, digest.bytes)
     for path in checked.mistakable_files(

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 from cnr_jax.format import names, rowids
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import FileDigest, NamedConfiguration, SampledMotion
 from cnr_jax.format.tiles import (
     ArrayEntry,
-    Box,
     PartRef,
     ProcessManifest,
     RowIds,
@@ -30,6 +31,7 @@ from cnr_jax.format.tiles import (
     Tile,
     dump_process,
 )
+from cnr_jax.repository.dense_writer import DenseWriter
 from cnr_jax.repository.store import (
     AnyPath,
     sync_directory,
@@ -40,7 +42,7 @@ from cnr_jax.repository.store import (
 from cnr_jax.repository.store.arrays import ArrayWriter
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.gather.chunk import Chunk, DenseBytes, parted
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
 from cnr_jax.rows.gather.motion import Motion
 
@@ -142,13 +144,14 @@ def part_of_array(entry: ArrayEntry, encoded_bytes: int) -> int:
 
 
 class RowsWriter:
-    """Writes the runs of one process in the order in which their chunks come.
+    """Writes the runs of one process in the order in which their chunks come, then dense leaves.
 
     Args:
         directory: the item's directory; it must exist.
         uuid: of the checkpoint.
         process: index of this process.
         plans: one for each tile, those with rows in the order of the chunks.
+        dense: the tiles of dense leaves, in the order in which their bytes come.
         compression: of all arrays; None: none.
     """
 
@@ -158,6 +161,7 @@ class RowsWriter:
         uuid: str,
         process: int,
         plans: Sequence[RunPlan],
+        dense: Sequence[DenseTile] = (),
         *,
         compression: str | None = None,
     ) -> None:
@@ -179,6 +183,9 @@ class RowsWriter:
         self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
         self._writers = self._open_writers()
+        self._dense = DenseWriter(
+            directory, process, dense, compression=compression, syncs=self._syncs
+        )
 
     def _open_writers(self) -> dict[str, ArrayWriter]:
         """Sets where the parts of each run start, and opens the arrays that hold them."""
@@ -216,12 +223,15 @@ class RowsWriter:
         )
 
     def write(
-        self, chunks: Iterable[Chunk], device: jax.Device, compared: Comparison
+        self,
+        chunks: Iterable[Chunk | DenseBytes],
+        device: jax.Device,
+        compared: Comparison,
     ) -> Written:
-        """Encodes and writes all chunks, then the process manifest.
+        """Encodes and writes all chunks, then dense leaves, then the process manifest.
 
         Args:
-            chunks: the rows of all runs, in order.
+            chunks: the rows of all runs, in order, then the bytes of dense leaves.
             device: encodes chunks that are not encoded yet.
             compared: gets each chunk and what it was encoded to.
 
@@ -229,7 +239,8 @@ class RowsWriter:
             The process manifest, which is durable.
         """
         done, waits, codes = 0, [0.0], [0.0]
-        encoding = encode_chunks(_timed(chunks, waits), device)
+        rows, dense = parted(chunks)
+        encoding = encode_chunks(_timed(rows, waits), device)
         for chunk, encoded in _timed(encoding, codes):
             compared.add(chunk, encoded, done)
             for name, values in encoded.parts.items():
@@ -240,8 +251,10 @@ class RowsWriter:
             done += chunk.count
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
+        for some in dense:
+            self._dense.append(some.data)
         tiles = tuple(self._tile(plan) for plan in self._plans)
-        arrays = self._finish_arrays()
+        arrays, leaves = self._finish_arrays(), self._dense.finish()
         row_errors, by_table = compared.result()
         manifest = ProcessManifest(
             uuid=self._uuid,
@@ -259,6 +272,7 @@ class RowsWriter:
             ),
             row_errors=_sampled_errors(by_table),
             motion=_sampled_motions(compared.motions()),
+            dense=leaves,
         )
         if arrays and not self._syncs:
             sync_tree(self._rows)
@@ -277,6 +291,7 @@ class RowsWriter:
         """Waits until nothing is being written: a failed save's folder may be removed."""
         for writer in self._writers.values():
             writer.stop()
+        self._dense.stop()
 
     def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
         """Stores escaped rows raw, remembering for each run which rows and where."""

@@ -23,10 +23,11 @@ from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.boxes import box_json
+from cnr_jax.format.dense import check_dense_cover
 from cnr_jax.format.manifest import Manifest, TableEntry, load
 from cnr_jax.format.tiles import (
     ProcessManifest,
-    box_json,
     check_cover,
     joined_error,
     lacking_rows,
@@ -237,6 +238,9 @@ def read_processes(
         found.append(process)
     tiles = (tile for process in found for tile in process.tiles)
     check_cover(manifest.tables, tiles, os.fspath(directory))
+    if manifest.has_dense_tiles:
+        dense = (tile for each in found if each.dense for tile in each.dense.tiles)
+        check_dense_cover(manifest.dense_leaves, dense, os.fspath(directory))
     return tuple(found)
 
 

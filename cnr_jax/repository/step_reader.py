@@ -87,6 +87,7 @@ class StepReader:
         self.tables = {entry.name: entry for entry in manifest.tables}
         self._verify, self._kept = verify, kept
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
+        self._dense: dict[int, ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
         self._codecs: dict[tuple[int, int], Codec] = {}
         self.dtypes = {
@@ -106,11 +107,12 @@ class StepReader:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the chunks of rows that were read so far, each once."""
-        return sum(reader.read_bytes for reader in self._arrays.values())
+        """Bytes of the chunks that were read so far, each once."""
+        readers = [*self._arrays.values(), *self._dense.values()]
+        return sum(reader.read_bytes for reader in readers)
 
     def check_dense(self) -> Seal:
-        """Checks every dense file against its digest, and that none could be mistaken for one.
+        """Checks every dense file of Orbax against its digest, and that no other could be one.
 
         Returns:
             What tells afterwards whether they are still the same.
@@ -119,9 +121,8 @@ class StepReader:
             IntegrityError: at the first one that is missing or damaged, or that Orbax could
                 take for one of them.
         """
-        files = self.manifest.dense_files
-        check_dense_index(self.manifest.dense_leaves, files, self.directory)
-        return sealed(self.directory, files)
+        check_dense_index(self.manifest, self.directory)
+        return sealed(self.directory, self.manifest.dense_files)
 
     def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
         """Tiles of a leaf, each with the process that wrote it.
@@ -204,6 +205,17 @@ class StepReader:
                 path, entry, verify=self._verify, kept=self._kept
             )
         return self._arrays[key]
+
+    def dense_array(self, process: int) -> ArrayReader:
+        """Reads the array of dense leaves of one process that has some as tiles."""
+        if process not in self._dense:
+            part = self.processes[process].dense
+            assert part is not None
+            path = self.directory / names.dense_array(process)
+            self._dense[process] = ArrayReader(
+                path, part.array, verify=self._verify, kept=self._kept
+            )
+        return self._dense[process]
 
     def count(self, process: int, index: int) -> int:
         """How many rows row ids `index` of a tile stand for; see `positions`."""

@@ -44,7 +44,7 @@ class Spot(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _local_boxes(
+def local_shards_of(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> Mapping[jax.Device, tuple[int, Box]]:
     """Number and box of the shard on each device of this process, in jax's order of shards."""
@@ -62,7 +62,7 @@ def spot_on(sharding: Sharding, shape: tuple[int, ...], device: jax.Device) -> S
     Raises:
         TableError: if it has no shard there.
     """
-    boxes = _local_boxes(sharding, shape)
+    boxes = local_shards_of(sharding, shape)
     if device not in boxes:
         raise errors.TableError(f"the array has no shard on {device}")
     number, box = boxes[device]
@@ -75,7 +75,7 @@ def spot_of(sharding: Sharding, shape: tuple[int, ...], rows: tuple[int, int]) -
     Raises:
         TableError: if no shard holds all of them.
     """
-    for number, box in _local_boxes(sharding, shape).values():
+    for number, box in local_shards_of(sharding, shape).values():
         start, stop = box[0]
         if start <= rows[0] and rows[1] <= stop:
             return Spot(number, start)
@@ -178,7 +178,7 @@ class Tiling:
             shape, sharding = tables[table].leaf.shape[:1], stamps[table]
             spot = spot_of(sharding, shape, rows)
             shards.setdefault(table, []).append(spot.shard)
-            boxes = _local_boxes(sharding, shape).items()
+            boxes = local_shards_of(sharding, shape).items()
             device = next(d for d, (number, _) in boxes if number == spot.shard)
             where = self.way(device, 4 * sharding.shard_shape(shape)[0])
             found.append((where, rows[0] - spot.first))

@@ -326,6 +326,11 @@ def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
     return program.lower(*arguments).compile()
 
 
+def is_on_host(shard: jax.Array) -> bool:
+    """Whether an array on one device is in memory that numpy sees without a copy."""
+    return next(iter(shard.devices())).platform == "cpu"
+
+
 def host_device() -> jax.Device:
     """The device that encodes rows which are staged on the host."""
     return jax.local_devices(backend="cpu")[0]

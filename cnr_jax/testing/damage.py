@@ -39,6 +39,7 @@ Kind = Literal[
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _PROCESS_MANIFEST = re.compile(r"manifest\.p\d{5}\.json")
 _ROWS = re.compile(r"rows\.p\d{5}")
+_DENSE_METADATA = re.compile(r"dense/p\d{5}/zarr\.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class StoredFile:
         path: where it is.
         step: the step.
         kind: `"array"`: a chunk of rows, row ids or what codecs store. `"zarr_metadata"`: of
-            such an array. `"process_manifest"`, `"manifest"`: what names and commits them.
-            `"dense"`: below `dense/`, all that is not a table. `"orbax"`: what Orbax writes
-            beside, and other items.
+            such an array, or of dense leaves. `"process_manifest"`, `"manifest"`: what names and
+            commits them. `"dense"`: all else below `dense/`. `"orbax"`: what Orbax writes beside,
+            and other items.
         array: name of the array, of `"array"` and `"zarr_metadata"`; else "".
     """
 
@@ -87,7 +88,8 @@ def _kind_of(folder: Path, path: Path) -> tuple[Kind, str]:
     if _PROCESS_MANIFEST.fullmatch(parts[0]) and len(parts) == 1:
         return "process_manifest", ""
     if parts[0] == names.DENSE:
-        return "dense", ""
+        is_metadata = _DENSE_METADATA.fullmatch("/".join(parts)) is not None
+        return ("zarr_metadata", names.DENSE) if is_metadata else ("dense", "")
     if _ROWS.fullmatch(parts[0]) and len(parts) > 2:
         return "array" if parts[2] == "c" else "zarr_metadata", parts[1]
     return "orbax", ""

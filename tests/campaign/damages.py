@@ -175,8 +175,8 @@ def classes(root: Path) -> dict[str, list[StoredFile]]:
         name: str = file.kind
         if file.kind == "array":
             name = f"array {file.array}"
-        elif file.kind in ("dense", "orbax"):
-            name = f"{file.kind}, {_what_of_orbax(file.path)}"
+        elif file.kind == "orbax":
+            name = f"orbax, {_what_of_orbax(file.path)}"
         found[name].append(file)
     return dict(sorted(found.items()))
 

@@ -6,6 +6,7 @@
     python tests/data/generate.py v1-errors
     python tests/data/generate.py v1-encoding
     python tests/data/generate.py v1-motion
+    python tests/data/generate.py v1-dense
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
@@ -13,7 +14,9 @@ The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 the third goes back to the first step before it saves the last; the fourth writes the first two,
 with manifests that say how far off rounded rows are; the fifth the first, with a codec of its own
 for one table, in a manifest that says so; the sixth the first two, with so many rows that move that
-manifests say how far, and a rounding that was asked for.
+manifests say how far, and a rounding that was asked for; the seventh the first two, with dense
+leaves of every kind, as tiles. In all others Orbax has written the dense leaves, and they can only
+be written by versions of the library from before it stored them as tiles.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -47,11 +50,12 @@ ITEM_ROWS = 15
 ITEM_LAYOUT = cnr.ModSharded(shards=2, rows_per_shard=8)
 
 
-def first_state(peaked: bool = False) -> dict[str, Any]:
+def first_state(peaked: bool = False, more: bool = False) -> dict[str, Any]:
     """Two tables over two devices, one with a slot, and a dense leaf of every kind.
 
     Args:
         peaked: some codes are much more frequent than others, and most slots are zeros.
+        more: with further dense leaves, of other shardings, dtypes and kinds.
     """
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
@@ -65,7 +69,24 @@ def first_state(peaked: bool = False) -> dict[str, Any]:
     user[3, 2] = np.nan
     user[9] = 0
     start = 0.0 if peaked else 1.0
+    columns = NamedSharding(mesh, P(None, "rows"))
+    values = {
+        "by_rows": sharded(rng.normal(size=(8, 6)), jnp.bfloat16),
+        "by_columns": jax.device_put(
+            np.arange(24, dtype=np.int32).reshape(4, 6), columns
+        ),
+        "on_both": jax.device_put(jnp.ones(8), NamedSharding(mesh, P())),
+        "of_numpy": rng.normal(size=(2, 3)),
+        "number_of_numpy": np.uint16(65_000),
+        "keys": jax.random.split(jax.random.key(8), 4),
+        "other_key": jax.random.key(9, impl="rbg"),
+        "flag": True,
+        "negative": -5,
+        "large": 2**63 + 1,
+        "no_dimension": jnp.float32(0.5),
+    }
     return {
+        **({"more": values} if more else {}),
         "params": {
             "user": {"embedding": sharded(user, jnp.float32)},
             "item": {"embedding": sharded(rng.normal(size=(16, 8)), jnp.bfloat16)},
@@ -151,9 +172,11 @@ def generate(folder: Path) -> None:
     folder.mkdir(parents=True)
     _, _, kind = folder.name.partition("-")
     compression = kind if kind == "zstd" else ""
-    steps = STEPS[: {"zstd": 1, "errors": 2, "encoding": 1, "motion": 2}.get(kind, 3)]
+    steps = STEPS[
+        : {"zstd": 1, "errors": 2, "encoding": 1, "motion": 2, "dense": 2}.get(kind, 3)
+    ]
     own = cnr.TableOptions(codec=Asymmetric(refits=7), slot_codec="bfloat16")
-    state = first_state(peaked=bool(compression))
+    state = first_state(peaked=bool(compression), more=kind == "dense")
     tables = tables_of(state)
     touched = cnr.init_touched(state, tables)
     options = cnr.Options(

@@ -18,7 +18,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax import errors, handler
-from cnr_jax.format import encodings, manifest, names, rowids, tiles
+from cnr_jax.format import dense, encodings, manifest, names, rowids, tiles
 from cnr_jax.format.fields import Fields
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, checked, digest_of
@@ -54,6 +54,8 @@ DESCRIBED: dict[tuple[str, int], tuple[type, tuple[str, ...]]] = {
     ("6.4", 0): (tiles.Tile, ()),
     ("6.4", 1): (tiles.Segment, ()),
     ("6.4", 2): (tiles.PartRef, ()),
+    ("6.5", 0): (tiles.DensePart, ()),
+    ("6.5", 1): (dense.DenseTile, ()),
 }
 
 
@@ -139,6 +141,7 @@ def test_all_fields_are_of_version_1_or_a_feature() -> None:
 
 
 CHECKS: dict[str, Any] = {
+    "boolean": lambda v: isinstance(v, bool),
     "string": lambda v: isinstance(v, str),
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0,
     "number": lambda v: isinstance(v, (int, float)) and v >= 0,
@@ -182,7 +185,11 @@ def parts_of(document: dict[str, Any]) -> list[tuple[tuple[str, int], Any]]:
         return [*found, (("5.9", 0), document["totals"])]
     segments = [s for tile in document["tiles"] for s in tile["segments"]]
     found = [(("6.1", 0), document)]
-    arrays = document["arrays"].values()
+    arrays = list(document["arrays"].values())
+    if "dense" in document:
+        found += [(("6.5", 0), document["dense"])]
+        found += [(("6.5", 1), tile) for tile in document["dense"]["tiles"]]
+        arrays.append(document["dense"]["array"])
     found += [(("6.1", 1), e) for e in document.get("row_errors", {}).values()]
     found += [(("5.12", 0), e) for e in document.get("motion", {}).values()]
     found += [(("6.2", 0), a) for a in arrays]

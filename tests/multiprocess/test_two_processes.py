@@ -6,6 +6,7 @@ usually fail.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import shutil
 import signal
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from cnr_jax.format.tiles import ProcessManifest, load_process
-from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.step import read_manifest, read_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forks import Child, server_of
@@ -165,6 +166,18 @@ def test_two_processes_write_deltas_together(
         assert (item / "rows.p00000").is_dir()
         assert (item / "rows.p00001").is_dir()
         assert manifest.totals.rows == (2 * 17 if step else 512 + 128)
+        # Of what both have, one writes each element; what is split, each in part.
+        wrote: list[set[str]] = []
+        nbytes = collections.Counter[str]()
+        for process in read_processes(item, manifest):
+            assert process.dense is not None
+            tiles = process.dense.tiles
+            names = [manifest.dense_leaves[tile.leaf].path[0] for tile in tiles]
+            wrote.append(set(names))
+            for name, tile in zip(names, tiles, strict=True):
+                nbytes[name] += tile.bytes
+        assert wrote[1] == {"w"} and wrote[0] >= {"w", "everywhere", "counter", "step"}
+        assert (nbytes["w"], nbytes["everywhere"], nbytes["keys"]) == (96, 20, 32)
     assert_same(values(out / "twin", 1), values(out / "twin", 0))
 
 
@@ -265,7 +278,8 @@ def test_a_run_killed_in_the_middle_of_saves_goes_on_bit_for_bit(
     assert (manifest.kind, manifest.tracking) == ("delta", tracking)
     assert len(manifest.processes) == 2
     first = read_manifest(root / "0" / "default")
-    assert first.required_features == (("zstd",) if compression else ())
+    with_zstd = ("zstd",) if compression else ()
+    assert first.required_features == ("dense_tiles", *with_zstd)
     features = [process.features for process in _processes(root, 0)]
     assert features == [set(first.required_features)] * 2
 

@@ -32,8 +32,8 @@ from orbax.checkpoint._src.path import async_path, atomicity
 
 import cnr_jax as cnr
 import cnr_jax.checkpointer.saving.capture
+import cnr_jax.checkpointer.saving.dense
 import cnr_jax.handler
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
 from cnr_jax.checkpointer.saving.ending import ChainDeleter
 from cnr_jax.format.fields import dump_document
@@ -89,6 +89,7 @@ class Run:
                 for k, n in self._rows.items()
             },
             "w": self.put(np.ones((8, 3), np.float32), "rows"),
+            "everywhere": self.put(np.arange(5, dtype=np.float32)),
             "key": jax.random.key(3),
             "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
             "counter": jnp.int32(0),
@@ -224,7 +225,7 @@ class Faults:
 
 PLACES = {
     "gather": (cnr_jax.checkpointer.saving.capture, "Rows"),
-    "dense": (DenseStore, "save"),
+    "dense": (cnr_jax.checkpointer.saving.dense, "bytes_of"),
     "directories": (async_path, "mkdir"),
     "rename": (atomicity, "on_commit_callback"),
     "deletion": (ChainDeleter, "delete_steps"),

@@ -1,166 +1,50 @@
-"""Everything that is not a table, through Orbax's own handler."""
+"""Dense leaves that Orbax has written, as it did until steps stored them as tiles."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
-import hashlib
 import math
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import DensePath
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf
-from cnr_jax.repository.store import AnyPath, exists, locks_files, syncs_directories
+from cnr_jax.repository.store import AnyPath, exists
 from cnr_jax.repository.store.checked import Seal, kind_of, means_damage, numpy_dtype
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
 
 
-def is_host_local(leaf: Any) -> bool:
-    """Whether a leaf is one process's own in a run of several processes.
+def _standard_handler() -> Any:
+    """Orbax's handler of a tree of arrays and numbers, for reading.
 
-    Such are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet: a
-    fresh PRNG key, a counter.
-    """
-    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return not is_global and jax.process_count() > 1
-
-
-def digest_of_local(leaf: Any) -> str:
-    """Digest of the values of a host-local leaf, to compare between processes."""
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        data = f"{type(leaf).__name__} {leaf!r}".encode()
-    else:
-        values = np.asarray(_key_data(leaf) if isinstance(leaf, jax.Array) else leaf)
-        data = f"{values.dtype}{values.shape}".encode() + values.tobytes()
-    return hashlib.sha256(data).hexdigest()
-
-
-def replicated(leaf: Any) -> Any:
-    """A host-local array as a global one, equal on all processes; other leaves as is.
-
-    Orbax saves only global arrays. No communication: every process has the values.
-    """
-    if not isinstance(leaf, jax.Array) or not is_host_local(leaf):
-        return leaf
-    data = np.asarray(_key_data(leaf))
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    array = jax.make_array_from_callback(data.shape, everywhere, lambda i: data[i])
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-    return array
-
-
-def _key_data(leaf: jax.Array) -> jax.Array:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
-
-
-def _standard_handler() -> ocp.StandardCheckpointHandler:
-    """Orbax's standard handler without replica-parallel writes.
-
-    By default each replica of a replicated array writes a slice of it, which compiles a small
-    program for each device and shape in the blocking part of the first save: 2.8 s for a small
-    model on 8 CPU devices, of 3.0 s in all. The dense part is small; the first replica writes it.
+    With a registry of its own: what a program registers for its types is not asked.
     """
     types = ocp.type_handlers
-    arrays: Any = copy.copy(types.get_type_handler(jax.Array))
-    arrays._use_replica_parallel = False
-    scalars = types.get_type_handler(int)
-    registry = types.create_type_handler_registry(
-        (int, scalars),
-        (float, scalars),
-        (np.number, types.get_type_handler(np.number)),
-        (np.ndarray, types.get_type_handler(np.ndarray)),
-        (jax.Array, arrays),
-    )
-    handler: Any = ocp.StandardCheckpointHandler()
-    handler._impl = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    return handler
-
-
-# What Orbax opens all arrays with that it writes.
-_CONTEXTS = (
-    tensorstore_utils._BASE_TS_CONTEXT,
-    tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
-)
-_changing = threading.Lock()
-# How many saves that are being begun or ended ask for each of them.
-_asked: collections.Counter[str] = collections.Counter()
-
-
-@contextlib.contextmanager
-def as_storage_allows(directory: AnyPath) -> Iterator[None]:
-    """Has Orbax's arrays be opened so that they can be written where some calls do not work.
-
-    TensorStore takes syncing of folders and locks of the system for granted. Without the former
-    it is to sync nothing: what is written there is synced by us. The latter it can replace.
-
-    Args:
-        directory: below which they are written.
-    """
-    wanted: dict[str, Any] = {}
-    with contextlib.suppress(OSError):  # of which who writes there says more
-        if not syncs_directories(directory):
-            wanted["file_io_sync"] = False
-        if not locks_files(directory):
-            wanted["file_io_locking"] = {"mode": "lockfile"}
-    with _changing:
-        _asked.update(wanted.keys())
-        for each in _CONTEXTS:
-            each.update(wanted)
-    try:
-        yield
-    finally:
-        with _changing:
-            _asked.subtract(wanted.keys())
-            for key in wanted:
-                if not _asked[key]:
-                    for each in _CONTEXTS:
-                        each.pop(key, None)
+    kinds = (int, float, np.number, np.ndarray, jax.Array)
+    known = [(kind, types.get_type_handler(kind)) for kind in kinds]
+    registry = types.create_type_handler_registry(*known)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 class DenseStore:
-    """Everything that is not a table, through Orbax's own handler, below the item."""
+    """Reads dense leaves that Orbax has written, below the item."""
 
     def __init__(self) -> None:
         self._handler = _standard_handler()
 
-    async def save(self, directory: AnyPath, dense: Mapping[str, Any]) -> list[Any]:
-        """Starts a save; returns futures that complete when it is written."""
-        if not dense:
-            return []
-        args: Any = ocp.args.StandardSave(jax.tree.map(replicated, dict(dense)))
-        path: Any = directory / names.DENSE
-        with as_storage_allows(directory):
-            return list(await self._handler.async_save(path, args=args) or [])
-
-    def finalize(self, directory: AnyPath) -> None:
-        """Completes a save of all processes."""
-        path: Any = DensePath(directory / names.DENSE)
-        if exists(path):
-            with as_storage_allows(directory):
-                self._handler.finalize(path)
-
     def restore(self, directory: AnyPath, abstract: Mapping[str, Any] | None) -> Any:
         """Restores the leaves of `abstract`, or for None all of them, as `as_stored` says."""
         path: Any = DensePath(directory / names.DENSE)
-        handler: Any = self._handler
-        handler = handler._impl
+        handler = self._handler
         if abstract is None:
             if not exists(path):
                 return {}
@@ -287,9 +171,9 @@ class DenseOnHost:
             restore_args=nest(asked.items()),
             partial_restore=True,
         )
-        handler: Any = _standard_handler()
+        handler = _standard_handler()
         try:
-            return dict(flatten_paths(handler._impl.restore(self._path, args=args)))
+            return dict(flatten_paths(handler.restore(self._path, args=args)))
         finally:
             handler.close()
 

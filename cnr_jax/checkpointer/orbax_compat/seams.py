@@ -17,13 +17,13 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.interrupts import Job
 from cnr_jax.checkpointer.orbax_compat.places import (
     beginning,
     checkpoint_infos,
     refuse_pipes,
 )
+from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.store import can, exists
 from cnr_jax.texts import logger

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from cnr_jax.checkpointer.orbax_compat.dense import as_storage_allows
 from cnr_jax.checkpointer.orbax_compat.places import beginning
+from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.state.table import Path as LeafPath
 from cnr_jax.state.table import key_strings, nest
 

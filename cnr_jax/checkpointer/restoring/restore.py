@@ -18,6 +18,7 @@ from cnr_jax.args import (
 )
 from cnr_jax.checkpointer.multihost import Channel, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
+from cnr_jax.checkpointer.restoring.dense import DenseSource
 from cnr_jax.checkpointer.restoring.fitting import (
     as_wanted,
     misfit_of_number,
@@ -154,7 +155,7 @@ def read_back(
         args: what is asked for; without a state everything, by path, on one device.
         tables: where the tables are in the state, if `args` does not say it; None: where they
             were when it was saved.
-        dense: reads what is not a table.
+        dense: reads what is not a table where Orbax has written it.
         verify: compare every chunk with the manifest.
 
     Raises:
@@ -175,19 +176,17 @@ def read_back(
     check_tables(tables)
     wanted = match(manifest, state, tables, args, place.directory)
     # Before rows are read: what is damaged is to be known soon. Who wants some tables alone does
-    # not wait until all of dense/ has been compared with its digests.
+    # not wait for all dense files to be looked at.
     is_read = bool(wanted.dense) or not args.partial
-    seal = chain[-1].check_dense() if is_read else None
-    numbers = dense.numbers(chain[-1].directory, wanted.numbers, seal)
-    numbers = _fit_numbers(numbers, wanted, args.cast, place.directory)
+    source = DenseSource(chain[-1], dense, is_read=is_read)
+    numbers = _fit_numbers(
+        source.numbers(wanted.numbers), wanted, args.cast, place.directory
+    )
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
-    leaves = None if everything else wanted.asked
-    rest = dense.restore_sealed(chain[-1].directory, leaves, seal)
-    if not everything:
-        found = {p: as_wanted(x, wanted.dense[p]) for p, x in flatten_paths(rest)}
-        rest = nest((found | numbers).items())
+    rest = source.read(wanted, everything=everything)
+    rest = nest((rest | numbers).items())
     laps.end("dense")
     stamps = _read_stamps(chain, wanted, tables)
     laps.end("rows")

@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder
+from cnr_jax.checkpointer.saving.dense import Piece, pieces_of
 from cnr_jax.format.manifest import (
     DenseLeaf,
     LeafEntry,
@@ -26,7 +27,7 @@ from cnr_jax.integers import NOT_IN_JIT
 from cnr_jax.repository.store.plain_arrays import zarr_holds
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.structure import Form, differences
-from cnr_jax.state.table import Path, Tables, flatten_paths, nest, split
+from cnr_jax.state.table import Path, Tables, flatten_paths, split
 from cnr_jax.texts import count_of
 
 
@@ -44,11 +45,10 @@ class CheckedState:
     dense: dict[str, Any]
     dense_leaves: tuple[DenseLeaf, ...]
 
-    def without_texts(self) -> dict[str, Any]:
-        """The dense leaves that Orbax stores: all but strings, which the manifest holds."""
+    def pieces(self) -> list[Piece]:
+        """The parts of dense leaves that this process saves."""
         # Both in the order of the tree, of which paths are slow to make once more.
-        leaves = zip(self.dense_leaves, jax.tree.leaves(self.dense), strict=True)
-        return nest((leaf.path, x) for leaf, x in leaves if leaf.kind != "text")
+        return pieces_of(self.dense_leaves, jax.tree.leaves(self.dense))
 
 
 def check(
@@ -262,7 +262,10 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
                 " Orbax saves no empty ones"
             )
         if zarr_holds(np.dtype(leaf.dtype)):
-            return DenseLeaf(path=path, kind="array", shape=leaf.shape, dtype=name)
+            is_numpy = None if isinstance(leaf, jax.Array) else True
+            return DenseLeaf(
+                path=path, kind="array", shape=leaf.shape, dtype=name, numpy=is_numpy
+            )
     elif isinstance(leaf, (bool, int, float)):
         name = type(leaf).__name__
         if not isinstance(leaf, int) or -(2**63) <= leaf < 2**64:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
@@ -53,11 +53,10 @@ class SaveInFlight:
         release: ends the writing of rows, and frees whoever waits for it to go on.
         launched: opened when the blocking part of the save is over.
         returned: opened when training goes on.
-        parts: futures of what else is being written.
         stopped: why its writing must end, if it must.
         write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
-        written_secs: that this took, and what else was being written.
+        written_secs: that this took.
         agreed_at_secs: reading of `time.perf_counter` when all processes knew how it went.
         commit_secs: from then on until it was committed.
         processes: the process manifests that this process has seen by then; only the first one
@@ -90,7 +89,6 @@ class SaveInFlight:
     release: Callable[[], None] = _do_nothing
     launched: Gate = dataclasses.field(default_factory=Gate)
     returned: Gate = dataclasses.field(default_factory=Gate)
-    parts: Sequence[Any] = ()
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
     written: Written | None = None

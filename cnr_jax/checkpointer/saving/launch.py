@@ -1,7 +1,7 @@
-"""A save on its way: rows are gathered, in the blocking part, while a thread already writes them.
+"""A save on its way: what it holds is gathered, in the blocking part, while a thread writes it.
 
-The thread writes the rows of this process, waits for what else the blocking part has begun, and
-hears of the other processes: the save ends well on all of them or on none.
+The thread writes the rows and dense leaves of this process, and hears of the other processes: the
+save ends well on all of them or on none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, raise_if_told
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
-from cnr_jax.checkpointer.saving import capture
+from cnr_jax.checkpointer.saving import capture, dense
 from cnr_jax.checkpointer.saving.check import CheckedState
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
+from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
@@ -43,8 +43,6 @@ from cnr_jax.texts import logger
 
 _log = logger(__name__)
 
-# How often a process looks whether process 0 has failed, while it waits for something else.
-POLL_SECS = 1.0
 # How long writing waits for training to go on: far longer than that takes, unless it is held up.
 _HEAD_START_SECS = 0.1
 # Taken, for good, by the first save of this process that rounds rows.
@@ -76,14 +74,12 @@ class Launcher:
 
     Args:
         tracker: chooses rows among those that changed.
-        dense: saves what belongs to no table.
         widening: knows the width of each table's codes.
         channel: to the other processes.
         options: of the run.
     """
 
     _tracker: Tracker
-    _dense: DenseStore
     _widening: Widening
     _channel: Channel
     _options: Options
@@ -107,7 +103,7 @@ class Launcher:
             self._coding = capture.Coding(*made_of)
         return self._coding
 
-    async def launch(
+    def launch(
         self, planned: PlannedSave, directory: AnyPath, directories: Directories
     ) -> None:
         """Starts a save, and gathers: nothing of the state is needed afterwards.
@@ -130,6 +126,8 @@ class Launcher:
             chosen = self._tracker.choose(changed, parent_clock)
             # The writing thread gets this alone: it must not hold the state.
             rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
+            pieces = planned.checked.pieces()
+            tiles = [piece.tile for piece in pieces]
             sources, sample = rows.sources(changed.shards), None
             on_host = all(isinstance(each, HostRows) for each in sources)
             if not on_host:
@@ -144,7 +142,7 @@ class Launcher:
                 flight,
                 directories,
                 lambda: _write_rows(
-                    flight, directory, rows, stage, encoding, sample, followed
+                    flight, directory, rows, tiles, stage, encoding, sample, followed
                 ),
                 stage.abort,
                 self._channel,
@@ -156,15 +154,14 @@ class Launcher:
             del sources
             changed.shards.release()
             flight.gather_secs = time.perf_counter() - started
-            dense = planned.checked.without_texts()
-            parts = await self._dense.save(directory, dense)
+            limit = options.max_staging_bytes
+            for some in dense.bytes_of(pieces, limit, self._buffers):
+                if not stage.put(some):
+                    break
             stage.close()
-            flight.parts = parts
             flight.launched.open()
         except BaseException as error:
-            # An interrupt of the loop, while nothing runs in it, closes what waits in it.
-            interrupted = isinstance(error, GeneratorExit)
-            flight.give_up(KeyboardInterrupt() if interrupted else error)
+            flight.give_up(error)
             flight.launched.open()
             # There may be nothing to write, but the other processes are to hear of it.
             write_in_background(
@@ -186,6 +183,7 @@ def _write_rows(
     flight: SaveInFlight,
     directory: AnyPath,
     rows: capture.Rows,
+    tiles: Sequence[DenseTile],
     stage: Stage,
     encoding: Encoding,
     sample: Sample | None,
@@ -205,6 +203,7 @@ def _write_rows(
         flight.plan.uuid,
         jax.process_index(),
         plans,
+        tiles,
         compression=encoding.packing,
     )
     try:
@@ -256,7 +255,7 @@ def write_in_background(
     Args:
         flight: the save.
         directories: to be waited for before anything is written.
-        write: writes the rows of this process.
+        write: writes the part of this process.
         release: ends `write`, and frees whoever waits for it to go on.
         channel: to the other processes.
     """
@@ -272,7 +271,7 @@ def _in_background(
     write: Callable[[], None],
     channel: Channel,
 ) -> None:
-    """Waits for directories, writes, waits for what else is written, and for all processes."""
+    """Waits for directories, writes, and waits for all processes."""
     topic = f"{flight.plan.uuid}/saved"
 
     def check_others() -> None:
@@ -288,11 +287,6 @@ def _in_background(
     if unplaced:
         # What waits for directories must not begin, in whatever the next save makes.
         directories.give_up()
-    else:
-        for part in flight.parts:
-            found = _raised_by(_wait_for, part, check_others)
-            failure = failure or found
-    flight.parts = ()
     flight.written_secs = time.perf_counter() - started
     is_heard = _end_alike(flight, flight.stopped or failure, channel, topic)
     if unplaced and is_heard:
@@ -319,26 +313,6 @@ def _end_alike(
     if isinstance(failure, concurrent.futures.CancelledError):
         flight.write_error = failure
     return is_heard
-
-
-def _wait_for(part: Any, check_others: Callable[[], None]) -> None:
-    """Waits for what Orbax writes, unless it waits for a process that has failed.
-
-    It does: other processes write into what process 0 has made.
-    """
-    while True:
-        started = time.monotonic()
-        try:
-            return part.result(timeout=POLL_SECS)
-        except TimeoutError:
-            if time.monotonic() - started < POLL_SECS:
-                raise  # an error of its own
-        try:
-            check_others()
-        except errors.SaveError:
-            part.cancel()
-            _raised_by(part.result, STOP_SECS)
-            raise
 
 
 def _raised_by(work: Callable[..., Any], *args: Any) -> BaseException | None:

@@ -16,8 +16,8 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
-from cnr_jax.checkpointer.orbax_compat.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.save_errors import save_error
+from cnr_jax.checkpointer.saving.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told

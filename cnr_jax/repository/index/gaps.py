@@ -189,4 +189,9 @@ def _files_of(
             sizes = enumerate(file_bytes(array))
             rows += [(f"{folder}/{name}/c/{i}", size) for i, size in sizes]
     dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
+    for process in processes:
+        if process.dense is not None:
+            folder = names.dense_array(process.process)
+            sizes = enumerate(file_bytes(process.dense.array))
+            dense += [(f"{folder}/c/{i}", size) for i, size in sizes]
     return _Files(tuple(rows), tuple(dense))

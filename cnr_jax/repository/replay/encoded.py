@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cnr_jax.format.boxes import Box
 from cnr_jax.format.manifest import TableEntry
-from cnr_jax.format.tiles import Box, Segment, Tile
+from cnr_jax.format.tiles import Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from cnr_jax.format.tiles import Box
+from cnr_jax.format.boxes import Box
 from cnr_jax.repository.dtypes import converted
 from cnr_jax.repository.replay import on_device
 from cnr_jax.repository.replay.encoded import (

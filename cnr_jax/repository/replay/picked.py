@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cnr_jax.format.tiles import Box, Segment
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.tiles import Segment
 from cnr_jax.repository.replay.encoded import (
     Encoding,
     listed_rows,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from cnr_jax.format.tiles import Box
+from cnr_jax.format.boxes import Box
 from cnr_jax.repository.replay.encoded import (
     Encoding,
     Held,

@@ -168,18 +168,6 @@ def locks_files(path: AnyPath) -> bool:
     return store_of(path).locks_files(path)
 
 
-def digests_of(directory: AnyPath, paths: Sequence[str]) -> tuple[FileDigest, ...]:
-    """Digests of files below a directory, which are durable then, as are their names."""
-    store = store_of(directory)
-    for path in paths:
-        store.sync_file(directory / path)
-    parts = [path.split("/") for path in paths]
-    folders = {"/".join(each[:i]) for each in parts for i in range(1, len(each))}
-    for folder in sorted(folders, reverse=True):
-        store.sync_directory(directory / folder)
-    return tuple(digest_file(directory / path, path) for path in paths)
-
-
 def sync_tree(directory: AnyPath) -> None:
     """Makes all that is below a directory durable."""
     store_of(directory).sync_tree(directory)

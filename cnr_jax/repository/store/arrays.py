@@ -163,13 +163,24 @@ class ArrayWriter:
         """Elements appended so far: the offset of what is appended next."""
         return self._written + self._filled
 
-    def append(self, values: np.ndarray) -> None:
-        """Appends a copy of `values`, flattened; they must have the array's dtype."""
+    def append(self, values: np.ndarray, *, copies: bool = True) -> None:
+        """Appends `values`, flattened; they must have the array's dtype.
+
+        Args:
+            values: that are appended.
+            copies: them, so that they may be changed afterwards; else only what does not fill a
+                chunk, and the others are referred to until they are on storage.
+        """
         flat = np.ascontiguousarray(values).reshape(-1)
         if flat.dtype != self._item:
             raise TypeError(f"{self._path.name}: got {flat.dtype}, not {self._item}")
         start = 0
         while start < flat.size:
+            whole = flat[start : start + self._chunk]
+            if not copies and not self._filled and whole.size == self._chunk:
+                self._write(whole)
+                start += whole.size
+                continue
             count = min(flat.size - start, self._chunk - self._filled)
             self._buffer[self._filled : self._filled + count] = flat[
                 start : start + count
@@ -180,6 +191,12 @@ class ArrayWriter:
                 self._flush()
 
     def _flush(self) -> None:
+        self._write(self._buffer[: self._filled])
+        # A new buffer: TensorStore still refers to the old one.
+        self._buffer = np.empty(self._chunk, self._item)
+        self._filled = 0
+
+    def _write(self, values: np.ndarray) -> None:
         if self._store is None:
             if self._length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
                 self._compression = None
@@ -187,17 +204,14 @@ class ArrayWriter:
                 self._path, self._dtype, self._length, self._chunk, self._compression
             )
             self._store = ts.open(spec, create=True, context=self._context).result()
-        stop = self._written + self._filled
+        stop = self._written + values.size
         write = self._store[self._written : stop].write(
-            self._buffer[: self._filled], can_reference_source_data_indefinitely=True
+            values, can_reference_source_data_indefinitely=True
         )
         self._pending.append(write)
         while len(self._pending) > _IN_FLIGHT:
             self._pending.popleft().commit.result()
         self._written = stop
-        # A new buffer: TensorStore still refers to the old one.
-        self._buffer = np.empty(self._chunk, self._item)
-        self._filled = 0
 
     def finish(self) -> ArrayEntry | None:
         """Waits until everything is on storage.

@@ -23,7 +23,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.manifest import DenseLeaf, FileDigest
+from cnr_jax.format.manifest import FileDigest, Manifest
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.causes import errno_of
 from cnr_jax.repository.store import (
@@ -250,29 +250,28 @@ def mistakable_files(item: AnyPath, named: Collection[str] = ()) -> list[str]:
     return [path for path in found if names.is_looked_up(path.removeprefix(above))]
 
 
-def check_dense_index(
-    leaves: Sequence[DenseLeaf], files: Sequence[FileDigest], item: AnyPath
-) -> None:
-    """Checks that `dense/` has the files in which Orbax looks leaves up.
+def check_dense_index(manifest: Manifest, item: AnyPath) -> None:
+    """Checks that `dense/` has the files in which Orbax looks leaves up, if it has written it.
 
     Orbax writes them last, and does not say so where it finds nothing to be looked up.
 
     Args:
-        leaves: of the checkpoint.
-        files: that are in `dense/`.
-        item: directory of the checkpoint.
+        manifest: of the checkpoint.
+        item: its directory.
 
     Raises:
         IntegrityError: if a leaf cannot be looked up.
     """
-    stored = sum(leaf.kind != "text" for leaf in leaves)
-    named = {file.path for file in files}
+    if manifest.has_dense_tiles:
+        return
+    stored = sum(leaf.kind != "text" for leaf in manifest.dense_leaves)
+    named = {file.path for file in manifest.dense_files}
     missing = [path for path in names.DENSE_INDEX if path not in named]
     if stored and missing:
         raise damage(
             item / missing[0],
             f"was not written: none of {stored} dense leaves can be read without\n"
-            f"  got {len(files)} files in {names.DENSE}/, expected this among them",
+            f"  got {len(named)} files in {names.DENSE}/, expected this among them",
             "dense_unfinished",
         )
 

@@ -44,7 +44,8 @@ _LIMIT_BYTES = 16 << 20
 _ABOUT = (
     "The steps here were saved by cnr_jax, incremental checkpoints for JAX, and may rest on each"
     " other. cnr_jax.CheckpointManager(<this folder>).restore(None) reads them; so does plain"
-    " Orbax by restore(step), in a program that has imported cnr_jax.args."
+    " Orbax by restore(step), in a program that has imported cnr_jax.args. For programs without"
+    " cnr_jax, cnr_jax.export(<this folder>, step, directory) writes a checkpoint of plain Orbax."
 )
 # How often it is tried to take the lock.
 _POLL_SECS = 0.02

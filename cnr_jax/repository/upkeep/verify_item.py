@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cnr_jax import errors
 from cnr_jax.format import names, rowids
+from cnr_jax.format.dense import check_dense_cover
 from cnr_jax.format.manifest import FileDigest, Manifest
 from cnr_jax.format.tiles import (
     ArrayEntry,
@@ -98,14 +99,20 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         with _noted(found, item, names.MANIFEST):
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
+        with _noted(found, item, names.MANIFEST, "step"):
+            _check_dense_tiles(item, manifest, processes)
     with _noted(found, item, names.DENSE, "step"):
-        checked.check_dense_index(manifest.dense_leaves, manifest.dense_files, item)
+        checked.check_dense_index(manifest, item)
     checks: list[Check] = []
     passed: list[tuple[str, int]] = []
     for process in processes:
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
             checks += _array_checks(item, f"{rows}/{name}", entry, passed, data)
+        if process.dense is not None:
+            dense, entry = names.dense_array(process.process), process.dense.array
+            holds = partial(_leaves_in, manifest, process)
+            checks += _array_checks(item, dense, entry, passed, data, "step", holds)
         look = partial(_check_tiles, item, manifest, process, data)
         checks.append((names.process_manifest(process.process), "chain", look))
     for digest in manifest.dense_files:
@@ -117,6 +124,21 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         for findings in pool.map(partial(_findings, item), checks):
             found += findings
     return _listed(dict.fromkeys(found), passed)
+
+
+def _leaves_in(manifest: Manifest, process: ProcessManifest, chunk: int) -> str:
+    """Which dense leaves a chunk of a process holds, to be told of it."""
+    assert process.dense is not None
+    size = process.dense.array.chunk
+    held = [
+        "/".join(manifest.dense_leaves[tile.leaf].path)
+        for tile in process.dense.tiles
+        if tile.offset < (chunk + 1) * size
+        and chunk * size < tile.offset + tile.bytes
+        and tile.leaf < len(manifest.dense_leaves)
+    ]
+    more = [f"and {len(held) - 4} more"] * (len(held) > 4)
+    return f"\n  of dense leaves it holds {', '.join(held[:4] + more)}"
 
 
 def _listed(
@@ -177,6 +199,8 @@ def _array_checks(
     entry: ArrayEntry,
     passed: list[tuple[str, int]],
     data: bool,
+    harms: Harm = "chain",
+    holds: Callable[[int], str] = lambda chunk: "",
 ) -> Iterator[Check]:
     metadata = FileDigest(
         path=f"{array}/zarr.json",
@@ -190,8 +214,19 @@ def _array_checks(
     size = len(chunks) // _PORTIONS + 1
     for first in chunks[::size]:
         some = chunks[first : first + size]
-        look = partial(_check_chunks, item, array, entry, some, readers, passed, data)
-        yield array, "chain", look
+        look = partial(
+            _check_chunks,
+            item,
+            array,
+            entry,
+            some,
+            readers,
+            passed,
+            data,
+            harms,
+            holds,
+        )
+        yield array, harms, look
 
 
 def _check_chunks(
@@ -202,6 +237,8 @@ def _check_chunks(
     readers: list[ArrayReader],
     passed: list[tuple[str, int]],
     data: bool,
+    harms: Harm,
+    holds: Callable[[int], str],
 ) -> list[Finding]:
     """What is wrong with some chunks of an array, as far as that is listed."""
     found: list[Finding] = []
@@ -209,8 +246,11 @@ def _check_chunks(
         if len(found) > _LISTED:
             passed.append((array, len(chunks) - done))
             break
-        with _noted(found, item, f"{array}/c/{chunk}"):
+        with _noted(found, item, f"{array}/c/{chunk}", harms):
             _check_chunk(item / array, entry, chunk, readers, data)
+            continue
+        text = found[-1].message + holds(chunk)
+        found[-1] = dataclasses.replace(found[-1], message=text)
     return found
 
 
@@ -242,26 +282,33 @@ def _check_unnamed(
     """Files that no manifest names."""
     found: list[Finding] = []
     never_read = "is not of this checkpoint; it is never read"
+    # Of a process whose manifest cannot be read nobody knows what its files are.
+    known = {process.process for process in processes}
+    unknown = set(range(len(manifest.processes))) - known
+    hidden = {names.dense_array(process) for process in unknown}
     with _noted(found, item, names.DENSE, "step"):
         dense = [digest.path for digest in manifest.dense_files]
-        harmful = checked.mistakable_files(item, dense)
+        for process in processes:
+            if process.dense is not None:
+                array = names.dense_array(process.process)
+                dense += _files_of(array, process.dense.array)
+        by_orbax = not manifest.has_dense_tiles
+        harmful = checked.mistakable_files(item, dense) if by_orbax else []
         found += [
             Finding(file, checked.UNKNOWN, checked.MISTAKABLE, "step")
             for file in harmful
         ]
         for file in checked.unnamed_files(item, names.DENSE, dense):
             # Also what lies in a folder in the place of such a file.
-            if not any(f"{file}/".startswith(f"{each}/") for each in harmful):
+            if not any(
+                f"{file}/".startswith(f"{each}/") for each in (*harmful, *hidden)
+            ):
                 found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
     named = {digest.path for digest in manifest.processes}
     for process in processes:
         rows = names.rows_directory(process.process)
         for name, entry in process.arrays.items():
-            named.add(f"{rows}/{name}/zarr.json")
-            named |= {f"{rows}/{name}/c/{i}" for i in range(len(entry.crc32c))}
-    # Of a process whose manifest cannot be read nobody knows what its files are.
-    known = {process.process for process in processes}
-    unknown = set(range(len(manifest.processes))) - known
+            named.update(_files_of(f"{rows}/{name}", entry))
     others = {names.MANIFEST, names.DENSE, *map(names.rows_directory, unknown)}
     with _noted(found, item, "", "none"), checked.accessing(item):
         for name in names_in(item):
@@ -269,6 +316,21 @@ def _check_unnamed(
                 for file in checked.unnamed_files(item, name, named):
                     found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
     return found
+
+
+def _files_of(array: str, entry: ArrayEntry) -> list[str]:
+    """The files of an array, by its path."""
+    chunks = range(len(entry.crc32c))
+    return [f"{array}/zarr.json", *(f"{array}/c/{i}" for i in chunks)]
+
+
+def _check_dense_tiles(
+    item: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
+) -> None:
+    """Whether the tiles of dense leaves cover them, if they are stored so."""
+    if manifest.has_dense_tiles:
+        dense = (tile for each in processes if each.dense for tile in each.dense.tiles)
+        check_dense_cover(manifest.dense_leaves, dense, os.fspath(item))
 
 
 def _check_tiles(

@@ -1,4 +1,4 @@
-"""Chunks of rows on their way from the training thread to the writing thread.
+"""Chunks of rows, and dense leaves, on their way from the training thread to the writing thread.
 
 Which rows there are: on their device, or in the host's memory. The training thread puts chunks
 into a `Stage`, the writing thread takes them out. What is in between is bounded in bytes: past the
@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -122,8 +122,50 @@ class Chunk:
         return size
 
 
+@dataclasses.dataclass(slots=True)
+class DenseBytes:
+    """Bytes of dense leaves, which nobody changes any more: uint8, of one dimension."""
+
+    data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """How many they are, whoever else keeps them."""
+        return self.data.nbytes
+
+
+def parted(
+    items: Iterable[Chunk | DenseBytes],
+) -> tuple[Iterator[Chunk], Iterator[DenseBytes]]:
+    """The rows of a stage and the dense leaves after them, to be used up one after the other.
+
+    Example:
+        >>> from cnr_jax.rows.codecs import Raw
+        >>> rows, dense = parted([Chunk(codec=Raw(), count=1), DenseBytes(np.zeros(3, np.uint8))])
+        >>> [chunk.count for chunk in rows], [some.nbytes for some in dense]
+        ([1], [3])
+    """
+    source, first = iter(items), list[DenseBytes]()
+
+    def rows() -> Iterator[Chunk]:
+        for item in source:
+            if isinstance(item, DenseBytes):
+                first.append(item)
+                return
+            yield item
+
+    def dense() -> Iterator[DenseBytes]:
+        while first:
+            yield first.pop()
+        for item in source:
+            assert isinstance(item, DenseBytes)
+            yield item
+
+    return rows(), dense()
+
+
 class Stage:
-    """A queue of chunks bounded in bytes, between two threads.
+    """A queue of chunks and dense bytes, bounded in bytes, between two threads.
 
     Args:
         limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
@@ -146,7 +188,7 @@ class Stage:
     ) -> None:
         self._limit = limit_bytes
         self._timeout = timeout_secs
-        self._items: collections.deque[Chunk] = collections.deque()
+        self._items: collections.deque[Chunk | DenseBytes] = collections.deque()
         # Locked itself, not through the condition: that would be left locked by an interrupt which
         # comes where Python has just locked it.
         self._lock = threading.Lock()
@@ -156,7 +198,7 @@ class Stage:
         self._failed = False
         self._started = not patient
 
-    def put(self, item: Chunk) -> bool:
+    def put(self, item: Chunk | DenseBytes) -> bool:
         """Adds an item, waiting for room; returns False if the reader has given up.
 
         Raises:
@@ -177,7 +219,7 @@ class Stage:
             self._changed.notify_all()
             return True
 
-    def _has_room(self, item: Chunk) -> bool:
+    def _has_room(self, item: Chunk | DenseBytes) -> bool:
         fits = self._held == 0 or self._held + item.nbytes <= self._limit
         return self._failed or fits
 
@@ -216,7 +258,7 @@ class Stage:
         self.fail()
         self.close()
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Chunk | DenseBytes]:
         """Takes items until closed; an item counts as held until the next one is asked for.
 
         Raises:

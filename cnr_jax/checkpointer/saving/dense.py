@@ -1,0 +1,197 @@
+"""Dense leaves of a state on their way to the writing thread: which parts, and their bytes.
+
+The blocking part of a save holds on to what it saves, so that the next train step can donate the
+arrays: leaves in memory of the host by a view, as XLA gives a donated buffer that somebody looks
+at new memory instead; leaves on other devices by a copy of theirs; those of numpy, which a program
+may change in place, by a copy of ours.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.dense import SCALAR_BYTES, DenseTile
+from cnr_jax.format.manifest import DenseLeaf
+from cnr_jax.rows import tiling
+from cnr_jax.rows.gather.chunk import DenseBytes
+from cnr_jax.rows.gather.host import Buffers
+from cnr_jax.rows.shards import local_shards_of
+from cnr_jax.rows.tiling import boxes_of
+
+# Bytes that are on their way from a device while those before them are handed over.
+_AHEAD_BYTES = 64 << 20
+# Bytes that an array may keep on the host once it was saved.
+_SMALL_BYTES = 64 << 10
+
+
+class Piece(NamedTuple):
+    """A part of a dense leaf that this process saves, and what holds its values."""
+
+    tile: DenseTile
+    data: jax.Array | np.ndarray
+
+
+def is_host_local(leaf: Any) -> bool:
+    """Whether a leaf is one process's own in a run of several processes.
+
+    Such are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet: a
+    fresh PRNG key, a counter.
+    """
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not is_global and jax.process_count() > 1
+
+
+def digest_of_local(leaf: Any) -> str:
+    """Digest of the values of a host-local leaf, to compare between processes."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        data = f"{type(leaf).__name__} {leaf!r}".encode()
+    else:
+        values = np.asarray(_key_data(leaf) if isinstance(leaf, jax.Array) else leaf)
+        data = f"{values.dtype}{values.shape}".encode() + values.tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _key_data(leaf: jax.Array) -> jax.Array:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def pieces_of(leaves: Sequence[DenseLeaf], values: Sequence[Any]) -> list[Piece]:
+    """The parts of dense leaves that this process saves: together all save each element once.
+
+    Nothing is communicated: what all processes have, the first one of them saves.
+
+    Args:
+        leaves: as the manifest lists them.
+        values: of each.
+    """
+    found: list[Piece] = []
+    offset = 0
+    for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+        if leaf.kind == "text" or (is_host_local(value) and jax.process_index() != 0):
+            continue
+        for box, data in _parts(leaf, value):
+            nbytes = data.size * data.dtype.itemsize
+            tile = DenseTile(leaf=i, box=box, offset=offset, bytes=nbytes)
+            found.append(Piece(tile, data))
+            offset += nbytes
+    return found
+
+
+def _parts(leaf: DenseLeaf, value: Any) -> Iterator[tuple[Box, jax.Array | np.ndarray]]:
+    if not isinstance(value, jax.Array):
+        whole = tuple((0, size) for size in leaf.shape)
+        yield whole, _scalar(value) if leaf.kind == "scalar" else _native(value)
+        return
+    data, here = _key_data(value), jax.process_index()
+    local = local_shards_of(data.sharding, data.shape)
+    for box, devices in boxes_of(data.sharding, data.shape).items():
+        # Of what a process has for itself it has all; of the rest the first that has it is one.
+        if devices[0].process_index == here:
+            number, _ = local[devices[0]]
+            # A key is one element, whatever words it has.
+            yield box[: len(leaf.shape)], data.addressable_data(number)
+
+
+def _scalar(value: bool | int | float) -> np.ndarray:
+    """The bytes of a number of Python."""
+    if isinstance(value, float):
+        data = struct.pack("<d", value)
+    else:
+        size = SCALAR_BYTES["bool" if isinstance(value, bool) else "int"]
+        data = int(value).to_bytes(size, "little", signed=size > 1)
+    return np.frombuffer(data, np.uint8)
+
+
+def _native(value: np.ndarray | np.generic) -> np.ndarray:
+    array = np.asarray(value)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder())
+
+
+def bytes_of(
+    pieces: Sequence[Piece], limit_bytes: int, buffers: Buffers
+) -> Iterator[DenseBytes]:
+    """The bytes of all pieces, in order.
+
+    Args:
+        pieces: of all leaves.
+        limit_bytes: that may wait to be written. What is larger is handed over in copies of
+            parts of it, as nothing else would let go of those that are written.
+        buffers: give memory for copies.
+    """
+    left = collections.deque(pieces)
+    ahead = collections.deque[tuple[int, jax.Array | np.ndarray]]()
+    room = min(limit_bytes, _AHEAD_BYTES)
+    while left or ahead:
+        while left and (not ahead or left[0].tile.bytes <= room):
+            tile, data = left.popleft()
+            room -= tile.bytes
+            ahead.append((tile.bytes, _begun(data, limit_bytes)))
+        nbytes, data = ahead.popleft()
+        room += nbytes
+        yield from _bytes_of(data, limit_bytes, buffers)
+
+
+def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.ndarray:
+    """What holds the same values, on their way to the host if they have any."""
+    if isinstance(data, np.ndarray) or _is_buffer(data):
+        return data
+    if data.nbytes > _SMALL_BYTES:
+        # An array keeps what numpy was given of it, and this one goes with the save.
+        data = jax.make_array_from_single_device_arrays(
+            data.shape, data.sharding, [data]
+        )
+    if not tiling.is_on_host(data) and data.nbytes <= limit_bytes:
+        data.copy_to_host_async()
+    return data
+
+
+def _is_buffer(data: jax.Array) -> bool:
+    """Whether Python can look at an array on one device without a word to jax."""
+    return data.dtype.isbuiltin == 1 and tiling.is_on_host(data)
+
+
+def _bytes_of(
+    data: jax.Array | np.ndarray, limit_bytes: int, buffers: Buffers
+) -> Iterator[DenseBytes]:
+    if isinstance(data, np.ndarray):
+        yield from _copies(_flat(data), buffers)
+    elif data.nbytes <= limit_bytes or not data.ndim:
+        yield DenseBytes(_flat(data))
+    elif tiling.is_on_host(data):
+        yield from _copies(_flat(data), buffers)
+    else:
+        rows = max(1, min(limit_bytes, _AHEAD_BYTES) * len(data) // data.nbytes)
+        for start in range(0, len(data), rows):
+            size = min(rows, len(data) - start)
+            # Not `data[start : start + size]`, which is compiled for each start.
+            part = jax.lax.dynamic_slice_in_dim(data, start, size)
+            yield DenseBytes(_flat(part))
+
+
+def _flat(data: jax.Array | np.ndarray) -> np.ndarray:
+    """The bytes of an array; a view where it is in host memory, in C order."""
+    if isinstance(data, jax.Array) and _is_buffer(data):
+        buffer: Any = data
+        with contextlib.suppress(BufferError, ValueError):
+            return np.frombuffer(buffer, np.uint8)
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def _copies(flat: np.ndarray, buffers: Buffers) -> Iterator[DenseBytes]:
+    """Copies of some bytes, a chunk in each."""
+    for start in range(0, flat.size, tiling.CHUNK_BYTES):
+        part = flat[start : start + tiling.CHUNK_BYTES]
+        copy = buffers.empty(part.shape, part.dtype)
+        copy[...] = part
+        yield DenseBytes(copy)

@@ -1,0 +1,56 @@
+"""Boxes: parts of an array, as start and stop in each of its dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Box = tuple[tuple[int, int], ...]
+
+
+def box_json(box: Box) -> list[int]:
+    """A box as stored: start and stop of each dimension, in one flat list."""
+    return [bound for pair in box for bound in pair]
+
+
+def cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[str]:
+    """Why boxes do not hold each element of an array once; nothing if they do.
+
+    Volumes add up to the size of the array and no two boxes overlap: together that is exact cover.
+
+    Args:
+        name: of the array.
+        shape: of it.
+        boxes: in any order.
+
+    Example:
+        >>> cover_problems("kernel", (4, 2), [((0, 2), (0, 2)), ((2, 3), (0, 2))])
+        ['kernel: tiles hold 6 elements, the leaf has 8']
+    """
+    for box in boxes:
+        inside = len(box) == len(shape) and all(
+            stop <= size for (_, stop), size in zip(box, shape, strict=True)
+        )
+        if not inside:
+            return [f"{name}: tile {box_json(box)} is outside shape {list(shape)}"]
+    covered = sum(math.prod(b - a for a, b in box) for box in boxes)
+    size = math.prod(shape)
+    if covered != size:
+        return [f"{name}: tiles hold {covered} elements, the leaf has {size}"]
+    return [
+        f"{name}: tiles {box_json(a)} and {box_json(b)} overlap"
+        for a, b in _overlapping(boxes)
+    ]
+
+
+def _overlapping(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """Pairs of boxes that share an element; a sweep along the rows keeps it near linear."""
+    found: list[tuple[Box, Box]] = []
+    open_boxes: list[Box] = []
+    for box in sorted(boxes):
+        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
+        for other in open_boxes:
+            if all(a < d and c < b for (a, b), (c, d) in zip(other, box, strict=True)):
+                found.append((other, box))
+        open_boxes.append(box)
+    return found

@@ -1,0 +1,339 @@
+"""Dense leaves of a checkpoint that are stored as tiles: read for any sharding, or on the host.
+
+Each part of a leaf that a local device holds is put together in host memory, from the tiles that
+meet it. What lies in a tile as it is wanted is read to where it belongs; of the rest a tile is read
+once, block by block, for all parts that it meets.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.dense import DenseTile
+from cnr_jax.format.manifest import DenseLeaf
+from cnr_jax.repository.dtypes import converted
+from cnr_jax.repository.replay.regions import local_boxes, shape_of
+from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.rows.tiling import aligned_empty, box_of, host_device
+
+Path = tuple[str, ...]
+# Bytes of leaves that are being read while those before them are put in place.
+_AHEAD_BYTES = 64 << 20
+# Bytes of a tile that are read at once where it is not stored as it is wanted.
+_BLOCK_BYTES = 16 << 20
+# Arrays of so many bytes go to their devices in one call, which costs more than they do.
+_SMALL_BYTES = 1 << 20
+_TOGETHER_BYTES = 32 << 20
+
+
+class Wanted(NamedTuple):
+    """An array of jax that a leaf is restored to.
+
+    Attributes:
+        path: of the leaf.
+        dtype: of its elements; of a key not asked for.
+        sharding: of the array.
+    """
+
+    path: Path
+    dtype: Any
+    sharding: Sharding
+
+
+class StoredDense:
+    """The dense leaves of a checkpoint that stores them as tiles.
+
+    Args:
+        reader: of the checkpoint.
+    """
+
+    def __init__(self, reader: StepReader) -> None:
+        self._reader = reader
+        leaves = reader.manifest.dense_leaves
+        self._leaves = {leaf.path: leaf for leaf in leaves}
+        self._tiles: dict[Path, list[tuple[int, DenseTile]]] = {
+            leaf.path: [] for leaf in leaves
+        }
+        for process in reader.processes:
+            for tile in process.dense.tiles if process.dense else ():
+                path = leaves[tile.leaf].path
+                self._tiles[path].append((process.process, tile))
+
+    def check_stored(self) -> None:
+        """Checks that all files are there, and of the right sizes.
+
+        Raises:
+            IntegrityError: at the first that is not.
+        """
+        for process in self._reader.processes:
+            if process.dense is not None:
+                array = self._reader.dense_array(process.process)
+                array.check_stored(0, process.dense.array.length)
+
+    def value(self, path: Path) -> Any:
+        """A leaf on the host: a numpy array, a number of Python, or keys on the CPU.
+
+        Raises:
+            IntegrityError: if its data is missing or damaged.
+        """
+        leaf = self._leaves[path]
+        if leaf.kind == "key":
+            where = SingleDeviceSharding(host_device())
+            (found,) = self.arrays([Wanted(path, None, where)])
+            return found
+        return self.part(path, tuple((0, size) for size in leaf.shape))
+
+    def part(self, path: Path, box: Box) -> Any:
+        """A part of a leaf that is no key, as `value`.
+
+        Raises:
+            IntegrityError: if its data is missing or damaged.
+        """
+        leaf = self._leaves[path]
+        found = self._start(leaf, [box])()[box]
+        return _number(leaf, found) if leaf.kind == "scalar" else found
+
+    def arrays(self, wanted: Sequence[Wanted]) -> Iterator[jax.Array]:
+        """Leaves as arrays of jax, in the order in which they are wanted.
+
+        Raises:
+            IntegrityError: if data is missing or damaged.
+        """
+        waiting: collections.deque[tuple[Wanted, int, Callable[[], Any]]] = (
+            collections.deque()
+        )
+        together: list[tuple[Wanted, np.ndarray]] = []
+        nbytes = ready = 0
+        left = collections.deque(wanted)
+        while left or waiting:
+            while left and (not waiting or nbytes < _AHEAD_BYTES):
+                each = left.popleft()
+                boxes = self._boxes(each)
+                size = sum(math.prod(shape_of(box)) for box in boxes)
+                size *= self._element_bytes(each.path)
+                waiting.append(
+                    (each, size, self._start(self._leaves[each.path], boxes))
+                )
+                nbytes += size
+            each, size, finish = waiting.popleft()
+            nbytes -= size
+            regions = finish()
+            if size <= _SMALL_BYTES and each.sharding.is_fully_addressable:
+                (whole,) = regions.values()
+                together.append((each, whole))
+                ready += size
+                if ready < _TOGETHER_BYTES:
+                    continue
+            yield from self._put(together)
+            together, ready = [], 0
+            if size > _SMALL_BYTES or not each.sharding.is_fully_addressable:
+                yield self._placed(each, regions)
+        yield from self._put(together)
+
+    def _boxes(self, wanted: Wanted) -> list[Box]:
+        """The parts in which a leaf is read for the devices of this process."""
+        shape, sharding = self._leaves[wanted.path].shape, wanted.sharding
+        size = math.prod(shape) * self._element_bytes(wanted.path)
+        if size <= _SMALL_BYTES and sharding.is_fully_addressable:
+            return [tuple((0, n) for n in shape)]
+        return list(local_boxes(sharding, shape))
+
+    def _put(self, found: Sequence[tuple[Wanted, np.ndarray]]) -> Iterator[jax.Array]:
+        """Small arrays on their devices."""
+        values = [self._finished(each, value) for each, value in found]
+        shardings = [self._data_sharding(each) for each, _ in found]
+        for (each, _), array in zip(
+            found, jax.device_put(values, shardings) if found else (), strict=True
+        ):
+            yield self._wrapped(each, array)
+
+    def _placed(self, wanted: Wanted, regions: Mapping[Box, np.ndarray]) -> jax.Array:
+        leaf = self._leaves[wanted.path]
+        shape, rank = (*leaf.shape, *self._elements(leaf)[1]), len(leaf.shape)
+        parts = {box: self._finished(wanted, part) for box, part in regions.items()}
+        dtype = np.uint32 if leaf.kind == "key" else wanted.dtype
+        array = jax.make_array_from_callback(
+            shape,
+            self._data_sharding(wanted),
+            lambda index: parts[box_of(index or (), shape)[:rank]],
+            dtype=dtype,
+        )
+        return self._wrapped(wanted, array)
+
+    def _finished(self, wanted: Wanted, part: np.ndarray) -> np.ndarray:
+        if self._leaves[wanted.path].kind == "key":
+            return part
+        return converted(part, np.dtype(wanted.dtype))
+
+    def _data_sharding(self, wanted: Wanted) -> Sharding:
+        """The sharding of what a leaf is made of: of keys that of their words."""
+        sharding, leaf = wanted.sharding, self._leaves[wanted.path]
+        if leaf.kind != "key" or isinstance(
+            sharding, NamedSharding | SingleDeviceSharding
+        ):
+            return sharding
+        # Of another kind, which says nothing of a further dimension: they are moved afterwards.
+        return SingleDeviceSharding(jax.local_devices()[0])
+
+    def _wrapped(self, wanted: Wanted, array: jax.Array) -> jax.Array:
+        leaf = self._leaves[wanted.path]
+        if leaf.kind != "key":
+            return array
+        try:
+            keys = jax.random.wrap_key_data(array, impl=leaf.dtype)
+        except (TypeError, ValueError) as error:
+            raise self._misfit(leaf, f"holds no keys of {leaf.dtype}") from error
+        if self._data_sharding(wanted) is not wanted.sharding:
+            keys = jax.device_put(keys, wanted.sharding)
+        return keys
+
+    def _element_bytes(self, path: Path) -> int:
+        return self._tiles[path][0][1].element_bytes
+
+    def _start(
+        self, leaf: DenseLeaf, boxes: Sequence[Box]
+    ) -> Callable[[], dict[Box, np.ndarray]]:
+        """Starts to read parts of a leaf.
+
+        Returns:
+            What waits for them and returns them: of a key with a dimension for its words, of a
+            number its bytes.
+
+        Raises:
+            FormatError: if the elements are of another size than their dtype.
+        """
+        dtype, more = self._elements(leaf)
+        found = {box: aligned_empty((*shape_of(box), *more), dtype) for box in boxes}
+        endings: list[Callable[[], object]] = []
+        for process, tile in self._tiles[leaf.path]:
+            cut = dict[Box, np.ndarray]()
+            for box, out in found.items():
+                both = _overlap(box, tile.box)
+                if both is None:
+                    continue
+                if _is_run(both, tile.box) and _is_run(both, box):
+                    # Of an array without dimensions an index would make a copy.
+                    flat = out[_within(both, box)] if both else out
+                    flat = flat.reshape(-1).view(np.uint8)
+                    first = tile.offset + _rows_before(both, tile)
+                    endings.append(self._reading(process, first, flat))
+                else:
+                    cut[box] = out
+            if cut:
+                endings.append(_Cutting(self, process, tile, dtype, more, cut))
+
+        def finish() -> dict[Box, np.ndarray]:
+            try:
+                for end in endings:
+                    end()
+            except errors.IntegrityError as error:
+                raise errors.IntegrityError(
+                    f"{error}\n  dense leaf {'/'.join(leaf.path)} cannot be read",
+                    kind=error.kind,
+                    path=error.path,
+                ) from error
+            return found
+
+        return finish
+
+    def _reading(
+        self, process: int, first: int, out: np.ndarray
+    ) -> Callable[[], np.ndarray]:
+        array = self._reader.dense_array(process)
+        return array.start(first, first + out.size, out)
+
+    def _elements(self, leaf: DenseLeaf) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype in which elements are read, and how many of it make one, if not one."""
+        size = self._element_bytes(leaf.path)
+        if leaf.kind == "scalar":
+            return np.dtype(np.uint8), (size,)
+        dtype = numpy_dtype("uint32" if leaf.kind == "key" else leaf.dtype)
+        if leaf.kind == "key" and size % dtype.itemsize == 0:
+            return dtype, (size // dtype.itemsize,)
+        if leaf.kind == "key" or size != dtype.itemsize:
+            raise self._misfit(leaf, f"has elements of {size} bytes: no {leaf.dtype}")
+        return dtype, ()
+
+    def _misfit(self, leaf: DenseLeaf, fact: str) -> errors.FormatError:
+        """The error for a leaf whose data are no values of its dtype."""
+        where = os.fspath(self._reader.directory / names.DENSE)
+        name = "/".join(leaf.path)
+        return errors.FormatError(f"{where}: dense leaf {name} {fact}", path=where)
+
+
+class _Cutting(NamedTuple):
+    """A tile that is read block by block for parts that have other columns than it."""
+
+    stored: StoredDense
+    process: int
+    tile: DenseTile
+    dtype: np.dtype
+    more: tuple[int, ...]
+    parts: Mapping[Box, np.ndarray]
+
+    def __call__(self) -> None:
+        (low, _), *columns = self.tile.box
+        width = math.prod(stop - start for start, stop in columns)
+        row_bytes = width * self.tile.element_bytes
+        both = [_overlap(box, self.tile.box) for box in self.parts]
+        first = min(each[0][0] for each in both if each)
+        last = max(each[0][1] for each in both if each)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            data = np.empty((stop - start) * row_bytes, np.uint8)
+            at = self.tile.offset + (start - low) * row_bytes
+            self.stored._reading(self.process, at, data)()
+            block: Box = ((start, stop), *columns)
+            shape = (*shape_of(block), *self.more)
+            values = data.view(self.dtype).reshape(shape)
+            for box, out in self.parts.items():
+                shared = _overlap(box, block)
+                if shared is not None:
+                    out[_within(shared, box)] = values[_within(shared, block)]
+
+
+def _overlap(box: Box, other: Box) -> Box | None:
+    """What two boxes share; None if nothing."""
+    both = tuple(
+        (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)
+    )
+    return None if any(start >= stop for start, stop in both) else both
+
+
+def _is_run(part: Box, box: Box) -> bool:
+    """Whether elements of a part lie one after the other in a box that holds it."""
+    return part[1:] == box[1:]
+
+
+def _within(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part is in a box that holds it."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
+
+
+def _rows_before(part: Box, tile: DenseTile) -> int:
+    """Bytes of a tile that lie before a part, which is a run in it."""
+    if not part:
+        return 0
+    rows = tile.box[0][1] - tile.box[0][0]
+    return (part[0][0] - tile.box[0][0]) * (tile.bytes // rows)
+
+
+def _number(leaf: DenseLeaf, data: np.ndarray) -> bool | int | float:
+    """A number of Python from its bytes."""
+    if leaf.dtype == "float":
+        return float(data.view("<f8")[0])
+    number = int.from_bytes(data.tobytes(), "little", signed=leaf.dtype == "int")
+    return bool(number) if leaf.dtype == "bool" else number
