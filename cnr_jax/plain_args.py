@@ -64,7 +64,7 @@ class AsStored:
     on_host: bool = False
 
     def like(self, stored: ocp.metadata.value.Metadata | None) -> Any:
-        """What to restore it into.
+        """The abstract leaf, with the stored shape and dtype where none is asked for.
 
         Args:
             stored: what Orbax says of it; None: there is none, and what is returned is refused.

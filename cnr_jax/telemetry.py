@@ -238,7 +238,7 @@ class RestoreReport:
         chain: the steps that were read, the full one first, `step` last.
         bytes_read: of files of rows, of dense leaves and of process manifests; each file counts
             once, and a chunk of rows as a whole. Of an adopted step, of its leaves in memory.
-        open_secs: for reading and checking manifests and the digests of dense files.
+        open_secs: for reading and checking manifests; of older steps also dense files, by digests.
         rows_secs: for tables and slots, until they were handed to the devices.
         dense_secs: for everything else.
         total_secs: until the state was put together, which may wait for other processes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cnr_jax.checkpointer.saving import dense
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.tiles import ProcessManifest, dump_process, load_process
+from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, digest_of
 from cnr_jax.rows.gather.chunk import DenseBytes, Stage
@@ -179,9 +181,21 @@ def test_leaves_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 300_000])
 def test_what_changes_right_after_the_call_is_saved_as_it_was(
-    tmp_path: Path, storage: Any, limit_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
 ) -> None:
-    """Arrays are donated, those of numpy changed in place, while nothing is written yet."""
+    """Arrays are donated, those of numpy changed in place, while nothing is written yet.
+
+    Of more than may wait only the last is not.
+    """
+    may_write, own = threading.Event(), RowsWriter.write
+    if limit_bytes < 1 << 20:
+        may_write.set()
+
+    def write(self: RowsWriter, *args: Any) -> Any:
+        assert may_write.wait(60)
+        return own(self, *args)
+
+    monkeypatch.setattr(RowsWriter, "write", write)
     start = {
         "sharded": placed(values((512, 256)), P("a")),
         "replicated": placed(values((64, 256)), P()),
@@ -193,13 +207,12 @@ def test_what_changes_right_after_the_call_is_saved_as_it_was(
     state = with_table(start)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     with opened(tmp_path, state, max_staging_bytes=limit_bytes) as manager:
-        with storage.held("/manifest.p00000.json"):
-            manager.save(1, args=cnr.args.Save(state))
-            for name, leaf in start.items():
-                if name == "numpy":
-                    leaf += 1
-                elif name != "host":
-                    state[name] = jax.block_until_ready(step(leaf))
+        manager.save(1, args=cnr.args.Save(state))
+        start["numpy"][...] += 1
+        for name, leaf in start.items():
+            if name not in ("numpy", "host"):
+                state[name] = jax.block_until_ready(step(leaf))
+        may_write.set()
         manager.wait_until_finished()
     got = restore(tmp_path)
     for name, leaf in saved.items():
@@ -348,6 +361,25 @@ def test_tiles_that_are_not_those_of_the_leaves_are_refused(
         restore(tmp_path, state)
     assert told in str(caught.value)
     assert [p for p in cnr.verify(tmp_path) if p.consequence == ("1",)]
+
+
+def test_tiles_of_a_parent_harm_the_parent_alone(tmp_path: Path) -> None:
+    state = with_table({"n": 5, "w": jnp.arange(6.0)})
+    with opened(tmp_path, state, policy=cnr.Consecutive()) as manager:
+        for step in (1, 2):
+            state["table"] = state["table"].at[step].add(1)
+            manager.save(step, args=cnr.args.Save(state))
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert report is not None and report.parent == 1
+    reseal(tmp_path, drop_a_tile(process_of(tmp_path)))
+    assert {p.consequence for p in cnr.verify(tmp_path)} == {("1",)}
+    described = {each.step: each.problem for each in cnr.describe(tmp_path).steps}
+    assert described[1] and not described[2]
+    with opened(tmp_path) as manager:
+        assert manager.restore(None).state["n"] == 5
+        with pytest.raises(errors.FormatError, match="w: tiles hold 0 elements"):
+            manager.restore(1)
 
 
 def test_elements_of_another_size_are_refused(tmp_path: Path) -> None:

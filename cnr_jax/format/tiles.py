@@ -167,6 +167,11 @@ class ProcessManifest:
     dense: DensePart | None = None
 
     @property
+    def dense_tiles(self) -> tuple[DenseTile, ...]:
+        """The tiles of dense leaves that this process has written."""
+        return self.dense.tiles if self.dense else ()
+
+    @property
     def features(self) -> frozenset[str]:
         """What a reader has to know of, beyond the version, to read this."""
         entries = [*self.arrays.values(), *([self.dense.array] if self.dense else ())]

@@ -102,7 +102,7 @@ def write_manifest(
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(facts.tables, tiles, os.fspath(directory))
-    dense = (tile for each in processes if each.dense for tile in each.dense.tiles)
+    dense = (tile for each in processes for tile in each.dense_tiles)
     check_dense_cover(facts.dense_leaves, dense, os.fspath(directory))
     totals = _totals(processes, digests)
     features = sorted({each for process in processes for each in process.features})

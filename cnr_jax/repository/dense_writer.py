@@ -10,7 +10,7 @@ from cnr_jax.format import names
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.tiles import DensePart
 from cnr_jax.repository.store import AnyPath, sync_directory, sync_tree
-from cnr_jax.repository.store.arrays import ArrayWriter
+from cnr_jax.repository.store.arrays import CHUNK_BYTES, ArrayWriter
 
 
 class DenseWriter:
@@ -46,6 +46,9 @@ class DenseWriter:
         """Writes the next bytes, which nobody may change any more."""
         assert self._writer is not None
         self._writer.append(data, copies=False)
+        if data.nbytes > CHUNK_BYTES:
+            # A part that is still referred to keeps all of it, which counts as written now.
+            self._writer.drain()
 
     def finish(self) -> DensePart | None:
         """Waits until all is on storage; None where there was nothing."""

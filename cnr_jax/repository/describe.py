@@ -26,6 +26,7 @@ from cnr_jax.repository.index.chains import Harm
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.step import (
+    check_dense_tiles,
     held_tables,
     read_processes,
     without_collections,
@@ -198,6 +199,7 @@ def _look(
         return step, Harm(str(error), only_dense=False)
     try:
         checked.check_dense_index(manifest, where)
+        check_dense_tiles(where, manifest, processes)
         if store.can(root).cheap_looks:
             _check_dense(where, manifest, processes)
             checked.refuse_pipe(root / directory / names.ORBAX_METADATA)

@@ -238,10 +238,22 @@ def read_processes(
         found.append(process)
     tiles = (tile for process in found for tile in process.tiles)
     check_cover(manifest.tables, tiles, os.fspath(directory))
-    if manifest.has_dense_tiles:
-        dense = (tile for each in found if each.dense for tile in each.dense.tiles)
-        check_dense_cover(manifest.dense_leaves, dense, os.fspath(directory))
     return tuple(found)
+
+
+def check_dense_tiles(
+    directory: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
+) -> None:
+    """Checks that tiles cover the dense leaves of a checkpoint item, if they are stored so.
+
+    That is no business of a step that rests on it: dense leaves come from the restored one alone.
+
+    Raises:
+        ManifestError: if they do not.
+    """
+    if manifest.has_dense_tiles:
+        tiles = (tile for each in processes for tile in each.dense_tiles)
+        check_dense_cover(manifest.dense_leaves, tiles, os.fspath(directory))
 
 
 def held_tables(

@@ -87,6 +87,10 @@ def _new(file: str, field: str) -> Callable[[Difference], bool]:
     )
 
 
+# Fields of manifests and of reports.
+_OF_DENSE_LEAVES = (
+    r"dense(_files)?\b|required_features|dense_leaves\[\d+\]\.numpy|.*\bdense_bytes$"
+)
 # What is not rounding to nearest since a restore is not here: workers ask for that.
 CHANGES = (
     Change(
@@ -103,6 +107,10 @@ CHANGES = (
         lambda d: (
             d.field.startswith("row_errors.") and isclose(d.old, d.new, rel_tol=1e-5)
         ),
+    ),
+    Change(
+        "dense leaves are written by this library, not by Orbax",
+        lambda d: "/dense/" in d.where or bool(re.match(_OF_DENSE_LEAVES, d.field)),
     ),
     Change(
         "claims say which boot, namespaces and start their process has",

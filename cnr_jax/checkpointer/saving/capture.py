@@ -319,7 +319,10 @@ def is_dithered(leaf: Leaf, codec: Codec, most_bits: int) -> bool:
 
 @functools.cache
 def _bits_to_dither(codec: Codec) -> float:
-    """Asked for each tile: to compare an object with a protocol takes as long as a plan."""
+    """Width of a codec's codes if they can be dithered, else infinity.
+
+    Cached: it is asked for each tile, and to compare an object with a protocol takes long.
+    """
     return codec.bits if isinstance(codec, Dithering) else math.inf
 
 

@@ -240,7 +240,7 @@ def _check_places(leaves: Sequence[DenseLeaf]) -> None:
         if other is not leaf:
             raise errors.StateMismatchError(
                 f"leaves {list(other.path)} and {list(leaf.path)} of the state cannot be saved"
-                f" together: Orbax would store both as {place!r}\n"
+                f" together: exported for plain Orbax both would be {place!r}\n"
                 "  hint: give one of them a key without a dot"
             )
 
@@ -259,7 +259,7 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
             raise errors.StateMismatchError(
                 f"leaf {'/'.join(path)} of the state cannot be saved\n"
                 f"  got {name}{list(leaf.shape)}, expected an array with elements:"
-                " Orbax saves no empty ones"
+                " plain Orbax, for which a step may be exported, has no empty ones"
             )
         if zarr_holds(np.dtype(leaf.dtype)):
             is_numpy = None if isinstance(leaf, jax.Array) else True

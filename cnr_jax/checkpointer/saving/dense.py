@@ -143,7 +143,7 @@ def bytes_of(
 
 
 def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.ndarray:
-    """What holds the same values, on their way to the host if they have any."""
+    """Starts the copy of an array to the host, if it needs one; returns what to read it from."""
     if isinstance(data, np.ndarray) or _is_buffer(data):
         return data
     if data.nbytes > _SMALL_BYTES:

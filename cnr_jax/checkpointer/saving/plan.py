@@ -25,7 +25,7 @@ from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan, Planner, Request
+from cnr_jax.repository.index.planner import Plan, Planner, Request, motion_of
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import can
@@ -81,14 +81,14 @@ class Planning:
         before = planner.motion_before
         runs = self._planner.runs
         if ledger is not None and runs.current is None and not self._begins:
-            found = [e.manifest for e in ledger.restorable() if e.manifest]
-            if found:
+            found = [entry for entry in ledger.restorable() if entry.manifest]
+            if found and (newest := found[-1].manifest):
                 # What does not go together is an error of the restore.
                 with contextlib.suppress(errors.OptionError):
-                    self._widening.inherit(found[-1].encoding)
+                    self._widening.inherit(newest.encoding)
                 if not restores:
-                    restores, motion = found[-1].restores + 1, found[-1].motion
-                    before = motion
+                    restores = newest.restores + 1
+                    motion = before = motion_of(ledger.chain(found[-1]))
         widening = self._widening
         return widening.bits(restores, motion), widening.dithered_bits(restores, before)
 

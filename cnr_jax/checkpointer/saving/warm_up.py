@@ -117,7 +117,7 @@ class WarmUp:
             yield from rotation.programs(self._tiles, options.audit_bytes, way)
 
     def compile(self, auto_bits: int | None, dithered_bits: int) -> None:
-        """Compiles what is not yet.
+        """Compiles the programs that are missing.
 
         Args:
             auto_bits: width of codes where options leave it to the number of restores, but

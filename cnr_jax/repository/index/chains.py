@@ -346,7 +346,7 @@ class Chains:
         return restorable[-1] if restorable else None
 
     def branch(self) -> list[Entry]:
-        """Those that led to the newest one, itself last, as far as they can be restored."""
+        """Checkpoints of the newest branch, oldest first, that can be restored."""
         newest = self.newest()
         return branch_of(newest, self._derive().restorable) if newest else []
 

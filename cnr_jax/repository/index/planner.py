@@ -267,7 +267,7 @@ class Planner:
         assert tip.manifest is not None
         self.runs.restored(lineage, tip.run, encoding)
         branch = Branch(tip=tip, restores=min(tip.manifest.restores + 1, LARGEST))
-        branch.motion_before = _motion_of(chain)
+        branch.motion_before = motion_of(chain)
         self.end_lineages(branch.restores)
         if unchanged:
             branch.parents = {entry.uuid: clock for clock, entry in enumerate(chain)}
@@ -516,7 +516,7 @@ class Planner:
         return None
 
 
-def _motion_of(chain: Sequence[Entry]) -> SampledMotion | None:
+def motion_of(chain: Sequence[Entry]) -> SampledMotion | None:
     """How far rows had moved in the last step of a chain, which may hold too few to tell.
 
     Then by the newest one before it that is of the same lineage: of others it was another way.

@@ -24,6 +24,7 @@ from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.dtypes import converted
 from cnr_jax.repository.replay.regions import local_boxes, shape_of
+from cnr_jax.repository.step import check_dense_tiles
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.rows.tiling import aligned_empty, box_of, host_device
@@ -61,13 +62,14 @@ class StoredDense:
 
     def __init__(self, reader: StepReader) -> None:
         self._reader = reader
+        check_dense_tiles(reader.directory, reader.manifest, reader.processes)
         leaves = reader.manifest.dense_leaves
         self._leaves = {leaf.path: leaf for leaf in leaves}
         self._tiles: dict[Path, list[tuple[int, DenseTile]]] = {
             leaf.path: [] for leaf in leaves
         }
         for process in reader.processes:
-            for tile in process.dense.tiles if process.dense else ():
+            for tile in process.dense_tiles:
                 path = leaves[tile.leaf].path
                 self._tiles[path].append((process.process, tile))
 

@@ -190,6 +190,11 @@ class ArrayWriter:
             if self._filled == self._chunk:
                 self._flush()
 
+    def drain(self) -> None:
+        """Waits until nothing that was appended without a copy is referred to."""
+        while self._pending:
+            self._pending.popleft().commit.result()
+
     def _flush(self) -> None:
         self._write(self._buffer[: self._filled])
         # A new buffer: TensorStore still refers to the old one.
@@ -226,8 +231,7 @@ class ArrayWriter:
             self._flush()
         if self._store is None:
             return None
-        while self._pending:
-            self._pending.popleft().commit.result()
+        self.drain()
         if self._exact and self._written != self._length:
             raise RuntimeError(
                 f"{self._path.name}: {self._written} of {self._length} were appended"

@@ -125,11 +125,14 @@ def verify(
     known = [name for name, items in steps.items() if items] or ["0"]
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
-        is_alike = items or any(names.are_alike(name, other) for other in known)
-        folder = folders.Folder.look(path / name)
-        if not is_alike and not folder.is_checkpoint:
-            continue
-        found += _unknown(path, name, items) if items else [_without_item(name, folder)]
+        if items:
+            found += _unknown(path, name, items)
+        else:
+            folder = folders.Folder.look(path / name)
+            is_alike = any(names.are_alike(name, other) for other in known)
+            if not is_alike and not folder.is_checkpoint:
+                continue
+            found.append(_without_item(name, folder))
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
     return tuple(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 
 from cnr_jax import errors
 from cnr_jax.format import names, rowids
-from cnr_jax.format.dense import check_dense_cover
 from cnr_jax.format.manifest import FileDigest, Manifest
 from cnr_jax.format.tiles import (
     ArrayEntry,
@@ -26,7 +25,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     lacking_rows,
 )
-from cnr_jax.repository.step import read_process
+from cnr_jax.repository.step import check_dense_tiles, read_process
 from cnr_jax.repository.store import AnyPath, checked, names_in
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
@@ -100,7 +99,7 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
         with _noted(found, item, names.MANIFEST, "step"):
-            _check_dense_tiles(item, manifest, processes)
+            check_dense_tiles(item, manifest, processes)
     with _noted(found, item, names.DENSE, "step"):
         checked.check_dense_index(manifest, item)
     checks: list[Check] = []
@@ -132,7 +131,7 @@ def _leaves_in(manifest: Manifest, process: ProcessManifest, chunk: int) -> str:
     size = process.dense.array.chunk
     held = [
         "/".join(manifest.dense_leaves[tile.leaf].path)
-        for tile in process.dense.tiles
+        for tile in process.dense_tiles
         if tile.offset < (chunk + 1) * size
         and chunk * size < tile.offset + tile.bytes
         and tile.leaf < len(manifest.dense_leaves)
@@ -322,15 +321,6 @@ def _files_of(array: str, entry: ArrayEntry) -> list[str]:
     """The files of an array, by its path."""
     chunks = range(len(entry.crc32c))
     return [f"{array}/zarr.json", *(f"{array}/c/{i}" for i in chunks)]
-
-
-def _check_dense_tiles(
-    item: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
-) -> None:
-    """Whether the tiles of dense leaves cover them, if they are stored so."""
-    if manifest.has_dense_tiles:
-        dense = (tile for each in processes if each.dense for tile in each.dense.tiles)
-        check_dense_cover(manifest.dense_leaves, dense, os.fspath(item))
 
 
 def _check_tiles(

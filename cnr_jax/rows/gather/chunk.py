@@ -210,7 +210,7 @@ class Stage:
             room = self._changed.wait_for(lambda: self._has_room(item), self._timeout)
             if not room:
                 raise TimeoutError(
-                    f"staged rows were not written for {self._timeout:g} s"
+                    f"what was staged was not written for {self._timeout:g} s"
                 )
             if self._failed:
                 return False
