@@ -201,13 +201,14 @@ def _hear(
         ) from error
 
 
-def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
+def on_primary(channel: Channel, decide: Callable[[], Any], *, topic: str = "") -> Any:
     """What process 0 decides, or on all processes the error it raised.
 
     Args:
         channel: through which the processes talk.
         decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which other processes
             get the JSON form; called on process 0 alone.
+        topic: what is decided, if that goes on in the background.
 
     Raises:
         CnrError: what `decide` raised on process 0.
@@ -215,8 +216,8 @@ def on_primary(channel: Channel, decide: Callable[[], Any]) -> Any:
     if jax.process_count() == 1:
         return decide()
     if jax.process_index() == 0:
-        return _decided(channel, "", decide, named=True)
-    answer = json.loads(channel.hear(channel.next_topic()))
+        return _decided(channel, topic, decide, named=True)
+    answer = json.loads(channel.hear(topic or channel.next_topic()))
     if "error" in answer:
         raise errors.CnrError.from_json(answer["error"])
     return answer["found"]

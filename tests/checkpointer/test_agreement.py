@@ -5,6 +5,7 @@ Threads stand for processes here: each has an index of its own, and all have one
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import json
 import threading
@@ -110,9 +111,10 @@ class Processes:
 
     def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
         self.count, self.store = count, Store()
-        self._here = threading.local()
+        # Threads that a process starts in a copy of its context are that process too.
+        self._here = contextvars.ContextVar("process", default=0)
         patch.setattr(jax, "process_count", lambda: count)
-        patch.setattr(jax, "process_index", lambda: getattr(self._here, "index", 0))
+        patch.setattr(jax, "process_index", self._here.get)
         patch.setattr(multihost, "distributed_client", lambda: self.store)
 
     def channels(self, timeout_secs: float = 30.0) -> list[Channel]:
@@ -123,7 +125,7 @@ class Processes:
         ended: list[Any] = []
 
         def run() -> None:
-            self._here.index = process
+            self._here.set(process)
             try:
                 ended.append(work())
             except BaseException as error:

@@ -221,8 +221,13 @@ class Store(Protocol):
 
     # Names.
 
-    def make_folder(self, path: AnyPath) -> None:
-        """Makes a folder, and those above it; nothing where it is there."""
+    def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
+        """Makes a folder, and those above it; nothing where it is there.
+
+        Args:
+            path: of the folder.
+            mode: who may use it, where a store knows of that; None: as the system says.
+        """
         ...
 
     def move(self, path: AnyPath, target: AnyPath) -> None:

@@ -285,8 +285,8 @@ class LocalStore:
 
     # Names.
 
-    def make_folder(self, path: AnyPath) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
+        path.mkdir(0o777 if mode is None else mode, parents=True, exist_ok=True)
 
     def move(self, path: AnyPath, target: AnyPath) -> None:
         os.rename(os.fspath(path), os.fspath(target))

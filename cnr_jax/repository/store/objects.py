@@ -137,7 +137,7 @@ class ObjectStore:
 
     # Names.
 
-    def make_folder(self, path: AnyPath) -> None:
+    def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
         _plain(path).mkdir(parents=True, exist_ok=True)
 
     def move(self, path: AnyPath, target: AnyPath) -> None:

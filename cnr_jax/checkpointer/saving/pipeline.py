@@ -1,0 +1,503 @@
+"""Saves on their way: each begins, is written, settled on all processes, committed and retired.
+
+    begin -> write -> settle on all processes -> wait for the save before -> seal -> publish
+          -> tell all -> retire what it makes superfluous -> over
+
+Several may be written at once, and are committed in the order in which they began. A save that
+fails takes down those that rest on it, and no other.
+
+The training thread only waits. What begins a save, and what ends it, runs in threads of its own: an
+interrupt (Ctrl-C) can come where it waits, and nowhere else. So no interrupt reaches a handler, an
+event loop, or a lock of somebody else's; who is interrupted may ask again later.
+
+Of several processes each has the same saves in the same order. What process 0 does for all (make
+folders, commit, remove) it tells under a topic of the save; whoever does not hear it asks the
+store, which alone knows what is committed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.multihost import (
+    UNHEARD,
+    Channel,
+    agree,
+    on_primary,
+    raise_if_told,
+)
+from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
+from cnr_jax.checkpointer.save_errors import after_commit, free_frames, save_error
+from cnr_jax.repository.committer import Attempt, Committer
+from cnr_jax.repository.store import AnyPath
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+# How often a process looks whether process 0 has failed, while it waits for something else.
+POLL_SECS = 1.0
+# How long a failed save is waited for to stop writing; it does within a chunk or two.
+STOP_SECS = 60.0
+
+
+class Work(Protocol):
+    """What is done for one save. Nothing of it runs in the training thread."""
+
+    def stage(self, folder: AnyPath) -> Sequence[Any]:
+        """Starts to write what is saved into a folder, so that training may go on.
+
+        Returns:
+            Futures, of which each `result()` waits until a part is on storage.
+        """
+        ...
+
+    def cancel(self, why: BaseException) -> None:
+        """Ends staging and writing soon; from any thread, more than once, or when they are over."""
+        ...
+
+    def seal(self, folder: AnyPath) -> None:
+        """On process 0, once all have written: the last before the commit, durable on return."""
+        ...
+
+    def published(self) -> Any:
+        """On process 0, right after the commit; what it returns, of JSON types, all are told."""
+        ...
+
+    def committed(self, told: Any) -> None:
+        """On all processes: it is committed. `told` is None where process 0 was not heard."""
+        ...
+
+    def retire(self, told: Any) -> Any:
+        """On process 0: removes what nobody needs any more; what it returns all are told."""
+        ...
+
+    def retired(self, told: Any) -> None:
+        """On all processes: what was to go is gone, or stays."""
+        ...
+
+    def failed(self, error: errors.CnrError) -> None:
+        """On all processes: it failed, or what comes after its commit did, as the kind says."""
+        ...
+
+    def ended(self) -> None:
+        """On all processes, last of all: nothing is written or removed for it any more."""
+        ...
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class PipelinedSave:
+    """One save, and all that the pipeline knows of it.
+
+    Attributes:
+        step: of the save.
+        attempt: where it is written; its nonce names what processes tell of it.
+        items: whose folders are made before it is staged.
+        work: what is done for it, as long as it is not over.
+        rests_on: a save that it is worth nothing without; None where all of that is committed.
+        before: the one that is committed before it.
+        futures: of what is being written.
+        staging_error: why staging failed, with several processes: all are to raise the same.
+        error: why it failed, or what comes after its commit.
+        is_committed: whether it is, as far as this process knows.
+        over: opens when all is done.
+        thread: that does it.
+    """
+
+    step: int
+    attempt: Attempt
+    items: Sequence[str]
+    work: Work
+    rests_on: PipelinedSave | None = None
+    before: PipelinedSave | None = None
+    futures: Sequence[Any] = ()
+    staging_error: BaseException | None = None
+    error: errors.CnrError | None = None
+    is_committed: bool = False
+    over: Gate = dataclasses.field(default_factory=Gate)
+    thread: Job = dataclasses.field(default_factory=Job)
+
+    def topic(self, what: str) -> str:
+        """What processes call something that they tell each other of this save."""
+        return f"{self.attempt.nonce}/{what}"
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether it is bound to fail, as what it rests on has failed."""
+        below = self.rests_on
+        return below is not None and below.over.is_open and not below.is_committed
+
+
+class SavePipeline:
+    """The saves in flight of one manager.
+
+    Args:
+        committer: says what it means that a save is committed.
+        channel: to the other processes.
+        most: saves that are written at once.
+    """
+
+    def __init__(self, committer: Committer, channel: Channel, most: int = 1) -> None:
+        self.committer, self._channel, self._most = committer, channel, most
+        # In their order, until somebody has taken note of their ends.
+        self._saves: list[PipelinedSave] = []
+        self._beginning: _Beginning | None = None
+
+    # The thread that calls.
+
+    def begin(self, plan: Callable[[], PipelinedSave]) -> PipelinedSave:
+        """Begins a save, once there is room; returns when it is staged.
+
+        Who is interrupted waits on, as staging ends soon then, and raises: the save is in flight
+        or it is not. A second interrupt leaves the rest of that wait to the next call.
+
+        Args:
+            plan: decides on the save, in a thread of its own. What it raises is raised here; with
+                several processes it must be raised on all.
+
+        Raises:
+            Exception: as `plan` or, of one process, as staging. With several what fails later comes
+                out of the background, on all alike.
+        """
+        self.end_beginning()
+        self.make_room()
+        beginning = self._beginning = _Beginning()
+        context = contextvars.copy_context()
+        try:
+            work = lambda: beginning.run(lambda: self._begin(beginning, plan))  # noqa: E731
+            beginning.job.start("cnr_begin_save", context.run, work)
+            beginning.job.wait()
+        except BaseException:
+            beginning.interrupt()
+            self.end_beginning()
+            raise
+        finally:
+            if beginning.job.is_over:
+                self._beginning = None
+        try:
+            if beginning.error is not None:
+                raise beginning.error
+            assert beginning.found is not None
+            return beginning.found
+        finally:
+            beginning.error = None  # whose frames hold this one
+
+    def end_beginning(self) -> None:
+        """Waits for a beginning that an interrupt has left."""
+        beginning = self._beginning
+        if beginning is None or beginning.job.is_here:
+            return
+        if not beginning.job.give_up():
+            beginning.job.wait()
+        self._beginning = None
+
+    def make_room(self) -> None:
+        """Waits until one more save may begin."""
+        while len(flying := self.in_flight()) >= self._most:
+            self._drive(flying[0])
+            flying[0].over.wait()
+
+    def wait(self) -> None:
+        """Waits until all saves are over."""
+        self.end_beginning()
+        for save in self.in_flight():
+            self._drive(save)
+            save.over.wait()
+
+    def in_flight(self) -> list[PipelinedSave]:
+        """Saves that are not over, in their order."""
+        return [save for save in tuple(self._saves) if not save.over.is_open]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is beginning or in flight."""
+        beginning = self._beginning
+        is_beginning = beginning is not None and not beginning.job.is_over
+        return is_beginning or bool(self.in_flight())
+
+    def is_here(self) -> bool:
+        """Whether this is a thread of the pipeline, which must not wait for who waits for it."""
+        beginning = self._beginning
+        if beginning is not None and beginning.job.is_here:
+            return True
+        return any(save.thread.is_here for save in tuple(self._saves))
+
+    def take_ended(self) -> list[PipelinedSave]:
+        """Saves that have ended since this was asked last, in their order.
+
+        None comes before all that began earlier. With one that failed come those that rest on it,
+        which are waited for: else they would look like failures of their own.
+        """
+        found: list[PipelinedSave] = []
+        for save in tuple(self._saves):
+            if save.has_fallen:
+                save.over.wait()
+            if not save.over.is_open:
+                break
+            found.append(save)
+        for save in found:
+            self._saves.remove(save)
+            save.rests_on = None  # or saves would chain up
+        return found
+
+    # The beginning.
+
+    def _begin(
+        self, beginning: _Beginning, plan: Callable[[], PipelinedSave]
+    ) -> PipelinedSave:
+        save = plan()
+        beginning.stages(save)
+        try:
+            folder = self.committer.folder(save.attempt)
+            on_primary(
+                self._channel,
+                lambda: self.committer.prepare(save.attempt, save.items),
+                topic=save.topic("folders"),
+            )
+            save.futures = save.work.stage(folder)
+            beginning.is_staged()
+        except BaseException as error:
+            save.work.cancel(error)
+            if jax.process_count() == 1:
+                self._stop(save)
+                self._fail(save, error)
+                self._over(save)
+                raise
+            # Other processes have begun: this one tells them in the background.
+            save.staging_error = error
+        save.before = self._saves[-1] if self._saves else None
+        self._saves.append(save)
+        self._drive(save)
+        return save
+
+    def _stop(self, save: PipelinedSave) -> None:
+        """Waits until nothing is written for a save that is cancelled."""
+        for future in save.futures:
+            with contextlib.suppress(BaseException):
+                future.result(timeout=STOP_SECS)
+        save.futures = ()
+
+    def _drive(self, save: PipelinedSave) -> None:
+        """Starts the thread of a save, unless it is."""
+        context = contextvars.copy_context()
+        save.thread.start(f"cnr_save_{save.step}", context.run, lambda: self._run(save))
+
+    # The thread of a save.
+
+    def _run(self, save: PipelinedSave) -> None:
+        try:
+            self._write(save)
+            told = self._commit(save)
+            self._retire(save, told)
+        except BaseException as error:
+            self._fail(save, error)
+        finally:
+            self._over(save)
+
+    def _write(self, save: PipelinedSave) -> None:
+        """Waits until all processes have written their part; raises the same on all."""
+        failure = save.staging_error
+        for future in save.futures:
+            try:
+                wait_for(
+                    future, lambda: raise_if_told(self._channel, save.topic("saved"))
+                )
+            except BaseException as error:
+                free_frames(error)
+                failure = failure or error
+                save.work.cancel(error)
+        save.futures, save.staging_error = (), None
+        mine = failure and _told(failure, save)
+        agree(self._channel, mine, topic=save.topic("saved"))
+
+    def _commit(self, save: PipelinedSave) -> Any:
+        """Waits for its turn, and has process 0 commit it; returns what that has told."""
+        if save.before is not None:
+            save.before.over.wait()
+            save.before = None  # or saves would chain up
+        # Now, not when it began: that one may have failed since.
+        if save.has_fallen:
+            assert save.rests_on is not None
+            raise errors.SaveError(
+                f"step {save.step} is not saved: it rests on step {save.rests_on.step}, whose"
+                " save failed\n"
+                "  what was committed before is untouched, and the next save contains its rows",
+                step=save.step,
+            )
+
+        def publish() -> Any:
+            folder = self.committer.folder(save.attempt)
+            save.work.seal(folder)
+            self._publish(save.attempt)
+            # From here on it is committed, whatever fails.
+            save.is_committed = True
+            try:
+                return save.work.published()
+            except Exception as error:
+                save.error = after_commit(error, save.step)
+                return None
+
+        told = None
+        try:
+            told = on_primary(self._channel, publish, topic=save.topic("published"))
+        except BaseException:
+            # The store knows, whoever is silent.
+            if not self._is_published(save.attempt):
+                raise
+        save.is_committed = True
+        save.work.committed(told)
+        return told
+
+    def _publish(self, attempt: Attempt) -> None:
+        try:
+            self.committer.publish(attempt)
+        except Exception:
+            if not self._is_published(attempt):
+                raise
+
+    def _is_published(self, attempt: Attempt) -> bool:
+        try:
+            return self.committer.is_published(attempt)
+        except OSError:
+            return False
+
+    def _retire(self, save: PipelinedSave, told: Any) -> None:
+        """After all were told of the commit: removing may take long, and may fail."""
+
+        def retire() -> Any:
+            if save.error is not None:
+                raise save.error  # nothing goes in favour of what may not last
+            try:
+                return save.work.retire(told)
+            except Exception as error:
+                raise after_commit(error, save.step) from error
+
+        try:
+            found = on_primary(self._channel, retire, topic=save.topic("retired"))
+        except errors.SaveError as error:
+            if error.kind not in UNHEARD:
+                raise
+            _log.info("step %d: what else process 0 does is not known", save.step)
+            found = None
+        save.work.retired(found)
+
+    def _fail(self, save: PipelinedSave, error: BaseException) -> None:
+        """Notes why a save failed, or what comes after its commit; takes its files away."""
+        free_frames(error)
+        if save.is_committed:
+            save.error = after_commit(error, save.step)
+        else:
+            save.error = _told(error, save)
+            self._abandon(save, save.error)
+        try:
+            save.work.failed(save.error)
+        except Exception:
+            _log.exception("step %d: what follows its failure", save.step)
+
+    def _abandon(self, save: PipelinedSave, error: errors.CnrError) -> None:
+        """On process 0, when no process writes any more; one that is silent may still do."""
+        if jax.process_index() != 0 or getattr(error, "kind", None) in UNHEARD:
+            return
+        try:
+            self.committer.abandon(save.attempt)
+        except Exception as failure:
+            _log.warning("what step %d has written stays: %s", save.step, failure)
+
+    def _over(self, save: PipelinedSave) -> None:
+        try:
+            save.work.ended()
+        except Exception:
+            _log.exception("step %d: what ends its save", save.step)
+        finally:
+            save.before = None
+            # Whoever keeps an error keeps the frames that it has passed, and what called these.
+            del save.work
+            save.over.open()
+
+
+class _Beginning:
+    """The beginning of one save, in a thread of its own.
+
+    Attributes:
+        job: of that thread.
+        found: the save, once it is in flight.
+        error: why it is not.
+    """
+
+    def __init__(self) -> None:
+        self.job = Job()
+        self.found: PipelinedSave | None = None
+        self.error: BaseException | None = None
+        # What is being staged; why that is to end.
+        self._save: PipelinedSave | None = None
+        self._why: BaseException | None = None
+
+    def run(self, work: Callable[[], PipelinedSave]) -> None:
+        """Begins; in its thread."""
+        try:
+            self.found = work()
+        except BaseException as error:
+            self.error = error
+
+    def stages(self, save: PipelinedSave) -> None:
+        """Staging begins."""
+        self._save = save
+        if self._why is not None:
+            save.work.cancel(self._why)
+
+    def is_staged(self) -> None:
+        """Staging is over: from here on no interrupt ends the save; raises one that has come."""
+        self._save = None
+        if self._why is not None:
+            raise self._why
+
+    def interrupt(self) -> None:
+        """Ends staging soon; from another thread."""
+        # First the reason: either this sees the save, or the save sees that.
+        self._why = KeyboardInterrupt()
+        save = self._save
+        if save is not None:
+            save.work.cancel(self._why)
+
+
+def wait_for(future: Any, check: Callable[[], None]) -> None:
+    """Waits for a future, unless it waits for a process that has failed.
+
+    One of Orbax's does: other processes write into what process 0 has made.
+
+    Args:
+        future: of Orbax, or of Python.
+        check: called every second; what it raises ends the wait, and cancels the future.
+    """
+    while True:
+        started = time.monotonic()
+        try:
+            future.result(timeout=POLL_SECS)
+            return
+        except TimeoutError:
+            if time.monotonic() - started < POLL_SECS:
+                raise  # an error of its own
+        try:
+            check()
+        except errors.SaveError:
+            future.cancel()
+            with contextlib.suppress(BaseException):
+                future.result(timeout=STOP_SECS)
+            raise
+
+
+def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:
+    """What a save failed with, as all processes are told, and as it is raised."""
+    if isinstance(error, errors.SaveError | errors.WriterError):
+        return error
+    if isinstance(error, concurrent.futures.CancelledError):
+        error = RuntimeError("the save was cancelled")
+    return save_error(error, save.step, os.fspath(save.attempt.path))

@@ -1,0 +1,204 @@
+"""What it means that a step is committed: a folder gets its name, or a file in it says so.
+
+A save is written into a folder of its own. Where folders can be renamed, that has a name which no
+reader lists, other than that of any other attempt at the step: whoever still writes for an attempt
+that was given up writes beside the next one. Elsewhere the folder has the final name, and is no
+step before it holds `commit_success.txt`. That file tells attempts apart everywhere, so what became
+of one can be asked of the store, whoever was interrupted or did not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.store import (
+    AnyPath,
+    exists,
+    is_directory,
+    is_named,
+    names_in,
+    read_all,
+    store_of,
+    sync_directory,
+    write_durably,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at saving a step.
+
+    Attributes:
+        root: holds the step directories.
+        directory: name of the step directory, once it is committed.
+        nonce: hexadecimal digits, alike on all processes and of no other attempt.
+    """
+
+    root: AnyPath
+    directory: str
+    nonce: str
+
+    @property
+    def path(self) -> AnyPath:
+        """The step directory."""
+        return self.root / self.directory
+
+
+class Committer(Protocol):
+    """Commits attempts, or abandons them. Only the first process calls what is not `folder`."""
+
+    def folder(self, attempt: Attempt) -> AnyPath:
+        """Where an attempt is written; touches nothing, and is alike on all processes."""
+        ...
+
+    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        """Makes the folder of an attempt and of each item in it, empty.
+
+        Raises:
+            DependentsExistError: if the step is there already.
+        """
+        ...
+
+    def publish(self, attempt: Attempt) -> None:
+        """Commits an attempt, of which all that lies in the folders of items is durable.
+
+        Raises:
+            DependentsExistError: if somebody else has committed the step.
+            OSError: if it is not committed, or that cannot be seen; see `is_published`.
+        """
+        ...
+
+    def settle(self, attempt: Attempt) -> None:
+        """Makes it durable that an attempt is committed.
+
+        Raises:
+            OSError: if it cannot; it is committed all the same.
+        """
+        ...
+
+    def is_published(self, attempt: Attempt) -> bool:
+        """Whether the step is there, and is this attempt.
+
+        Raises:
+            OSError: if that cannot be seen.
+        """
+        ...
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Removes what an attempt has written; never what is committed."""
+        ...
+
+
+class RenameCommitter:
+    """Commits by giving a folder its final name.
+
+    Args:
+        discard: removes a folder of the root, by its name, that no reader lists.
+        mode: of the folders that are made; None: as the system makes them.
+    """
+
+    def __init__(self, discard: Callable[[str], None], mode: int | None = None) -> None:
+        self._discard, self._mode = discard, mode
+
+    def folder(self, attempt: Attempt) -> AnyPath:
+        return attempt.root / _temporary(attempt)
+
+    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        _make(self.folder(attempt), items, self._mode)
+
+    def publish(self, attempt: Attempt) -> None:
+        # The system would replace an empty folder, and what was committed is nobody's to replace.
+        if is_named(attempt.path):
+            raise _taken(attempt)
+        folder = self.folder(attempt)
+        write_durably(folder / names.COMMITTED, attempt.nonce.encode())
+        sync_directory(folder)
+        store_of(folder).move(folder, attempt.path)
+
+    def settle(self, attempt: Attempt) -> None:
+        sync_directory(attempt.root)
+
+    def is_published(self, attempt: Attempt) -> bool:
+        return _is_marked(attempt)
+
+    def abandon(self, attempt: Attempt) -> None:
+        self._discard(_temporary(attempt))
+
+
+class MarkerCommitter:
+    """Commits by a file in the folder of the step, which is put there last.
+
+    Args:
+        mode: of the folders that are made; None: as the system makes them.
+    """
+
+    def __init__(self, mode: int | None = None) -> None:
+        self._mode = mode
+
+    def folder(self, attempt: Attempt) -> AnyPath:
+        return attempt.path
+
+    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        if exists(attempt.path / names.COMMITTED):
+            raise _taken(attempt)
+        self._clear(
+            attempt
+        )  # what an earlier attempt has left, whose writers have ended
+        _make(attempt.path, items, self._mode)
+
+    def publish(self, attempt: Attempt) -> None:
+        if exists(attempt.path / names.COMMITTED):
+            if _is_marked(attempt):
+                return  # the answer to a first try was lost
+            raise _taken(attempt)
+        sync_directory(attempt.path)
+        sync_directory(attempt.root)
+        write_durably(attempt.path / names.COMMITTED, attempt.nonce.encode())
+
+    def settle(self, attempt: Attempt) -> None:
+        sync_directory(attempt.path)
+        sync_directory(attempt.root)
+
+    def is_published(self, attempt: Attempt) -> bool:
+        return _is_marked(attempt)
+
+    def abandon(self, attempt: Attempt) -> None:
+        if not exists(attempt.path / names.COMMITTED):
+            self._clear(attempt)
+
+    def _clear(self, attempt: Attempt) -> None:
+        for error in store_of(attempt.path).remove_tree(attempt.path):
+            raise error
+
+
+def _temporary(attempt: Attempt) -> str:
+    """The name of the folder of an attempt; of digits behind, since others read it too."""
+    number = int(attempt.nonce[:12], 16)
+    return f"{attempt.directory}{names.TEMPORARY_SUFFIX}-{number}"
+
+
+def _make(folder: AnyPath, items: Sequence[str], mode: int | None) -> None:
+    store = store_of(folder)
+    for path in (folder, *(folder / item for item in items)):
+        store.make_folder(path, mode)
+
+
+def _is_marked(attempt: Attempt) -> bool:
+    marker = attempt.path / names.COMMITTED
+    return exists(marker) and read_all(marker) == attempt.nonce.encode()
+
+
+def _taken(attempt: Attempt) -> errors.DependentsExistError:
+    where = os.fspath(attempt.path)
+    held = ", ".join(names_in(attempt.path)[:5]) if is_directory(attempt.path) else ""
+    return errors.DependentsExistError(
+        f"{where} is there already: somebody else has saved this step\n"
+        f"  got {held or 'a file'}, expected nothing\n"
+        "  hint: save another step, or move that folder out of the root",
+        kind="step_exists",
+    )
