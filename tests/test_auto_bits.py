@@ -151,7 +151,7 @@ def test_width_follows_another_expectation_and_goes_back_with_a_rollback(
     assert "expected_restores" in manager.last_report.inherited
     # The state of step 0 was never restored: this is the first time.
     caplog.clear()
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.warm_up"):
         manager = restart(run, opened, 0, bits="auto", expected_restores=1)
     assert "compiling for dithered codes of 2 bits" in caplog.text, (
         "eight were to be expected"
@@ -303,7 +303,7 @@ def test_state_that_never_was_restored_takes_few_bits_in_a_root_that_was(
     assert widths(manager, 1) == both(8)
     fresh = tiny_run(salt=1)
     manager = opened(fresh, **auto, new_run=True)
-    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.capture"):
+    with caplog.at_level(logging.INFO, "cnr_jax.checkpointer.saving.warm_up"):
         fresh.run(manager, [2])
     assert widths(manager, 2) == both(2)
     assert "compiling" not in caplog.text, "a new run is foreseen"

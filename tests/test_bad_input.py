@@ -185,7 +185,7 @@ BAD_SAVES: dict[str, tuple[type[Exception], str, Callable[[Run], cnr.args.Save]]
     ),
     "leaves that Orbax would store in one place": (
         STATE,
-        r"\['more', 'a', 'b'\] and \['more', 'a.b'\].* both as 'more.a.b'\n  hint",
+        r"\['more', 'a', 'b'\] and \['more', 'a.b'\].* both would be 'more.a.b'\n  hint",
         lambda r: cnr.args.Save(
             r.changed("more", to={"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}),
             r.touched,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import threading
 from collections.abc import Iterator
@@ -380,6 +381,58 @@ def test_tiles_of_a_parent_harm_the_parent_alone(tmp_path: Path) -> None:
         assert manager.restore(None).state["n"] == 5
         with pytest.raises(errors.FormatError, match="w: tiles hold 0 elements"):
             manager.restore(1)
+
+
+class Phase(enum.IntEnum):
+    WARM = 3
+
+
+class Rate(float):
+    """A number with a name."""
+
+
+def test_of_a_subclass_the_number_is_saved(tmp_path: Path) -> None:
+    state = save(tmp_path, {"phase": Phase.WARM, "rate": Rate(0.5)})
+    for found in (restore(tmp_path), restore(tmp_path, state)):
+        assert (found["phase"], found["rate"]) == (3, 0.5)
+
+
+def test_empty_arrays_of_keys_are_refused_like_others(tmp_path: Path) -> None:
+    for empty in (jax.random.split(jax.random.key(0), 0), np.zeros((2, 0))):
+        with pytest.raises(errors.StateMismatchError, match="expected an array with"):
+            save(tmp_path, {"leaf": empty})
+
+
+LEAVES: dict[str, dict[str, Any]] = {
+    "no elements": {"shape": (0,)},
+    "no keys": {"path": ()},
+    "swapped bytes": {"dtype": ">f4"},
+    "another name": {"dtype": "f4"},
+    "no numbers": {"dtype": "V4"},
+    "objects": {"dtype": "object"},
+    "other elements": {"dtype": "int16"},
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_that_cannot_be_harms_its_step_alone(tmp_path: Path, name: str) -> None:
+    state = with_table({"w": jnp.arange(6.0)})
+    with opened(tmp_path, state) as manager:
+        for step in (1, 2):
+            manager.save(step, args=cnr.args.Save(state), force=True)
+    path = tmp_path / "2" / "default"
+    manifest = read_manifest(path)
+    (leaf,) = manifest.dense_leaves
+    wrong = dataclasses.replace(leaf, **LEAVES[name])
+    changed: Manifest = dataclasses.replace(manifest, dense_leaves=(wrong,))
+    (path / names.MANIFEST).write_bytes(dump(changed))
+    problems = {each.step: each.problem for each in cnr.describe(tmp_path).steps}
+    assert problems[2] and not problems[1]
+    assert {p.consequence for p in cnr.verify(tmp_path)} == {("2",)}
+    with opened(tmp_path) as manager:
+        with pytest.raises(errors.FormatError):
+            manager.restore(2)
+        assert manager.restore(None).report.step == 1
 
 
 def test_elements_of_another_size_are_refused(tmp_path: Path) -> None:

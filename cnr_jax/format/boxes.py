@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Box = tuple[tuple[int, int], ...]
+# Pairs of boxes that overlap, of which there may be as many as their square.
+_SHOWN = 3
 
 
 def box_json(box: Box) -> list[int]:
@@ -39,18 +42,16 @@ def cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[st
         return [f"{name}: tiles hold {covered} elements, the leaf has {size}"]
     return [
         f"{name}: tiles {box_json(a)} and {box_json(b)} overlap"
-        for a, b in _overlapping(boxes)
+        for a, b in itertools.islice(_overlapping(boxes), _SHOWN)
     ]
 
 
-def _overlapping(boxes: list[Box]) -> list[tuple[Box, Box]]:
+def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
     """Pairs of boxes that share an element; a sweep along the rows keeps it near linear."""
-    found: list[tuple[Box, Box]] = []
     open_boxes: list[Box] = []
     for box in sorted(boxes):
         open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
         for other in open_boxes:
             if all(a < d and c < b for (a, b), (c, d) in zip(other, box, strict=True)):
-                found.append((other, box))
+                yield other, box
         open_boxes.append(box)
-    return found

@@ -446,10 +446,18 @@ def _read_table(fields: Fields) -> TableEntry:
 
 def _read_dense_leaf(fields: Fields) -> DenseLeaf:
     kind = fields.text("kind", choices=("array", "scalar", "key", "text"))
+    path, shape = fields.texts("path"), fields.integers("shape")
+    if not path:
+        fields.problems.append(f"{fields.where}.path: expected keys, got none")
+    if 0 in shape or (shape and kind in ("scalar", "text")):
+        fields.problems.append(
+            f"{fields.where}.shape: expected one with elements, of a {kind} none,"
+            f" got {list(shape)}"
+        )
     return DenseLeaf(
-        path=fields.texts("path"),
+        path=path,
         kind=kind,
-        shape=fields.integers("shape"),
+        shape=shape,
         dtype=fields.text("dtype"),
         value=fields.text("value") if kind == "text" else None,
         numpy=fields.boolean("numpy") if fields.has("numpy") else None,

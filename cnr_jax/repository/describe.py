@@ -187,7 +187,11 @@ def _look(
     if entry is None or entry.manifest is None:
         return None, None
     manifest = entry.manifest
-    step = _described(directory, manifest)
+    try:
+        step = _described(directory, manifest)
+    except errors.CnrError as error:
+        step = StepDescription(step=number, directory=directory, kind="unreadable")
+        return step, Harm(str(error), only_dense=False)
     try:
         own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)

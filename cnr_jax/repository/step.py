@@ -251,9 +251,22 @@ def check_dense_tiles(
     Raises:
         ManifestError: if they do not.
     """
-    if manifest.has_dense_tiles:
-        tiles = (tile for each in processes for tile in each.dense_tiles)
-        check_dense_cover(manifest.dense_leaves, tiles, os.fspath(directory))
+    if not manifest.has_dense_tiles:
+        return
+    tiles = [tile for each in processes for tile in each.dense_tiles]
+    check_dense_cover(manifest.dense_leaves, tiles, os.fspath(directory))
+    for tile in tiles:
+        leaf, size = manifest.dense_leaves[tile.leaf], tile.element_bytes
+        is_key = leaf.kind == "key"
+        if (is_key and size % 4) or (
+            leaf.kind == "array" and size != numpy_dtype(leaf.dtype).itemsize
+        ):
+            where = os.fspath(directory)
+            raise errors.FormatError(
+                f"{where}: dense leaf {'/'.join(leaf.path)} has elements of {size} bytes:"
+                f" no {leaf.dtype}",
+                path=where,
+            )
 
 
 def held_tables(

@@ -248,6 +248,12 @@ def _check_places(leaves: Sequence[DenseLeaf]) -> None:
 def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
     if isinstance(leaf, str):
         return DenseLeaf(path=path, kind="text", shape=(), dtype="str", value=leaf)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and 0 in leaf.shape:
+        raise errors.StateMismatchError(
+            f"leaf {'/'.join(path)} of the state cannot be saved\n"
+            f"  got {leaf.dtype.name}{list(leaf.shape)}, expected an array with elements:"
+            " plain Orbax, for which a step may be exported, has no empty ones"
+        )
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     ):
@@ -255,19 +261,14 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         return DenseLeaf(path=path, kind="key", shape=leaf.shape, dtype=name)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         name = np.dtype(leaf.dtype).name
-        if 0 in leaf.shape:
-            raise errors.StateMismatchError(
-                f"leaf {'/'.join(path)} of the state cannot be saved\n"
-                f"  got {name}{list(leaf.shape)}, expected an array with elements:"
-                " plain Orbax, for which a step may be exported, has no empty ones"
-            )
         if zarr_holds(np.dtype(leaf.dtype)):
             is_numpy = None if isinstance(leaf, jax.Array) else True
             return DenseLeaf(
                 path=path, kind="array", shape=leaf.shape, dtype=name, numpy=is_numpy
             )
     elif isinstance(leaf, (bool, int, float)):
-        name = type(leaf).__name__
+        # Of a subclass, such as an enumeration, the number alone.
+        name = next(t.__name__ for t in (bool, int, float) if isinstance(leaf, t))
         if not isinstance(leaf, int) or -(2**63) <= leaf < 2**64:
             return DenseLeaf(path=path, kind="scalar", shape=(), dtype=name)
         raise errors.StateMismatchError(

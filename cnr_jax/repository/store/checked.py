@@ -363,9 +363,14 @@ def numpy_dtype(name: str) -> np.dtype:
         FormatError: if there is no such dtype.
     """
     try:
-        return np.dtype(name)
-    except TypeError as error:
+        found = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError) as error:
         raise errors.FormatError(f"dtype {name!r} is not known") from error
+    # Not another name for one, such as of swapped bytes, nor one of no numbers.
+    is_number = found.kind in "biufc" or found.type.__module__ == "ml_dtypes"
+    if found.name != name or not is_number:
+        raise errors.FormatError(f"dtype {name!r} is not known")
+    return found
 
 
 def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:
