@@ -387,7 +387,7 @@ def damage(root: Path, what: str) -> list[str]:
     item = step / "default"
     if what == "manifest":
         path = item / "manifest.json"
-        path.write_bytes(path.read_bytes()[:20])
+        path.write_bytes(path.read_bytes()[:10])
     elif what == "process manifest":
         path = item / "manifest.p00000.json"
         path.unlink()
