@@ -88,7 +88,7 @@ class Planning:
                     self._widening.inherit(newest.encoding)
                 if not restores:
                     restores = newest.restores + 1
-                    motion = before = motion_of(ledger.chain(found[-1]))
+                    motion = before = motion_of(ledger.chain(found[-1])[::-1])
         widening = self._widening
         return widening.bits(restores, motion), widening.dithered_bits(restores, before)
 

@@ -355,6 +355,10 @@ def _check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
         )
 
 
+# Of numbers of Python, but for `bool`, which numpy calls so too.
+_OF_PYTHON = ("int", "float")
+
+
 @functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a stored dtype name, bfloat16 and float8 included.
@@ -366,9 +370,10 @@ def numpy_dtype(name: str) -> np.dtype:
         found = np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:
         raise errors.FormatError(f"dtype {name!r} is not known") from error
-    # Not another name for one, such as of swapped bytes, nor one of no numbers.
+    # Not another name for one, such as of swapped bytes, nor one of no numbers; those of numbers of
+    # Python are names of their own.
     is_number = found.kind in "biufc" or found.type.__module__ == "ml_dtypes"
-    if found.name != name or not is_number:
+    if (found.name != name and name not in _OF_PYTHON) or not is_number:
         raise errors.FormatError(f"dtype {name!r} is not known")
     return found
 
