@@ -114,7 +114,8 @@ def test_a_run_whose_rows_move_far_between_restores_takes_the_nearest(
     # Rows reach over about 0.35, which is six of the first and a tenth of a step of 8 bits.
     far, little = 0.3, 1e-4
     state, step, found = make_state(), -1, []
-    with opened(tmp_path / "auto", state, bits=bits) as manager:
+    given: Any = {"bits": bits, "codec": "asymmetric"}
+    with opened(tmp_path / "auto", state, **given) as manager:
         for moves in [(0, far), (far,), (little, far), (little, little), (far, little)]:
             if step >= 0:
                 state = restore(manager, state)
@@ -124,8 +125,7 @@ def test_a_run_whose_rows_move_far_between_restores_takes_the_nearest(
                 state["user"] = state["user"] + signs.astype(np.float32)
                 save(manager, step, state, full=True)
                 nearest = tmp_path / f"nearest{step}"
-                given: Any = {"bits": bits, "rounding": "nearest"}
-                with opened(nearest, state, **given) as other:
+                with opened(nearest, state, **given, rounding="nearest") as other:
                     save(other, step, state)
                 same = codes_in(tmp_path / "auto", step) == codes_in(nearest, step)
                 found.append("nearest" if same else "dithered")
