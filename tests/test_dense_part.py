@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,8 +23,10 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving import dense
 from cnr_jax.format import names
+from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.tiles import ProcessManifest, dump_process, load_process
+from cnr_jax.repository import dense_writer
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, digest_of
@@ -250,6 +254,23 @@ def test_no_more_waits_in_memory_than_was_said(
     got = restore(tmp_path)
     for name, leaf in leaves.items():
         assert np.asarray(got[name]).tobytes() == np.asarray(leaf).tobytes()
+
+
+def test_what_is_larger_than_a_chunk_is_let_go_of_when_the_next_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is being written would wait in memory beside what may wait there."""
+    monkeypatch.setattr(dense_writer, "CHUNK_BYTES", 1 << 20)
+    data = np.ones(8 << 20, np.uint8)
+    tile = DenseTile(leaf=0, box=((0, data.size),), offset=0, bytes=data.size)
+    writer = dense_writer.DenseWriter(
+        epath.Path(tmp_path), 0, [tile], compression=None, syncs=True
+    )
+    kept = weakref.ref(data)
+    writer.append(data)
+    del data
+    assert kept() is None
+    assert writer.finish() is not None
 
 
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 300_000, 1])

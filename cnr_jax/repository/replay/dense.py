@@ -262,11 +262,7 @@ class StoredDense:
         if leaf.kind == "scalar":
             return np.dtype(np.uint8), (size,)
         dtype = numpy_dtype("uint32" if leaf.kind == "key" else leaf.dtype)
-        if leaf.kind == "key" and size % dtype.itemsize == 0:
-            return dtype, (size // dtype.itemsize,)
-        if leaf.kind == "key" or size != dtype.itemsize:
-            raise self._misfit(leaf, f"has elements of {size} bytes: no {leaf.dtype}")
-        return dtype, ()
+        return dtype, (size // dtype.itemsize,) if leaf.kind == "key" else ()
 
     def _misfit(self, leaf: DenseLeaf, fact: str) -> errors.FormatError:
         """The error for a leaf whose data are no values of its dtype."""

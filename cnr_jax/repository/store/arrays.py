@@ -146,7 +146,8 @@ class ArrayWriter:
     ) -> None:
         self._path, self._dtype, self._length = path, dtype, length
         self._exact, self._compression = exact, compression
-        self._context = context(syncs=syncs)
+        # No cache: it would keep what was written, and with it all that was handed over as a view.
+        self._context = context(0, syncs=syncs)
         self._item = numpy_dtype(dtype)
         limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
         if exact:
