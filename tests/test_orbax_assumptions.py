@@ -8,13 +8,11 @@ before it writes the manifest, and no other process commits the step.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import json
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from orbax.checkpoint._src.futures import future as futures
 from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
@@ -209,50 +206,6 @@ def test_orbax_signals_that_the_directories_of_a_save_are_there(probe: Any) -> N
     assert {type(thread) for thread in made.makers} == {futures._SignalingThread}
 
 
-class Signalled:
-    """A save of which Orbax signals that the directory of the step is there, or does not."""
-
-    def __init__(self) -> None:
-        synchronization.OperationIdGenerator.next_operation_id()
-        self.signal = synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION
-        self.contract = futures.AwaitableSignalsContract
-        self.contract.add_to_awaitable_signals_contract([self.signal])
-        self.may_end, self.has_run = threading.Event(), False
-
-    async def fail(self) -> None:
-        assert self.may_end.wait(60)
-        raise OSError(28, "no space")
-
-    async def write(self) -> None:
-        self.has_run = True
-
-
-def test_a_thread_that_makes_no_directory_keeps_why_and_sends_no_signal() -> None:
-    save = Signalled()
-    making = futures.CommitFuture(save.fail(), send_signals=[save.signal])
-    directories = Directories.being_made()
-    assert list(directories.signals.values()) == [save.signal]
-    assert list(directories.makers) == [making._t]
-    save.may_end.set()
-    with pytest.raises(OSError, match="no space"):
-        directories.wait(60, lambda: None)
-    save.contract.remove_all_awaitable_signals()
-
-
-def test_a_thread_that_waits_for_a_directory_can_be_kept_from_writing() -> None:
-    """Its coroutine never begins; it is closed, or Python would warn of it."""
-    save = Signalled()
-    waiting = futures.CommitFutureAwaitingContractedSignals(save.write())
-    directories = Directories.being_made()
-    assert directories.makers == ()
-    directories.give_up()
-    directories.release()
-    with pytest.raises(concurrent.futures.CancelledError):
-        waiting.result(60)
-    assert not save.has_run
-    save.contract.remove_all_awaitable_signals()
-
-
 def test_async_save_runs_in_the_calling_thread_with_the_very_arguments(
     probe: Any,
 ) -> None:
@@ -397,23 +350,6 @@ def test_where_orbax_logs_that_it_cannot_read_metadata(
     assert isinstance(gone[1], FileNotFoundError)
 
 
-def test_a_cancelled_save_counts_as_finished(probe: Any) -> None:
-    """So the manager looks for itself whether a save has been committed."""
-    handler, manager = probe
-    manager.save(1, args=ProbeSave())
-    manager.wait_until_finished()
-    handler.may_write.clear()
-    handler.started.clear()
-    manager.save(2, args=ProbeSave())
-    assert handler.started.wait(60)
-    manager._checkpointer.cancel()
-    handler.may_write.set()
-    manager.wait_until_finished()
-    assert 2 in manager.all_steps()
-    assert "2" not in listing(handler.root)
-    assert "1" not in listing(handler.root), "deleted for a step that does not exist"
-
-
 def test_restore_waits_for_the_save_in_flight(probe: Any) -> None:
     """`CnrHandler.restore` settles the save before it notes the restore."""
     handler, manager = probe
@@ -503,73 +439,6 @@ def test_other_step_names_work_for_chains_and_for_steps_renamed_aside(
         run.same(restored.state, run.truth[20])
 
 
-def test_the_manager_keeps_the_finalize_thread_and_the_list_of_steps(
-    probe: Any,
-) -> None:
-    """Private names that `cnr_jax.manager` uses."""
-    handler, manager = probe
-    assert manager._finalize_thread.get() is None
-    handler.may_write.clear()
-    manager.save(7, args=ProbeSave())
-    assert manager._finalize_thread.get().is_alive()
-    handler.may_write.set()
-    manager.wait_until_finished()
-    thread = manager._finalize_thread.get()
-    assert thread is None or not thread.is_alive()
-    assert [info.step for info in manager._checkpoints] == [7]
-    manager._checkpoints.delete_if(lambda info: info.step == 7)
-    assert list(manager.all_steps()) == []
-
-
-def test_what_is_asked_of_a_manager_below_ours(probe: Any, tmp_path: Path) -> None:
-    """Private names behind the methods of `OrbaxSeams`."""
-    handler, manager = probe
-    root = epath.Path(tmp_path)
-    orbax = OrbaxSeams(manager, root)
-    assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
-    handler.may_write.clear()
-    orbax.begin(orbax.finalize)
-    manager.save(7, args=ProbeSave())
-    assert (orbax.is_busy(), orbax.step_being_written()) == (True, 7)
-    assert manager.is_saving_in_progress() and not orbax.is_writing_here()
-    # What an interrupt leaves: nothing is in progress any more, though it was noted so.
-    orbax.end_progress()
-    assert not manager.is_saving_in_progress()
-    assert not handler.find("written")
-    handler.may_write.set()
-    orbax.wait_for_checkpointers()
-    assert handler.find("written")
-    orbax.wait_until_finished()
-    # Metadata of a step that is gone: each of its errors would come out of one more wait.
-    for name in ("gone", "gone as well"):
-        manager._non_blocking_metadata_store.write(root / name / "_", {})
-    orbax.forget_save()
-    manager._non_blocking_metadata_store.wait_until_finished()
-    assert (orbax.is_busy(), orbax.step_being_written()) == (False, None)
-    assert (orbax.new_directory(7), orbax.existing_directory(7)) == ("7", "7")
-    assert orbax.find_directory(7, root) == root / "7"
-    assert orbax.existing_directory(8) == "8"
-    assert orbax.barrier_keys(7)[0].endswith("async_write_complete.7")
-    assert (orbax.is_read_only, orbax.has_best, orbax.is_primary) == (
-        False,
-        False,
-        True,
-    )
-    assert orbax.all_steps() == [7]
-    orbax.forget_steps(["7"])
-    assert orbax.all_steps() == []
-    orbax.reload()
-    assert orbax.all_steps() == [7]
-    assert (orbax.should_save(7, after=7), orbax.should_save(7, after=5)) == (
-        False,
-        True,
-    )
-    orbax.name_item("default", ProbeSave, handler)
-    orbax.name_item("default", ProbeSave, handler)
-    orbax.name_item(None, ProbeSave, handler)
-    assert manager.metadata(7).item_handlers is not None
-
-
 def test_processes_read_the_steps_together_if_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,193 +451,6 @@ def test_processes_read_the_steps_together_if_asked_to(
             with monkeypatch.context() as patch:
                 patch.setattr(jax, "process_count", lambda: 2)
                 assert orbax.broadcasts_steps is asked
-
-
-def test_the_threads_of_a_save_do_what_was_asked_for_when_it_began(
-    probe: Any, tmp_path: Path
-) -> None:
-    """They are given it where they are started, and do not look it up themselves."""
-    handler, manager = probe
-    orbax, ended = OrbaxSeams(manager, epath.Path(tmp_path)), list[Any]()
-
-    def begin(save: str) -> None:
-        def finalize(step: int, to_remove: list[int]) -> None:
-            orbax.finalize(step, to_remove)
-            ended.append((save, step, to_remove, threading.current_thread().name))
-
-        orbax.begin(finalize)
-
-    begin("first")
-    handler.may_write.clear()
-    manager.save(7, args=ProbeSave())
-    first = orbax._commit
-    # `save` returns once the thread is started, which may be before it has come to its work.
-    end = time.monotonic() + 60
-    while not first.has_begun and time.monotonic() < end:
-        time.sleep(0.001)
-    assert orbax.is_busy() and first.has_begun and not first.is_here
-    begin("second")
-    handler.may_write.set()
-    manager.wait_until_finished()
-    assert ended == [("first", 7, [], "save_finalize")]
-    assert first.is_over and not orbax._commit.is_over
-    manager.save(8, args=ProbeSave())
-    orbax.wait_until_finished()
-    assert ended[1:] == [("second", 8, [7], "save_finalize")]
-    assert not orbax.is_busy() and orbax._commit.is_over
-
-
-def test_a_save_whose_threads_never_started_can_be_ended(
-    probe: Any, tmp_path: Path
-) -> None:
-    """Until then whoever waits for it fails."""
-    _, manager = probe
-    orbax = OrbaxSeams(manager, epath.Path(tmp_path))
-    orbax.begin(orbax.finalize)
-    committing = manager._checkpointer._async_manager
-    late = committing._thread_func
-    committing._thread = threading.Thread(target=late)
-    with pytest.raises(RuntimeError, match="before it is started"):
-        manager._checkpointer.wait_until_finished()
-    assert not orbax.end_launch(7, orbax.finalize) and not orbax.is_busy()
-    late(None, [], lambda: pytest.fail("nothing may be committed"))
-    orbax.begin(orbax.finalize)
-    manager.save(7, args=ProbeSave())
-    orbax.wait_until_finished()
-    assert list(manager.all_steps()) == [7]
-
-
-class NotingDeleter:
-    """A deleter that only notes what it is asked for."""
-
-    def __init__(self, handler: ProbeHandler) -> None:
-        self._handler = handler
-
-    def delete(self, step: int) -> None:
-        self._handler.note("delete", step)
-
-    def delete_steps(self, steps: Sequence[int]) -> None:
-        self._handler.note("delete_steps", list(steps))
-
-    def close(self) -> None:
-        self._handler.note("close")
-
-
-def test_steps_are_deleted_through_the_deleter_of_the_manager(probe: Any) -> None:
-    """A private attribute, in the place of which ours is put."""
-    handler, manager = probe
-    manager._checkpoint_deleter = NotingDeleter(handler)
-    for step in (1, 2):
-        manager.save(step, args=ProbeSave())
-        manager.wait_until_finished()
-    none, one = handler.find("delete_steps")
-    assert (none.detail, one.detail) == ([], [1])
-    assert "2" in one.listing and not one.main
-    manager.delete(2)
-    assert [event.detail for event in handler.find("delete")] == [2]
-    manager.close()
-    assert handler.find("close")
-    assert listing(handler.root) == {"1", "2"}
-
-
-def test_a_save_is_finalized_after_its_rename_and_before_any_deletion(
-    probe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Private methods that `cnr_jax.manager` extends: there steps become durable."""
-    handler, manager = probe
-    manager._checkpoint_deleter = NotingDeleter(handler)
-    for name in ("_finalize", "_wait_for_checkpointers", "_finalize_checkpoint"):
-        real = getattr(manager, name)
-
-        def wrapped(*args: Any, real: Any = real, name: str = name) -> None:
-            handler.note(f"{name} begins", args)
-            real(*args)
-            handler.note(f"{name} ends")
-
-        monkeypatch.setattr(manager, name, wrapped)
-    manager.save(1, args=ProbeSave())
-    manager.wait_until_finished()
-    late = [e for e in handler.events if e.what.startswith(("_", "delete"))]
-    assert [event.what for event in late] == [
-        "_finalize begins",
-        "_wait_for_checkpointers begins",
-        "_wait_for_checkpointers ends",
-        "_finalize_checkpoint begins",
-        "_finalize_checkpoint ends",
-        "delete_steps",
-        "_finalize ends",
-    ]
-    assert late[0].detail == (1, []) and late[3].detail == (1,)
-    assert "1" in late[3].listing
-
-
-def test_the_callback_after_finalizing_sees_all_items_but_not_the_rename(
-    tmp_path: Path,
-) -> None:
-    """There a step is synced before it gets its final name."""
-    seen: list[set[str]] = []
-
-    def look() -> None:
-        step = tmp_path / f"1{names.TEMPORARY_SUFFIX}"
-        seen.append(listing(step) | listing(step / "one"))
-
-    options = ocp.CheckpointManagerOptions(
-        async_options=ocp.AsyncOptions(post_finalization_callback=look)
-    )
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        items = {name: ocp.args.JsonSave({"x": 1}) for name in ("one", "two")}
-        manager.save(1, args=ocp.args.Composite(**items))
-        manager.wait_until_finished()
-    assert seen == [
-        {"_CHECKPOINT_METADATA", "one", "two", "metadata", "commit_success.txt"}
-    ]
-    late = listing(tmp_path / "1") - seen[0]
-    assert late <= {"commit_success.txt"}
-
-
-def test_a_folder_that_orbax_does_not_know_of_is_deleted_by_a_save_of_that_step(
-    probe: Any,
-) -> None:
-    """So `cnr_jax.manager` looks before each save."""
-    handler, manager = probe
-    (handler.root / "3").mkdir()
-    (handler.root / "3" / "precious").write_text("")
-    manager.save(3, args=ProbeSave())
-    manager.wait_until_finished()
-    assert not (handler.root / "3" / "precious").exists()
-
-
-def test_force_saves_older_steps_but_not_listed_ones(probe: Any) -> None:
-    """`cnr_jax.CheckpointManager` decides itself what is due, and always forces."""
-    _, manager = probe
-    manager.save(9, args=ProbeSave())
-    manager.wait_until_finished()
-    assert manager.save(5, args=ProbeSave()) is False
-    with pytest.raises(StepAlreadyExistsError):
-        manager.save(9, args=ProbeSave(), force=True)
-    assert manager.save(5, args=ProbeSave(), force=True) is True
-    manager.wait_until_finished()
-
-
-def test_should_save_asks_latest_step_of_whatever_it_is_called_on(
-    tmp_path: Path,
-) -> None:
-    """So that a save can be due after the tip rather than after the latest step."""
-    options = ocp.CheckpointManagerOptions(save_interval_steps=2)
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        manager.save(10, args=ocp.args.StandardSave({"x": np.arange(3)}))
-        manager.wait_until_finished()
-
-        class Proxy:
-            def latest_step(self) -> int | None:
-                return 4
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(manager, name)
-
-        due: Any = ocp.CheckpointManager.should_save
-        assert [due(Proxy(), step) for step in (4, 5, 6)] == [False, False, True]
-        assert manager.should_save(6) is False
 
 
 def test_the_handlers_path_is_on_disk(tiny_run: Any, tmp_path: Path) -> None:

@@ -315,29 +315,6 @@ def test_a_way_to_delete_that_cannot_work_is_refused(
         open_manager(tmp_path, tiny_run(), todelete_full_path="trash/")
 
 
-def test_nothing_is_deleted_in_favour_of_a_save_whose_error_was_taken_away(
-    tiny_run: Any, tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`check_for_errors` may take the error that the finalizing thread waits for."""
-    run = tiny_run()
-    manager = open_manager(tmp_path, run, cnr.Full(), max_to_keep=1)
-    run.run(manager, [1])
-
-    with storage.failing(), monkeypatch.context() as patch:
-        # As if somebody always were a moment earlier.
-        checkpointer: Any = manager._checkpointer
-        patch.setattr(checkpointer._async_manager, "check_for_errors", lambda: None)
-        run.train(2)
-        run.save(manager, 2)
-        with pytest.raises(cnr.errors.SaveError, match="step 2 failed"):
-            manager.wait_until_finished()
-        checkpointer._async_manager._exception = None
-    assert steps_in(tmp_path) == {1} == set(manager.all_steps())
-    run.run(manager, [3])
-    assert steps_in(tmp_path) == {3}
-    manager.close()
-
-
 def leave_leftovers(root: Path, run: Any) -> set[str]:
     """What killed saves and removals leave in a root that was saved to; orphans beside."""
     with open_manager(root, run) as manager:

@@ -353,28 +353,3 @@ def test_a_process_that_comes_late_hears_that_it_was_given_up(processes: Any) ->
     found = [at(0, 0.2)(), second(), at(2, 30)()]
     assert [(e.kind, e.process) for e in found] == [("process_silent", 2)] * 3
     assert run.store.texts == {}
-
-
-def test_barriers_are_left_by_one_and_none_waits_again_for_a_silent_one(
-    processes: Any,
-) -> None:
-    run = processes(2)
-    channels = run.channels()
-    barriers = [Barriers(each) for each in channels]
-    for each in barriers:
-        each.begin(["written", "committed"], "a")
-    error = OSError(5, "bad")
-    outcomes = [
-        run.start(0, lambda: barriers[0](key="written", timeout_ms=20_000)),
-        run.start(1, lambda: barriers[1].leave(error)),
-    ]
-    found, left = (outcome() for outcome in outcomes)
-    assert isinstance(found, errors.SaveError) and "[Errno 5] bad" in str(found)
-    assert (found.process, left) == (1, None)
-    assert run.store.texts == {}
-    channels[0].timeout_secs = 0.2
-    barriers[0].begin(["written", "committed"], "b")
-    silent = run.start(0, lambda: barriers[0](key="written", timeout_ms=20_000))()
-    assert silent.kind == "process_silent"
-    again = run.start(0, lambda: barriers[0](key="committed", timeout_ms=20_000))()
-    assert again is silent
