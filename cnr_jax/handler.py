@@ -20,7 +20,7 @@ from etils import epath
 import cnr_jax.options
 from cnr_jax import errors
 from cnr_jax.args import Restore, Save, asked_for, check_asked_alike
-from cnr_jax.checkpointer.multihost import Barriers, Channel, all_succeed, on_primary
+from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
 from cnr_jax.checkpointer.orbax_compat.plain import PlainState
@@ -84,7 +84,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         channel: to the other processes.
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
-        barriers: of Orbax's saves with several processes.
         may_save: whether saves can come, and go on as the run of a restore did.
         guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
@@ -111,7 +110,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
-        self.barriers = Barriers(self.channel)
         self._dense, self._tracker = DenseStore(), Tracker(self.options)
         self._has_said_at_first = False
         self._launcher = Launcher(
@@ -295,28 +293,37 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
-        directories = Directories.being_made()
+        if (planned := args._planned) is not None:
+            return self._launch(planned, directory, None)
+        directories = Directories()
         try:
-            if not args._planned:
-                # jax refuses what follows inside jit, in words of its own.
-                check_concrete(args.state, args.touched)
+            # jax refuses what follows inside jit, in words of its own.
+            check_concrete(args.state, args.touched)
             with own_settings():
-                planned = args._planned or self.plan(place_of(directory), args)
+                planned = self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
             self.lifecycle.end_writing()
             raise
+        flights = self._launch(planned, directory, directories)
+        # Nobody knows when training goes on.
+        planned.flight.returned.open()
+        return flights
+
+    def _launch(
+        self,
+        planned: PlannedSave,
+        directory: epath.Path,
+        directories: Directories | None,
+    ) -> list[Any]:
         flight = planned.flight
         self.lifecycle.begin(flight)
         with own_settings():
             self._launcher.launch(planned, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
-        if not self.lifecycle.looks_late:
-            # Nobody opens it later, or whoever does waits until all is written.
-            flight.returned.open()
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -340,7 +347,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
             flight.note_commit()
-            if not self.lifecycle.looks_late:
+            if not self.lifecycle.managed:
                 self.lifecycle.look_before()
         finally:
             if not self.lifecycle.managed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,32 +15,34 @@ from cnr_jax.args import (
     as_asked,
     check_arguments,
     only_root_by_position,
-    planned_args,
     state_to_save,
 )
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
+from cnr_jax.checkpointer.orbax_compat.items import Items, metrics_of
+from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
     checked_orbax_options,
+    committer_of,
+    options_of_base,
     with_retention,
-    with_safety,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, shorten_logs
+from cnr_jax.checkpointer.orbax_compat.steps import Steps, Unseen
 from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.save_errors import as_root_errors, as_save_errors
+from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
-from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.ending import Ending
-from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.pipeline import SavePipeline
+from cnr_jax.checkpointer.saving.retirement import Retirement
+from cnr_jax.checkpointer.saving.saves import Request, Saves, as_json
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
-from cnr_jax.repository.layout import Place, open_root
+from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
@@ -105,38 +106,64 @@ class CheckpointManager(ocp.CheckpointManager):
         orbax_options = checked_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler = handler = registry.handler
-        self._channel, barriers = handler.channel, handler.barriers
-        writer, lifecycle = handler.writer, handler.lifecycle
-        self._root = ExactPath(open_root(root))
+        self._channel, self._root = handler.channel, ExactPath(open_root(root))
         handler.serve_manager(self._root, step_names(orbax_options))
-        self._orbax = orbax = OrbaxSeams(self, self._root)
-        self._calls = calls = Calls(lifecycle.listener.is_here, orbax.is_writing_here)
-        self._course = Course(orbax, handler.uses, self._channel, options)
-        self._ending = Ending(orbax, lifecycle, writer, barriers, self._course, calls)
-        self._listing = Listing(orbax, writer, self._ending, calls, self._channel)
         handler.may_save &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
-        safe = with_safety(self._root, kept, self._ending.sync_uncommitted, barriers)
-        lifecycle.looks_late = safe.enable_async_checkpointing
+        self._steps = Steps(self._root, kept)
+        self._items = Items(registry, self._root)
+        self._warm_up = WarmUp(tables or Tables({}), options, handler.widening)
+        self._make_saves(kept, options)
+        self._listing = Listing(self._steps, handler.writer, self._saves, self._channel)
+        base = options_of_base(kept, Unseen(self._steps))
         with as_root_errors(self._root):
             made = self._listing.open(item, writes=handler.may_save)
             super().__init__(
-                self._root,
-                options=safe,
-                metadata=metadata,
-                handler_registry=registry,
+                self._root, options=base, metadata=metadata, handler_registry=registry
             )
+            self._steps.reload()
         shorten_logs()
-        self._ending.replace_deleter()
         try:
             self._listing.say_what_is_there(made)
-            self._warm_up = WarmUp(tables or Tables({}), options, handler.widening)
             self._warm_up.compile(*handler.planning.foreseen())
         except BaseException:
             super().close()
             raise
         # Last: without a manager nobody would act on a signal that is noted.
         self._course.listen()
+
+    def _make_saves(
+        self, orbax_options: ocp.CheckpointManagerOptions, options: Options
+    ) -> None:
+        """What its saves go through."""
+        handler, channel, writer = self._handler, self._channel, self._handler.writer
+        committer = committer_of(self._root, orbax_options, writer.discard)
+        pipeline = SavePipeline(committer, channel)
+        self._calls = Calls(handler.lifecycle.listener.is_here, pipeline.is_here)
+        self._course = Course(
+            self._steps,
+            lambda: self._saves.flying(),
+            lambda: pipeline.is_busy,
+            handler.uses,
+            channel,
+            options,
+        )
+        policy: Any = orbax_options.preservation_policy
+        given = orbax_options.async_options or ocp.AsyncOptions()
+        self._saves = Saves(
+            pipeline,
+            self._steps,
+            self._items,
+            handler.lifecycle,
+            writer,
+            Retirement(self._steps, writer, policy),
+            self._course,
+            self._calls,
+            channel,
+            lambda place, state, urgent: handler.plan(place, state, urgent=urgent),
+            self._warm_up.compile_for,
+            given.post_finalization_callback or (lambda: None),
+        )
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -181,8 +208,6 @@ class CheckpointManager(ocp.CheckpointManager):
             read: read the root again before.
         """
         with self._calls.asking():
-            if self._calls.names_all:
-                return list(super().all_steps(read))
             if read:
                 self.reload()
             return self._listing.steps()
@@ -244,7 +269,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 `close`.
         """
         step = checked_step(step)
-        if self._orbax.is_read_only:
+        if self._steps.options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
         check_arguments(args, items, save_kwargs, Save)
@@ -258,63 +283,25 @@ class CheckpointManager(ocp.CheckpointManager):
         last = self.reached_preemption(step)
         if not (force or last) and self._course.is_left_out(step):
             return False
-        self._handler.planning.wait(self.wait_until_finished)
-        begin = functools.partial(
-            self._begin, step, item, args, state, metrics, custom_metadata
+        request = Request(
+            step=step,
+            item=item,
+            args=args,
+            state=state,
+            metrics=metrics,
+            custom_metadata=as_json(custom_metadata),
+            urgent=last,
         )
-        saved = begin(urgent=last)
-        if last:
+        self._handler.planning.wait(self.wait_until_finished)
+        self._saves.begin(request)
+        waits = not self._steps.options.enable_async_checkpointing
+        if last or waits:
             self.wait_until_finished()
-            if self._ending.is_dropped:
-                # No other save would come that holds its rows.
-                saved = begin(urgent=last)
-                self.wait_until_finished()
-        return saved
-
-    def _begin(
-        self,
-        step: int,
-        item: str,
-        args: ocp.args.CheckpointArgs | None,
-        state: Save | None,
-        metrics: Any,
-        custom_metadata: dict[str, Any] | None,
-        *,
-        urgent: bool,
-    ) -> bool:
-        """Plans and begins a save; where saves are synchronous, it ends here too."""
-        place, planned = Place(self._root, self._orbax.new_directory(step), item), None
-        if state is not None:
-            # The root may be such that it cannot be read or claimed.
-            with as_save_errors(step, str(self._root)):
-                planned = self._handler.plan(place, state, urgent=urgent)
-        flight = planned.flight if planned else SaveInFlight(place=place)
-        try:
-            with self._ending.clearing_up(), as_save_errors(step, str(self._root)):
-                self._ending.begin(step, flight, state.touched if state else None)
-                if planned:
-                    # Not foreseen where touched rows were made anew.
-                    plan = planned.flight.plan
-                    dither = self._handler.widening.dither_of(plan)
-                    self._warm_up.compile(plan.auto_bits, dither.most_bits)
-                    if planned.flight.plan.changed:
-                        all_succeed(self._channel, self._orbax.reload)
-                with self._calls.all_directories():
-                    if not planned:
-                        self._listing.check_not_in_the_way(step)
-                    return super().save(
-                        step,
-                        metrics=metrics,
-                        force=True,
-                        args=planned_args(args, state, planned),
-                        custom_metadata=custom_metadata,
-                    )
-        except errors.SaveError as error:
-            if not is_dropped(error):
-                raise
-            return False
-        finally:
-            flight.returned.open()
+        if last and self._saves.is_dropped:
+            # No other save would come that holds its rows.
+            self._saves.begin(request)
+            self.wait_until_finished()
+        return not (waits and self._saves.is_dropped)
 
     @alone
     def restore(
@@ -359,12 +346,13 @@ class CheckpointManager(ocp.CheckpointManager):
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
-        self._ending.settle()
+        self._saves.settle()
         taken, restored, item = restore(
             step,
             args,
             directory,
-            orbax=self._orbax,
+            steps=self._steps,
+            items=self._items,
             listing=self._listing,
             channel=self._channel,
             resume=self._handler.resume,
@@ -379,7 +367,7 @@ class CheckpointManager(ocp.CheckpointManager):
         if directory is None and ours:
             self._course.restored(taken, state.touched)
             self._handler.go_on_with_run()
-        if not self._orbax.is_read_only:
+        if not self._steps.options.read_only:
             self._warm_up.compile(*self._handler.planning.foreseen())
         return as_asked(args, restored, item, state.state) if ours else restored
 
@@ -393,16 +381,22 @@ class CheckpointManager(ocp.CheckpointManager):
             NoStepError: if there is no such step, or no more.
         """
         step = step_or_newest(step)
-        self._orbax.name_item(self._listing.item, Restore, self._handler)
+        if step is None:
+            return super().metadata(None)
+        self._items.name(self._listing.item, Restore, self._handler)
         try:
-            return super().metadata(step)
+            return self._items.metadata(self._steps.find_directory(step, self._root))
         finally:
             # Orbax leaves out what it does not find, such as all of a step that was just deleted.
             self._listing.check_is_there(step)
 
     def metrics(self, step: int) -> Any:
         """The metrics that a step was saved with; None if it has none."""
-        return super().metrics(checked_step(step))
+        return metrics_of(self._steps.find_directory(checked_step(step), self._root))
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save is in flight, or steps go after one."""
+        return self._saves.pipeline.is_busy
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
@@ -427,7 +421,7 @@ class CheckpointManager(ocp.CheckpointManager):
             OSError: if the step cannot be removed; it is there as before.
         """
         step = checked_step(step)
-        if self._orbax.is_read_only:
+        if self._steps.options.read_only:
             _log.warning("step %d is not deleted: this manager is read-only", step)
             return
         self._listing.delete(step)
@@ -452,7 +446,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 cannot be deleted are logged, and stay.
             CallError: inside `on_save`, which would wait for itself.
         """
-        self._ending.wait()
+        self._saves.wait()
 
     def check_for_errors(self) -> None:
         """Raises what the last save raised, if it has ended; does not wait.
@@ -461,8 +455,7 @@ class CheckpointManager(ocp.CheckpointManager):
             SaveError: if it failed; once.
             CallError: inside `on_save`, which cannot act on it.
         """
-        # Orbax's own takes an error away from the thread that is about to delete old steps.
-        self._ending.check()
+        self._saves.check()
 
     def close(self) -> None:
         """Waits for the save that is being written, and for `on_save`; frees what is held.
@@ -485,15 +478,6 @@ class CheckpointManager(ocp.CheckpointManager):
     def _close(self) -> None:
         self._calls.is_closed = True
         self._course.close()
+        self._saves.pipeline.close()
         super().close()
-
-    # What Orbax calls of itself, in its threads too.
-
-    def _finalize_checkpoint(self, step: int) -> None:
-        self._ending.finalize_checkpoint(step)
-
-    def _wait_for_checkpointers(self) -> None:
-        self._ending.wait_for_checkpointers()
-
-    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> list[Any]:
-        return self._orbax.load_checkpoint_infos(skip_metadata_read)
+        self._items.close()

@@ -92,9 +92,9 @@ def test_an_error_before_orbax_begins_gives_steps_and_lock_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, 1, 2, 3)
-    shutil.rmtree(tmp_path / "3")  # another program: Orbax has to list the steps anew
+    shutil.rmtree(tmp_path / "3")  # another program: the steps have to be listed anew
     with monkeypatch.context() as patch:
-        patch.setattr(run.manager, "_load_checkpoint_infos", no_space)
+        patch.setattr(run.manager._steps, "reload", no_space)
         with pytest.raises(cnr.errors.SaveError, match="no space"):
             run.save(2)
     with cnr.CheckpointManager(tmp_path, tables=run.tables) as other:

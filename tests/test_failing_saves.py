@@ -31,12 +31,12 @@ import cnr_jax as cnr
 from cnr_jax import handler
 from cnr_jax.checkpointer.restoring.dense import DenseSource
 from cnr_jax.checkpointer.saving import capture, dense
-from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.checkpointer.tracking import tracker
 from cnr_jax.errors import SaveError
 from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.repository import rows_writer
+from cnr_jax.repository.committer import RenameCommitter
 from cnr_jax.repository.index import planner
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
@@ -62,7 +62,8 @@ def _collected() -> Iterator[None]:
 
 def temporaries(root: Path) -> list[str]:
     """Folders that saves may write into; those that are being deleted have other names."""
-    return sorted(p.name for p in root.iterdir() if p.name.endswith(TEMPORARY_SUFFIX))
+    held = [p.name for p in root.iterdir() if REMOVED_MARK not in p.name]
+    return sorted(name for name in held if TEMPORARY_SUFFIX in name)
 
 
 def wait_for_removal(root: Path) -> None:
@@ -212,7 +213,7 @@ def no_array_can_be_made(storage: Any) -> Iterator[None]:
     """A file is where the folder of the arrays has to be."""
 
     def put(call: Any) -> None:
-        if call.call == "mkdir" and call.path.endswith(f"default{TEMPORARY_SUFFIX}"):
+        if call.call == "mkdir" and call.path.endswith("/default"):
             Path(call.path, "rows.p00000").write_bytes(b"")
 
     with inprocess.watching(storage.below, after=put):
@@ -397,7 +398,8 @@ def _interrupt(*args: Any, **kwargs: Any) -> Any:
 
 async def _interrupt_while_waiting(*args: Any, **kwargs: Any) -> Any:
     """As most interrupts come: the loop waits for storage, and nothing runs in it."""
-    asyncio.get_running_loop().call_later(0.05, _interrupt)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.05, signal.raise_signal, signal.SIGINT)
     await asyncio.sleep(60)
 
 
@@ -416,7 +418,7 @@ INTERRUPTED = {
     "gathering": (capture, "Rows"),
     "staging": (Stage, "put"),
     "dense leaves": (dense, "bytes_of"),
-    "waiting in the loop": (handler.CnrHandler, "async_save", _interrupt_after_launch),
+    "making folders": (RenameCommitter, "prepare"),
 }
 
 
@@ -464,17 +466,26 @@ def test_an_interrupt_during_save_leaves_a_manager_that_goes_on(
 def test_a_second_interrupt_while_the_first_is_cleared_up_holds_nothing_up(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tiny_run()
+    run, may_end = tiny_run(), threading.Event()
     manager = run.open(tmp_path)
     run.run(manager, [1, 2])
     run.train(3)
+
+    def hold(*args: Any) -> Any:
+        """As storage that hangs: it cannot be told that its save is to end."""
+        signal.raise_signal(signal.SIGINT)
+        threading.Timer(1.5, signal.raise_signal, [signal.SIGINT]).start()
+        assert may_end.wait(60)
+        raise OSError(errno.EIO, "too late")
+
     with monkeypatch.context() as patch:
-        patch.setattr(dense, "bytes_of", _interrupt)
-        patch.setattr(SaveInFlight, "stop", _interrupt)
+        patch.setattr(RenameCommitter, "prepare", hold)
         with pytest.raises(KeyboardInterrupt):
             manager.save(3, args=cnr.args.Save(run.state, run.touched))
-    with pytest.raises(SaveError, match="step 3 failed\n  KeyboardInterrupt"):
+        assert manager.is_saving_in_progress()
+        may_end.set()
         manager.wait_until_finished()
+    assert manager.all_steps() == [1, 2]
     run.run(manager, [4])
     run.check(manager, 4)
     manager.close()

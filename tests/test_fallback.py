@@ -543,7 +543,7 @@ def test_damage_to_what_orbax_writes_beside_makes_no_step_unrestorable(
             run.run(manager, [step], metrics={"auc": step})
     (root / "1" / "_CHECKPOINT_METADATA").write_bytes(data)
     (root / "1" / "metrics" / "metrics").write_bytes(data)
-    (root / "1" / "default" / "commit_success.txt").unlink()
+    (root / "1" / "commit_success.txt").unlink()
     with opened(root, run, orbax=orbax) as manager:
         assert manager.all_steps() == [0, 1]
         run.restore(manager, None)

@@ -129,7 +129,7 @@ def test_what_is_left_in_a_save_being_written_is_no_part_of_it(
         if not call.path.endswith(ends) or not turn.acquire(blocking=False):
             return  # what is left makes calls too
         try:
-            for at in root.glob(f"2{names.TEMPORARY_SUFFIX}/**/"):
+            for at in root.glob(f"2{names.TEMPORARY_SUFFIX}*/**/"):
                 is_ours = not {"@eaDir", "empty", "loop"} & {*at.parts}
                 if is_ours and not (at / ".DS_Store").exists():
                     # Another thread of the save may give the folder its name meanwhile.

@@ -5,6 +5,7 @@ By default at some moments of each call, evenly spread; at all of them under the
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint import future
 
 import cnr_jax as cnr
 from cnr_jax.errors import CnrError
@@ -33,7 +35,7 @@ pytestmark = [
     ),
 ]
 SAMPLES = 4
-OWN_THREADS = "cnr_write_rows", "async_save", "save_finalize", "cnr_report"
+OWN_THREADS = "cnr_write_rows", "cnr_begin_save", "cnr_save", "cnr_report"
 
 
 @pytest.fixture
@@ -117,16 +119,22 @@ def export_in_a_thread(root: Path, step: int, to: Path) -> None:
 
 
 class InterruptedHandler(ocp.AsyncCheckpointHandler):
-    """Interrupted by Ctrl-C while its item is saved, after Orbax failed to write metadata."""
+    """Interrupted by Ctrl-C while its item is saved, of which a part is being written."""
 
-    manager: Any = None
+    def __init__(self) -> None:
+        self.written = threading.Event()
 
-    async def async_save(self, directory: Any, args: Any) -> None:
-        store = self.manager._non_blocking_metadata_store
-        # Each wait for them raises one of these errors.
-        for name in ("gone", "gone as well", "and this"):
-            store.write(self.manager.directory / name / "metadata", {})
-        raise KeyboardInterrupt
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        async def write() -> None:
+            time.sleep(0.2)
+            (directory / "late").write_text("")
+            self.written.set()
+
+        await asyncio.sleep(0)
+        part = future.CommitFutureAwaitingContractedSignals(write(), name="late")
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+        return [part]
 
     def save(self, directory: Any, args: Any) -> None:
         raise NotImplementedError
@@ -142,23 +150,25 @@ class InterruptedItem(ocp.args.CheckpointArgs):
 
 
 def test_errors_of_an_interrupted_save_are_not_those_of_the_next(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path
 ) -> None:
-    run = tiny_run()
+    run, saved = tiny_run(), [1, 3]
     with run.open(tmp_path / "root") as manager:
-        monkeypatch.setattr(InterruptedHandler, "manager", manager)
         for step in (1, 2, 3):
             run.train(step)
+            run.truth[step] = run.values()
             items = {"default": cnr.args.Save(run.state, run.touched)}
             if step == 2:
                 items["other"] = InterruptedItem()
                 with pytest.raises(KeyboardInterrupt):
                     manager.save(step, args=ocp.args.Composite(**items))
+                # It had begun by then, or not.
+                manager.wait_until_finished()
+                saved = [*manager.all_steps(), 3]
                 continue
-            run.truth[step] = run.values()
             assert manager.save(step, args=ocp.args.Composite(**items))
             manager.wait_until_finished()
-        assert manager.all_steps() == [1, 3]
+        assert manager.all_steps() == saved
         run.check(manager, 3)
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import future, v1
 from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.futures import future as futures
-from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -39,12 +38,11 @@ from cnr_jax.checkpointer.orbax_compat.places import (
     METRICS,
     Directories,
     ExactPath,
-    checkpoint_infos,
     place_of,
     step_names,
 )
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
 from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder, save_skeleton
+from cnr_jax.checkpointer.orbax_compat.steps import Steps
 from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.format import names
 from cnr_jax.repository.store.plain_arrays import write_array
@@ -181,13 +179,13 @@ def test_the_directory_exists_in_the_background(probe: Any) -> None:
 
 
 def test_orbax_signals_that_the_directories_of_a_save_are_there(probe: Any) -> None:
-    """Private names behind `Directories`, which is made in `async_save`."""
+    """By a future of its public module, which is made in `async_save`."""
     handler, manager = probe
     found: list[Directories] = []
     save = handler.async_save
 
     async def noting(directory: epath.Path, args: Any) -> list[Any]:
-        found.append(Directories.being_made())
+        found.append(Directories())
         return await save(directory, args)
 
     handler.async_save = noting
@@ -198,12 +196,6 @@ def test_orbax_signals_that_the_directories_of_a_save_are_there(probe: Any) -> N
     assert handler.find("async_save")[0].detail[0].is_dir()
     handler.may_write.set()
     manager.wait_until_finished()
-    signals = synchronization.HandlerAwaitableSignal
-    assert set(made.signals.values()) == {
-        signals.STEP_DIRECTORY_CREATION,
-        signals.ITEM_DIRECTORY_CREATION,
-    }
-    assert {type(thread) for thread in made.makers} == {futures._SignalingThread}
 
 
 def test_async_save_runs_in_the_calling_thread_with_the_very_arguments(
@@ -300,25 +292,16 @@ def test_a_failed_save_deletes_nothing_and_is_raised_once_by_waiting(
     assert listing(handler.root) == {"2"}, "the temporary directory was replaced"
 
 
-def test_where_orbax_logs_the_error_of_a_failed_save_and_in_which_thread(
+def test_where_orbax_logs_the_error_of_a_failed_save(
     probe: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler, manager = probe
     handler.fail = True
     # Managers of ours, in other tests, have left one there.
     monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
-    committing = manager._checkpointer._async_manager
-    commit, found = committing._thread_func, list[bool]()
-
-    def wrapped(*args: Any) -> None:
-        found.append(threading.current_thread() is committing._thread)
-        commit(*args)
-
-    committing._thread_func = wrapped
     manager.save(2, args=ProbeSave())
     with pytest.raises(OSError, match="no space"):
         manager.wait_until_finished()
-    assert found == [True]
     records = [record for record in caplog.records if record.exc_info]
     assert {record.name for record in records} == {"absl"}
     assert [(record.module, record.funcName) for record in records] == [
@@ -442,15 +425,14 @@ def test_other_step_names_work_for_chains_and_for_steps_renamed_aside(
 def test_processes_read_the_steps_together_if_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Private names behind `broadcasts_steps`; tests/multiprocess shows what it is about."""
+    """The form of names does that; tests/multiprocess shows what it is about."""
     for asked in (False, True):
         options = ocp.CheckpointManagerOptions(single_host_load_and_broadcast=asked)
-        with ocp.CheckpointManager(tmp_path, options=options) as manager:
-            orbax = OrbaxSeams(manager, epath.Path(tmp_path))
-            assert not orbax.broadcasts_steps, "one process alone"
-            with monkeypatch.context() as patch:
-                patch.setattr(jax, "process_count", lambda: 2)
-                assert orbax.broadcasts_steps is asked
+        steps = Steps(epath.Path(tmp_path), options)
+        assert not steps.are_broadcast, "one process alone"
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "process_count", lambda: 2)
+            assert steps.are_broadcast is asked
 
 
 def test_the_handlers_path_is_on_disk(tiny_run: Any, tmp_path: Path) -> None:
@@ -476,27 +458,118 @@ def test_one_process_needs_no_client_and_waiting_has_a_limit() -> None:
     assert ocp.multihost.coordination_timeout() > 0
 
 
-def test_a_manager_reads_its_steps_by_one_method_that_can_be_done_again(
-    tmp_path: Path,
-) -> None:
-    """Where Orbax's own cannot, because of damage, ours goes step by step."""
+def test_steps_are_read_and_ranked_as_a_manager_of_orbax_does(tmp_path: Path) -> None:
+    """Where Orbax's own cannot, because of damage, ours leave out what is damaged."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["auc"])
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in range(3):
             args = ocp.args.StandardSave({"a": jnp.ones(2)})
-            manager.save(step, args=args, metrics={"auc": step} if step else None)
+            manager.save(step, args=args, metrics={"auc": -step} if step else None)
         manager.wait_until_finished()
-        for skip in (False, True):
-            theirs = manager._load_checkpoint_infos(skip_metadata_read=skip)
-            ours = checkpoint_infos(manager, skip)
-            assert [dataclasses.astuple(info) for info in ours] == [
-                dataclasses.astuple(info) for info in theirs
-            ]
-        without, ranked = manager._sort_checkpoints_by_metrics(manager._checkpoints)
-        assert [info.step for info in (*without, *ranked)] == [0, 1, 2]
+        manager.reload()
+        steps = Steps(epath.Path(tmp_path), options)
+        steps.reload()
+        assert steps.numbers() == list(manager.all_steps()) == [0, 1, 2]
+        found = [info.metrics for info in steps.infos()]
+        assert found == [manager.metrics(step) for step in range(3)]
+        times = [info.time for info in steps.infos()]
+        assert times == sorted(times) and times[0].tzinfo is not None
+        assert steps.ranked() == [2, 1] and manager.best_step() == 1
         (tmp_path / "1" / METRICS / METRICS).write_text("{")
         with pytest.raises(ValueError):
-            manager._load_checkpoint_infos()
+            manager.reload()
+        steps.reload()
+        assert steps.numbers() == [0, 1, 2] and steps.ranked() == [2]
+
+
+EVERY = {
+    "every step": {},
+    "intervals": {"save_interval_steps": 3},
+    "some steps": {"save_interval_steps": 5, "save_on_steps": [6, 7]},
+    "asked for": {"should_save_fn": lambda step, latest: step == 4 + (latest or 0)},
+    "a policy": {
+        "save_decision_policy": ocp.checkpoint_managers.FixedIntervalPolicy(2)
+    },
+}
+
+
+@pytest.mark.parametrize("which", EVERY)
+def test_saves_are_due_as_a_manager_of_orbax_would_find(
+    tmp_path: Path, which: str
+) -> None:
+    """Whose default policies are private; ours are made anew of public ones."""
+    options = ocp.CheckpointManagerOptions(**EVERY[which])
+    args = ocp.args.JsonSave({})
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        steps = Steps(epath.Path(tmp_path), options)
+        for last in (None, 3):
+            if last is not None:
+                manager.save(last, args=args, force=True)
+                manager.wait_until_finished()
+            steps.reload()
+            for step in range(1, 13):
+                due = steps.is_due(step, last, [], is_busy=False)
+                assert due == manager.should_save(step), (last, step)
+
+
+def test_a_step_is_described_as_orbax_describes_it(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """The form of `_CHECKPOINT_METADATA`, which is written here, and which Orbax reads."""
+    run, told = tiny_run(), {"note": ["of the user", 1]}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["auc"])
+    with cnr.CheckpointManager(
+        tmp_path / "ours", tables=run.tables, orbax_options=options
+    ) as manager:
+        items = ocp.args.Composite(
+            state=cnr.args.Save(run.state, run.touched), more=ocp.args.JsonSave({})
+        )
+        manager.save(1, args=items, metrics={"auc": 1.0}, custom_metadata=told)
+    with ocp.CheckpointManager(tmp_path / "theirs", options=options) as theirs:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(run.state), more=ocp.args.JsonSave({})
+        )
+        theirs.save(1, args=items, metrics={"auc": 1.0}, custom_metadata=told)
+    ours, others = (
+        json.loads((tmp_path / root / "1" / "_CHECKPOINT_METADATA").read_text())
+        for root in ("ours", "theirs")
+    )
+    assert {k: type(v) for k, v in ours.items()} == {
+        k: type(v) for k, v in others.items()
+    }
+    assert ours["custom_metadata"] == others["custom_metadata"] == told
+    assert ours["item_handlers"].keys() == others["item_handlers"].keys()
+    assert ours["item_handlers"]["more"] == others["item_handlers"]["more"]
+    with ocp.CheckpointManager(tmp_path / "ours", options=options) as plain:
+        assert list(plain.all_steps()) == [1] and plain.best_step() == 1
+        assert plain.metadata(1).custom_metadata == told
+        assert plain.metrics(1) == {"auc": 1.0}
+
+
+def test_a_save_waits_for_nothing_that_another_one_was_promised(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """Handlers of Orbax wait for what was promised under the number of the newest save.
+
+    A plain save of this process that could not make its directories leaves its promise behind.
+    """
+    run = tiny_run()
+    plain = ocp.CheckpointManager(tmp_path / "plain")
+    shutil.rmtree(tmp_path / "plain")
+    (tmp_path / "plain").write_text("no folder")
+    with pytest.raises(Exception, match=r"plain|Not a directory|File exists"):
+        plain.save(1, args=ocp.args.JsonSave({}))
+        plain.wait_until_finished()
+    started = time.monotonic()
+    with run.open(tmp_path / "ours") as manager:
+        run.train(1)
+        items = ocp.args.Composite(
+            state=cnr.args.Save(run.state, run.touched), more=ocp.args.JsonSave({})
+        )
+        assert manager.save(1, args=items)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+    assert time.monotonic() - started < 60
 
 
 def test_an_interrupt_in_a_handler_leaves_its_task_on_the_thread() -> None:

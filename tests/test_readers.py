@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat import places
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat import steps
+from cnr_jax.checkpointer.orbax_compat.items import Items
 from cnr_jax.testing import inprocess
 
 from .conftest import flip
@@ -345,10 +345,10 @@ def test_orbax_leaves_out_a_step_that_is_deleted_while_its_time_is_read(
             taken_away(saved.root, 2)
 
     with cnr.CheckpointManager(saved.root) as reader:
-        monkeypatch.setattr(places, "refuse_pipes", deleted)
-        reader.reload()
-        infos = places.checkpoint_infos(reader, skip_metadata_read=False)
-    assert [info.step for info in infos] == [0, 1]
+        monkeypatch.setattr(steps, "refuse_pipes", deleted)
+        found = steps.Steps(reader.directory, ocp.CheckpointManagerOptions())
+        found.reload()
+    assert found.numbers() == [0, 1]
     assert "goes without" not in caplog.text
 
 
@@ -361,14 +361,14 @@ def test_a_step_that_never_was_cannot_be_deleted(saved: Any, opened: Any) -> Non
 def test_a_step_that_is_deleted_before_orbax_looks_at_it_tells_nothing_of_others(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs: Any = OrbaxSeams.restore
+    theirs: Any = Items.restore
 
-    def restore(orbax: OrbaxSeams, step: int, *others: Any) -> Any:
-        if step == 2:
+    def restore(items: Items, folder: Any, args: Any, **others: Any) -> Any:
+        if folder.name == "2":
             taken_away(saved.root, 2)
-        return theirs(orbax, step, *others)
+        return theirs(items, folder, args, **others)
 
-    monkeypatch.setattr(OrbaxSeams, "restore", restore)
+    monkeypatch.setattr(Items, "restore", restore)
     with cnr.CheckpointManager(saved.root) as reader:
         with pytest.raises(errors.NoStepError) as caught:
             reader.restore(2, args=cnr.args.Restore(saved.state))

@@ -20,8 +20,8 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.errors import CallError, SaveError
-from cnr_jax.testing.faults import Fault
-from cnr_jax.testing.inprocess import failing
+from cnr_jax.testing.faults import Call, Fault
+from cnr_jax.testing.inprocess import failing, watching
 
 # Orbax leaves coroutines behind when a save fails.
 pytestmark = pytest.mark.filterwarnings(
@@ -99,9 +99,7 @@ def test_a_save_that_is_not_in_the_background_is_reported_when_it_returns(
 
 
 FAULTS = {
-    "manifest": Fault(
-        "open", action="ENOSPC", match="default.orbax-checkpoint-tmp/mani"
-    ),
+    "manifest": Fault("open", action="ENOSPC", match="/default/manifest.json"),
     "commit": Fault("rename", action="ENOSPC", match="2.orbax-checkpoint-tmp"),
 }
 
@@ -150,8 +148,14 @@ def test_a_commit_that_may_not_be_durable_is_a_report_and_a_failure(
 ) -> None:
     run, reports = tiny_run(), list[cnr.SaveReport]()
     manager = run.open(tmp_path, on_save=reports.append)
-    # The step has its name when what Orbax adds at the end is made durable.
-    with storage.failing("/1/", "fsync", "EIO"):
+
+    def fail(call: Call) -> None:
+        """The step has its name when that is made durable."""
+        if call.call == "fsync" and call.path == str(tmp_path):
+            if (tmp_path / "1").exists():
+                raise OSError(errno.EIO, "Input/output error")
+
+    with watching(tmp_path, before=fail):
         run.train(1)
         assert run.save(manager, 1)
         known = until(lambda: manager.failure)

@@ -187,12 +187,7 @@ def test_a_signal_handler_that_only_asks_harms_no_save(
         found.append((manager.latest_step(), manager.all_steps()))
 
     with handling(handler), monkeypatch.context() as patch:
-        # One right after the save has begun to be written.
-        patch.setattr(
-            ocp.CheckpointManager,
-            "_add_checkpoint_info",
-            signalled(ocp.CheckpointManager._add_checkpoint_info),
-        )
+        patch.setattr(dense, "bytes_of", signalled(dense.bytes_of))
         run.train(2)
         assert run.save(manager, 2)
     manager.wait_until_finished()

@@ -5,6 +5,7 @@ Storage services are listed only in doubt: what the manager remembers must not b
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.policy import Decision, SaveRecord
+from cnr_jax.testing import inprocess
 
 from .conftest import Keep
 
@@ -131,7 +133,13 @@ def test_steps_that_are_not_deleted_after_all_stay_in_the_list(
     run, manager, _, keep = opened
     run.run(manager, [1])
     keep.steps = {2}
-    with storage.failing("/2/", "fsync", "EIO"):
+
+    def fail(call: inprocess.Call) -> None:
+        is_root = call.path == str(manager.directory)
+        if call.call == "fsync" and is_root and (manager.directory / "2").exists():
+            raise OSError(errno.EIO, "Input/output error")
+
+    with inprocess.watching(manager.directory, before=fail):
         run.train(2)
         run.save(manager, 2)
         with pytest.raises(cnr.errors.SaveError, match="Input/output error"):

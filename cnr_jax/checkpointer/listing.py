@@ -10,10 +10,9 @@ from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat.steps import Steps
 from cnr_jax.checkpointer.save_errors import as_root_errors
-from cnr_jax.checkpointer.saving.calls import Calls
-from cnr_jax.checkpointer.saving.ending import Ending
+from cnr_jax.checkpointer.saving.saves import Saves
 from cnr_jax.format import names
 from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
@@ -21,7 +20,6 @@ from cnr_jax.repository.index.retention import blockers
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
-    check_is_free,
     check_is_no_file,
     check_is_root,
     hint_of_names,
@@ -57,10 +55,9 @@ class Listing:
     """The steps of a manager.
 
     Args:
-        orbax: tracks all directories.
+        steps: of the root, whatever is in them.
         writer: of the root.
-        ending: settles the last save first.
-        calls: of the manager.
+        saves: of the manager; the last one is settled first.
         channel: to the other processes.
 
     Attributes:
@@ -69,14 +66,13 @@ class Listing:
 
     def __init__(
         self,
-        orbax: OrbaxSeams,
+        steps: Steps,
         writer: RootWriter,
-        ending: Ending,
-        calls: Calls,
+        saves: Saves,
         channel: Channel,
     ) -> None:
-        self._root, self._orbax, self._writer = orbax.root, orbax, writer
-        self._ending, self._calls, self._channel = ending, calls, channel
+        self._root, self._steps, self._writer = steps.root, steps, writer
+        self._saves, self._channel = saves, channel
         self._writes = False
         self.item: str | None = None
 
@@ -123,13 +119,13 @@ class Listing:
         if jax.process_index() == 0:
             with as_root_errors(self._root):
                 sync_made(made)
-                report(self._root, find_leftovers(self._root, self._ending.ledger))
+                report(self._root, find_leftovers(self._root, self._saves.ledger))
             listed = self._asked_again().newest()
             hint = "" if listed else naming_hint(self._root, self._writer.is_step)
             if hint:
                 _log.warning("%s has no step that is listed;%s", self._root, hint[1:])
         # A root that plain Orbax has written looks empty here.
-        found = self._orbax.all_steps() if self.item is None else []
+        found = self._steps.numbers() if self.item is None else []
         if found:
             _log.warning(
                 "%s holds steps, but none that cnr_jax has saved: %s. They are not listed,"
@@ -143,7 +139,7 @@ class Listing:
     @property
     def ledger(self) -> Ledger:
         """What is known of the steps of the manager's root."""
-        return self._ending.ledger
+        return self._saves.ledger
 
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
         """What is known of the steps of a root, read anew: it may be this one, named again."""
@@ -154,25 +150,23 @@ class Listing:
         if not self._writes:
             check_is_here(self._root)
         try:
-            # Orbax would strike off a step that is still being written, and no rule would
-            # count or delete it any more.
-            if self._orbax.is_busy():
-                self._ending.wait()
+            if self._saves.pipeline.is_busy:
+                self._saves.wait()
         finally:
             self._read_again()
 
     def _read_again(self) -> None:
-        self._ending.settle()
+        self._saves.settle()
         self._writer.take_over()
         self._read(self.item)
         if self.item is None:
-            self._orbax.reload()
+            self._steps.reload()
             return
-        ledger = self._ending.ledger
+        ledger = self._saves.ledger
         found = self._writer.load(self._root, self.item)
         # After ours: a step that another process commits in between is then not listed yet.
-        # The other way round it would be listed, and Orbax would not know it.
-        self._orbax.reload()
+        # The other way round it would be listed, and no rule would know it.
+        self._steps.reload()
         ledger.become(found)
         self._writer.gaps.forget()
 
@@ -195,28 +189,30 @@ class Listing:
 
     def best_step(self) -> int | None:
         """The best of these steps by metrics; the newest where steps are not ranked."""
-        if not self._orbax.has_best:
+        if not self._steps.has_best:
             return self.latest_step()
         restorable = set(self.steps())
-        found = [step for step in self._orbax.ranked_steps() if step in restorable]
+        found = [step for step in self._steps.ranked() if step in restorable]
         return found[-1] if found else None
 
     def _asked_again(self) -> Ledger:
         """What is known of the steps, once storage was asked again what it withheld."""
-        self._ending.settle()
-        ledger = self._ending.ledger
-        if not self._orbax.is_writing_here():
+        self._saves.settle()
+        ledger = self._saves.ledger
+        if self._saves.pipeline.is_here():
+            return ledger
+        with self._saves.retirement.looking:
             ledger.ask_again(self._root, str(self.item))
-        if ledger.newest() is None:
-            # One failure to read what all steps rest on must not make the root look empty.
-            ledger.take_back_unread()
+            if ledger.newest() is None:
+                # One failure to read what all steps rest on must not make the root look empty.
+                ledger.take_back_unread()
         return ledger
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
         """What is wrong in the root; damaged steps are not listed any more."""
-        self._ending.wait()
-        self._ending.settle()
-        ledger = self._ending.ledger
+        self._saves.wait()
+        self._saves.settle()
+        ledger = self._saves.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
             # What is only too much, and can be moved away, makes no step a damaged one.
@@ -228,39 +224,22 @@ class Listing:
     def delete(self, step: int) -> None:
         """Deletes a step that no other depends on; see `CheckpointManager.delete`."""
         # Another process may be about to look whether the last save is there.
-        all_succeed(self._channel, self._ending.wait)
-        self._ending.settle()
+        all_succeed(self._channel, self._saves.wait)
+        self._saves.settle()
         self.check_exists(step)
-        ledger, directory = self._ending.ledger, self._orbax.existing_directory(step)
+        ledger, directory = self._saves.ledger, self._steps.existing_directory(step)
         found = blockers(ledger, directory)
-        if found and step in self._orbax.all_steps():
+        if found:
             raise errors.DependentsExistError(
                 f"refusing to delete step {step}: {', '.join(reversed(found))}"
                 " depend on it, or may\n  hint: delete those first, the newest first"
             )
-        with self._calls.all_directories():
-            self._orbax.delete(step)
-        try:
-            all_succeed(self._channel, self._ending.deleter.raise_failure)
-        except Exception:
-            self._ending.reread()
-            raise
+        if self._steps.options.read_only:
+            _log.warning("step %d is not deleted: this manager is read-only", step)
+            return
+        on_primary(self._channel, lambda: self._saves.retirement.delete(step))
+        self._steps.forget([step])
         ledger.forget(directory)
-
-    def check_not_in_the_way(self, step: int) -> None:
-        """Makes sure that Orbax deletes no folder that it does not know of, and no file.
-
-        Raises:
-            DependentsExistError: if there is one.
-        """
-        path = self._root / self._orbax.new_directory(step)
-        check_is_free(self._root, path.name)
-        if step not in self._orbax.all_steps() and exists(path):
-            raise errors.DependentsExistError(
-                f"step {step} cannot be saved: {path} is there already\n"
-                "  hint: save another step, or move that folder out of the root",
-                kind="step_exists",
-            )
 
     def check_exists(self, step: int) -> None:
         """Makes sure that there is such a step in the root.
@@ -268,7 +247,7 @@ class Listing:
         Raises:
             NoStepError: if there is none; it names those there are.
         """
-        if step not in self._orbax.all_steps():
+        if step not in self._steps.numbers():
             raise self._no_step(step)
 
     def check_is_there(self, step: int | None) -> None:
@@ -299,7 +278,7 @@ class Listing:
             )
 
     def _no_step(self, step: int) -> errors.NoStepError:
-        known = sorted(self._orbax.all_steps())
+        known = sorted(self._steps.numbers())
         if step in known or self.ledger.by_step(step) is not None:
             self.check_is_found(step)
             return deleted_step(self._root, step)
@@ -315,7 +294,7 @@ class Listing:
 
     def _is_in(self, root: epath.Path, step: int) -> bool:
         try:
-            return exists(self._orbax.find_directory(step, root))
+            return exists(self._steps.find_directory(step, root))
         except ValueError:
             return False
 
@@ -348,7 +327,7 @@ class Listing:
                 or what Orbax reads first is no file.
         """
         try:
-            directory = self._orbax.find_directory(step, root)
+            directory = self._steps.find_directory(step, root)
         except ValueError:
             return item  # there is none: Orbax says so
         held = directory / item

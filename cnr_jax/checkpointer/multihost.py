@@ -9,21 +9,19 @@ raise: nobody goes on with a step that another cannot read, or waits for one tha
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
-from cnr_jax.checkpointer.save_errors import save_error
+from cnr_jax.checkpointer.orbax_compat.distributed import distributed_client
 from cnr_jax.format.manifest import to_json
 from cnr_jax.repository.causes import in_one_line
 
@@ -216,7 +214,8 @@ def on_primary(channel: Channel, decide: Callable[[], Any], *, topic: str = "") 
     if jax.process_count() == 1:
         return decide()
     if jax.process_index() == 0:
-        return _decided(channel, topic, decide, named=True)
+        # Of a save it is said which process failed in it.
+        return _decided(channel, topic, decide, named=not topic)
     answer = json.loads(channel.hear(topic or channel.next_topic()))
     if "error" in answer:
         raise errors.CnrError.from_json(answer["error"])
@@ -358,78 +357,3 @@ def _failed(error: BaseException, *, named: bool) -> dict[str, Any]:
 
 def _is_damage(document: Mapping[str, Any]) -> bool:
     return isinstance(errors.CnrError.from_json(document["error"]), errors.DAMAGE)
-
-
-class Barriers:
-    """Where the processes meet before and after the commit of a save, as Orbax asks for it.
-
-    A process that has failed leaves them: Orbax would let the other processes wait for it, 20
-    minutes by default.
-
-    Args:
-        channel: through which they meet; one save at a time does.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._save, self._next = "", list[str]()
-        self._met: collections.Counter[str] = collections.Counter()
-        # Why a process was given up that did not come.
-        self._silent: errors.SaveError | None = None
-
-    def begin(self, barriers: Sequence[str], save: str) -> None:
-        """Names the barriers of the save that starts, in the order in which they come.
-
-        Args:
-            barriers: their keys.
-            save: its uuid; empty if it has none, such as one without the state.
-
-        Raises:
-            SaveError: if it has none, and a process does not come to draw one.
-        """
-        if not save:
-            # Not by its step: it may find what is left of another save of that, which failed.
-            save = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
-        self._save, self._next, self._silent = save, list(barriers), None
-        self._met.clear()
-
-    def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits until all processes are here.
-
-        Raises:
-            SaveError: on all processes alike, if one has left or does not come.
-        """
-        if key in self._next:
-            self._next.remove(key)
-        self._meet(key, None, timeout_ms / 1000)
-
-    def leave(self, error: BaseException) -> None:
-        """Frees the processes that wait, or will wait, for this one at the next barrier."""
-        if self._next and jax.process_count() > 1:
-            key = self._next.pop(0)
-            self._next.clear()
-            # It raises what this process has told, or what it has heard instead.
-            with contextlib.suppress(errors.SaveError):
-                self._meet(key, save_error(error, None), self._channel.timeout_secs)
-
-    def forget(self) -> None:
-        """Says that no process will come to the barriers of this save."""
-        self._next.clear()
-
-    def _meet(
-        self, key: str, failure: errors.SaveError | None, timeout_secs: float
-    ) -> None:
-        if self._silent is not None:
-            raise self._silent
-        self._met[key] += 1
-        try:
-            agree(
-                self._channel,
-                failure,
-                topic=f"{self._save}/{key}/{self._met[key]}",
-                timeout_secs=min(timeout_secs, self._channel.timeout_secs),
-            )
-        except errors.SaveError as error:
-            if error.kind in UNHEARD:
-                self._silent = error
-            raise

@@ -28,18 +28,13 @@ from cnr_jax.format.manifest import (
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
 from cnr_jax.repository.index.planner import Plan
-from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,
     digest_of,
     exists,
-    is_directory,
-    names_in,
     read_all,
-    store_of,
     sync_directory,
-    sync_step,
     write_durably,
 )
 from cnr_jax.repository.store.checked import file_bytes
@@ -136,47 +131,6 @@ def write_manifest(
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
     return manifest, digest.bytes, processes
-
-
-def sync_uncommitted(place: Place) -> bool:
-    """Makes a step durable that Orbax is about to rename.
-
-    Returns:
-        Whether it is to be renamed: not where a file in it says that it is committed.
-    """
-    path = place.root / f"{place.directory}{names.TEMPORARY_SUFFIX}"
-    if not exists(path):
-        return False
-    sync_step(path, place.item)
-    return True
-
-
-def sync_committed(place: Place, *, whole: bool) -> None:
-    """Makes a step and its name durable once it is renamed.
-
-    Args:
-        place: of the save; its item need not be part of it.
-        whole: whether it was not synced before it was renamed.
-
-    Raises:
-        IntegrityError: if there is no such step.
-    """
-    path = place.root / place.directory
-    if not exists(path):
-        raise errors.IntegrityError(
-            f"step {place.directory} was not committed; nothing is deleted in its favour\n"
-            f"  {os.fspath(path)} is missing\n"
-            "  hint: wait_until_finished() says why a save failed; an error that"
-            " check_for_errors() raised before is not raised again",
-            kind="not_committed",
-        )
-    if whole:
-        sync_step(path, place.item)
-    else:
-        # What Orbax writes right before it renames the step lies right in its folder.
-        items = [name for name in names_in(path) if is_directory(path / name)]
-        store_of(path).sync_tree(path, but=items)
-    sync_directory(place.root)
 
 
 def _read_processes(

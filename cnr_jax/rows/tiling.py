@@ -298,6 +298,19 @@ def own_settings() -> Iterator[None]:
         yield
 
 
+def settings_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What this thread has set for itself of jax and what arrays depend on, for another thread."""
+    config: Any = jax.config
+    x64, device = config.jax_enable_x64, config.jax_default_device
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with jax.enable_x64(bool(x64)), jax.default_device(device):
+            yield
+
+    return settings
+
+
 def compiled(
     work: Callable[..., Any],
     device: jax.Device,

@@ -49,14 +49,13 @@ KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 # Objects that hold something of the save in flight, or of "the last" one, and where in them.
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("last", "doubt"),
-    ("checkpointer/orbax_compat/seams.py", "OrbaxSeams"): ("_commit", "_end"),
-    ("checkpointer/saving/ending.py", "Ending"): ("_launching", "_is_stale"),
+    ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
+    ("checkpointer/saving/saves.py", "Saves"): ("_begun", "_failures"),
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),
     ("repository/index/planner.py", "Plan"): ("committed",),
     ("checkpointer/tracking/tracker.py", "Tracker"): ("_last", "_prints"),
-    ("checkpointer/multihost.py", "Barriers"): ("_save", "_next"),
     ("rows/gather/host.py", "Buffers"): ("_idle",),
 }
 # Types of which one is made for each save, to describe it.
@@ -69,6 +68,9 @@ TYPES_OF_A_SAVE = (
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
     ("checkpointer/saving/check.py", "CheckedState"),
     ("checkpointer/saving/launch.py", "PlannedSave"),
+    ("checkpointer/saving/pipeline.py", "PipelinedSave"),
+    ("checkpointer/saving/saves.py", "Request"),
+    ("checkpointer/saving/saves.py", "StepSave"),
 )
 
 # A number of no file.

@@ -26,8 +26,10 @@ class Write:
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
         self.released, self.ended = threading.Event(), threading.Event()
+        self.begun = threading.Event()
 
     def __call__(self) -> None:
+        self.begun.set()
         if self._error is not None:
             raise self._error
         assert self.released.wait(60)
@@ -36,8 +38,10 @@ class Write:
 
 def begin(write: Write, directories: Any = None) -> SaveInFlight:
     flight = SaveInFlight(place=Place(Path("root"), "3", "default"), facts=FACTS)
-    there, release = directories or Directories.being_made(), write.released.set
+    there, release = directories or Directories(), write.released.set
     write_in_background(flight, there, write, release, Channel(60.0))
+    if directories is None:
+        assert write.begun.wait(60)
     return flight
 
 
@@ -54,7 +58,7 @@ def test_all_parts_written_is_success() -> None:
         flight.result(0.01)
     write.released.set()
     flight.result(60)
-    assert not flight.has_failed()
+    assert flight.write_error is None
 
 
 def test_what_ends_the_blocking_part_fails_the_save_and_stops_the_writing() -> None:
@@ -65,7 +69,7 @@ def test_what_ends_the_blocking_part_fails_the_save_and_stops_the_writing() -> N
     with pytest.raises(errors.SaveError, match="no space") as caught:
         flight.result(60)
     assert "step 3" in str(caught.value)
-    assert write.ended.is_set() and flight.has_failed()
+    assert write.ended.is_set() and flight.write_error is not None
 
 
 @pytest.mark.parametrize("where", ["rows"])

@@ -198,6 +198,7 @@ class Writer:
 
     def close(self) -> None:
         self.pipeline.wait()
+        self.pipeline.close()
         self.pool.shutdown()
         self.remover.close()
 
@@ -650,6 +651,7 @@ def run(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield make
     for each in made:
         for writer in each.writers:
+            writer.pipeline.close()
             writer.pool.shutdown()
             writer.remover.close()
 

@@ -23,10 +23,8 @@ def test_what_one_process_alone_meets_ends_alike_on_both(tmp_path: Path) -> None
     for lines in (first, second):
         assert lines[2].startswith("between saves: WriterError writer"), lines
         assert "another manager has taken over" in lines[2], lines
-    assert first[3].startswith("during a save: WriterError writer"), first
-    # Orbax's barriers carry errors of saves only.
-    assert second[3].startswith("during a save: SaveError save_failed"), second
-    assert "on process 0 | " in second[3] and "taken over" in second[3], second
+        assert lines[3].startswith("during a save: WriterError writer"), lines
+        assert "another manager has taken over" in lines[3], lines
     assert first[4:7] == second[4:7]
     assert first[4].startswith("rollback: "), first
     assert first[5] == "steps [0, 3, 8]", "5 was left behind"

@@ -28,15 +28,15 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint._src.path import async_path, atomicity
 
 import cnr_jax as cnr
 import cnr_jax.checkpointer.saving.capture
 import cnr_jax.checkpointer.saving.dense
 import cnr_jax.handler
-from cnr_jax.checkpointer.orbax_compat.seams import distributed_client
-from cnr_jax.checkpointer.saving.ending import ChainDeleter
+from cnr_jax.checkpointer.orbax_compat.distributed import distributed_client
+from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.format.fields import dump_document
+from cnr_jax.repository.committer import RenameCommitter
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Call
 
@@ -226,9 +226,9 @@ class Faults:
 PLACES = {
     "gather": (cnr_jax.checkpointer.saving.capture, "Rows"),
     "dense": (cnr_jax.checkpointer.saving.dense, "bytes_of"),
-    "directories": (async_path, "mkdir"),
-    "rename": (atomicity, "on_commit_callback"),
-    "deletion": (ChainDeleter, "delete_steps"),
+    "directories": (RenameCommitter, "prepare"),
+    "rename": (RenameCommitter, "publish"),
+    "deletion": (Retirement, "remove"),
     "open": (cnr_jax.handler.CnrHandler, "open"),
     "hang prepare": (cnr_jax.handler.CnrHandler, "plan"),
 }
@@ -256,7 +256,7 @@ def train_and_save(
             lines.append(f"{step}: {brief(error)}")
             if error.kind == "process_silent":
                 break
-        while manager._orbax.is_busy():  # what fails must belong to this step
+        while manager.is_saving_in_progress():  # what fails must belong to this step
             time.sleep(0.01)
     return lines
 

@@ -37,7 +37,7 @@ def test_a_folder_that_comes_back_is_removed_before_the_next_save(
     unfinished: Unfinished, tmp_path: Path
 ) -> None:
     write(tmp_path)
-    unfinished.add("2")
+    unfinished.add(NAME)
     clear(unfinished)  # when the save has failed
     assert not list(tmp_path.iterdir())
     write(tmp_path)  # by a thread that had not ended
@@ -48,7 +48,7 @@ def test_a_folder_that_comes_back_is_removed_before_the_next_save(
 def test_a_folder_of_a_later_save_is_left_alone(
     unfinished: Unfinished, tmp_path: Path
 ) -> None:
-    unfinished.add("2")
+    unfinished.add(NAME)
     clear(unfinished)
     clear(unfinished)
     write(tmp_path)
@@ -61,7 +61,7 @@ def test_what_cannot_be_removed_is_looked_for_twice_after_it_can(
 ) -> None:
     unfinished = Unfinished(tmp_path, Remover(tmp_path))
     write(tmp_path)
-    unfinished.add("2")
+    unfinished.add(NAME)
     with monkeypatch.context() as context:
         context.setattr(os, "rename", _refuse)
         clear(unfinished)

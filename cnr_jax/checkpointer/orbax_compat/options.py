@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.options import Options
+from cnr_jax.repository.committer import Committer, MarkerCommitter, RenameCommitter
 from cnr_jax.repository.store import AnyPath, can
 
 
@@ -37,7 +37,33 @@ def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions
             f" active_processes={given.active_processes!r}; expected 0 and None\n"
             "  hint: leave both out; barrier_sync_key_prefix works"
         )
+    if orbax_options and orbax_options.temporary_path_class is not None:
+        raise errors.OptionError(
+            "temporary_path_class is not taken: steps are committed by this library\n"
+            f"  got {orbax_options.temporary_path_class!r}\n"
+            "  hint: atomicity_options=ocp.options.AtomicityOptions(mode=...) says how"
+        )
     return orbax_options or ocp.CheckpointManagerOptions()
+
+
+def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None:
+    """Checks that steps can go where they are to go.
+
+    Raises:
+        OptionError: if not.
+    """
+    if options.todelete_full_path is None:
+        return
+    where = (
+        "is not taken: steps of gs:// are deleted"
+        if not can(root).renames
+        else "works in gs:// only, which this root is not"
+    )
+    raise errors.OptionError(
+        f"todelete_full_path {where}\n"
+        f"  got {options.todelete_full_path!r} for {root}\n"
+        "  hint: todelete_subdir keeps removed steps in a folder of a local root"
+    )
 
 
 def with_retention(
@@ -104,37 +130,80 @@ def _classic_policy(orbax_options: ocp.CheckpointManagerOptions) -> Any:
     return found[0] if len(found) == 1 else policies.AnyPreservationPolicy(found)
 
 
-def with_safety(
+class _Given:
+    """`should_save_fn` as a policy."""
+
+    def __init__(self, decide: Callable[[int, int | None], bool]) -> None:
+        self._decide = decide
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        """Whether a save is due."""
+        return self._decide(
+            step.step, previous_steps[-1].step if previous_steps else None
+        )
+
+
+def deciding(options: ocp.CheckpointManagerOptions) -> Any:
+    """The policy that says when a save is due, made of the user's options as Orbax makes it."""
+    if options.save_decision_policy is not None:
+        return options.save_decision_policy
+    policies = ocp.checkpoint_managers
+    preempted = policies.PreemptionCheckpointingPolicy()
+    if options.should_save_fn is not None:
+        given: Any = _Given(options.should_save_fn)
+        return policies.AnySavePolicy([given, preempted])
+    found: list[Any] = []
+    if options.save_interval_steps is not None:
+        found.append(policies.FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_on_steps is not None:
+        found.append(policies.SpecificStepsPolicy(options.save_on_steps))
+    return policies.AnySavePolicy([*found, preempted, policies.InitialSavePolicy()])
+
+
+def preservation_context() -> Any:
+    """What Orbax's preservation policies are asked in."""
+    return ocp.checkpoint_managers.PreservationContext()
+
+
+def committer_of(
     root: AnyPath,
     options: ocp.CheckpointManagerOptions,
-    before_commit: Callable[[], None],
-    barriers: Callable[..., None],
-) -> ocp.CheckpointManagerOptions:
-    """Options with which `before_commit` runs when a step is written but not yet renamed.
-
-    Only asynchronous saves, which are the default, have such a place. In local roots Orbax does
-    not delete temporary directories at a start: somebody may be writing them. The first save
-    does, if nobody is.
+    discard: Callable[[str], None],
+) -> Committer:
+    """What commits the steps of a root: as the user asks for, or as its store can.
 
     Args:
         root: of the manager.
         options: the user's.
-        before_commit: called in the background.
-        barriers: where processes meet, unless the user gave others; they do not hang.
+        discard: removes a folder of the root that no reader lists.
     """
-    if can(root).renames:
-        options = dataclasses.replace(options, cleanup_tmp_directories=False)
-    if not options.enable_async_checkpointing:
-        return options
-    given = options.async_options or ocp.AsyncOptions()
-    callback, theirs = before_commit, given.post_finalization_callback
-    if theirs is not None:
+    mode = options.file_options.path_permission_mode
+    by_file = ocp.options.AtomicityMode.COMMIT_FILE
+    asked = options.atomicity_options and options.atomicity_options.mode
+    if asked == by_file or not can(root).renames:
+        return MarkerCommitter(mode)
+    return RenameCommitter(discard, mode)
 
-        def callback() -> None:
-            before_commit()
-            theirs()
 
-    own = dataclasses.replace(given, post_finalization_callback=callback)
-    if jax.process_count() > 1 and given.barrier_sync_fn is None:
-        own = dataclasses.replace(own, barrier_sync_fn=barriers)
-    return dataclasses.replace(options, async_options=own)
+def options_of_base(
+    options: ocp.CheckpointManagerOptions, names: Any
+) -> ocp.CheckpointManagerOptions:
+    """Options with which a manager of Orbax neither looks for steps nor saves or deletes any.
+
+    Args:
+        options: the user's.
+        names: of its steps.
+    """
+    return dataclasses.replace(
+        options,
+        step_name_format=names,
+        single_host_load_and_broadcast=False,
+        cleanup_tmp_directories=False,
+        enable_async_checkpointing=False,
+        async_options=None,
+        todelete_subdir=None,
+        enable_background_delete=False,
+        preservation_policy=None,
+        save_root_metadata=False,
+        lightweight_initialize=True,
+    )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import fnmatch
-import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
-from orbax.checkpoint import checkpoint_manager
-from orbax.checkpoint._src.futures import future, signaling_client, synchronization
+from orbax.checkpoint import checkpoint_manager, future
 
+from cnr_jax.checkpointer.orbax_compat.interrupts import Gate
 from cnr_jax.format import names
 from cnr_jax.integers import checked_step
 from cnr_jax.repository.layout import Place, open_root
@@ -27,12 +24,9 @@ from cnr_jax.repository.store import (
     exists,
     is_directory,
     names_in,
-    store_of,
 )
 from cnr_jax.repository.store.checked import refuse_pipe
-from cnr_jax.texts import logger
 
-_log = logger(__name__)
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
 
@@ -167,56 +161,6 @@ def refuse_pipes(step: AnyPath) -> None:
     refuse_pipe(step / METRICS / METRICS)
 
 
-def checkpoint_infos(manager: Any, skip_metadata_read: bool) -> list[Any]:
-    """The steps of a root as Orbax's manager tracks them, sorted.
-
-    As the manager's own `_load_checkpoint_infos`, but what Orbax wrote beside the state (times
-    and metrics) may be damaged: it is left out then, with a warning. So is a step that is
-    deleted meanwhile, without one.
-    """
-    found: list[Any] = []
-    for step in manager._step_name_format.find_all(manager.directory):
-        time, metrics = datetime.datetime.min, None
-        damaged: dict[str, Exception] = {}
-        if not skip_metadata_read:
-            # Whatever stands in those files, and of whatever type it is.
-            try:
-                refuse_pipes(step.path)
-                time = step.commit_timestamp
-            except Exception as error:
-                damaged["its time"] = error
-            try:
-                refuse_pipes(step.path)
-                metrics = manager.metrics(step.step)
-            except Exception as error:
-                damaged["its metrics"] = error
-            try:
-                secs = store_of(step.path).modified_unix_secs(step.path)
-            except FileNotFoundError:
-                continue
-            if "its time" in damaged:
-                time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
-        for what, error in damaged.items():
-            _warn_of_metadata(step.path, what, error)
-        found.append(
-            checkpoint_manager.CheckpointInfo(
-                step=step.step, time=time, metrics=metrics
-            )
-        )
-    return sorted(found, key=lambda info: info.step)
-
-
-def _warn_of_metadata(step: Any, what: str, error: Exception) -> None:
-    _log.warning(
-        "step %s goes without %s: what Orbax wrote there cannot be read (%s)",
-        step,
-        what,
-        error,
-    )
-
-
-# Far longer than a thread takes whose signals have come.
-_RELEASE_SECS = 10.0
 # Reentrant for signal handlers, which begin a save where they have interrupted another.
 _beginning = threading.RLock()
 
@@ -243,34 +187,20 @@ def beginning() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if jax.process_count() > 1 else _beginning
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Directories:
-    """The directories of a save, which Orbax makes in threads of its own.
+    """The directories of a save that Orbax carries out, which it makes in threads of its own.
 
-    Orbax signals when they are there, and says nothing if they cannot be made: whoever waits as
-    Orbax does then waits five minutes.
-
-    Attributes:
-        operation: Orbax's number of the save.
-        signals: that Orbax sends when they are there, by their keys.
-        makers: threads that make them.
+    To be made in `async_save`. Orbax signals when they are there, and says nothing if they cannot
+    be made.
     """
 
-    operation: str
-    signals: Mapping[str, Any]
-    makers: tuple[Any, ...]
+    def __init__(self) -> None:
+        self._made = Gate()
 
-    @classmethod
-    def being_made(cls) -> Directories:
-        """Those of the save that starts; to be called in `async_save`."""
-        contract = future.AwaitableSignalsContract
-        operation = synchronization.OperationIdGenerator.get_current_operation_id()
-        signals = {
-            contract.get_unique_awaitable_singal_key(signal, operation): signal
-            for signal in contract.get_awaitable_signals_from_contract(operation)
-        }
-        makers = (t for t in _threads_of(operation) if t._send_signals)
-        return cls(operation, signals, tuple(makers))
+        async def note() -> None:
+            self._made.open()
+
+        future.CommitFutureAwaitingContractedSignals(note(), name="cnr_directories")
 
     def wait(self, timeout_secs: float, check: Callable[[], None]) -> None:
         """Waits until the directories are there.
@@ -280,72 +210,12 @@ class Directories:
             check: called every second; what it raises ends the wait.
 
         Raises:
-            OSError: what kept Orbax from making them; TimeoutError if it is not done.
+            TimeoutError: if they do not come.
         """
         deadline = time.monotonic() + timeout_secs
-        for key in self.signals:
-            while not _is_signalled(key):
-                check()
-                self._check_makers(key)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"the directories of the save were not made in {timeout_secs:g} s"
-                    )
-
-    def _check_makers(self, key: str) -> None:
-        """Raises what kept a signal from being sent: its sender has ended without."""
-        makers = [t for t in self.makers if self.signals[key] in t._send_signals]
-        if jax.process_index() != 0 or any(t.is_alive() for t in makers):
-            return  # process 0 makes them, and has done so, perhaps, since it was waited for
-        if not _is_signalled(key):
-            why = next((t._exception for t in makers if t._exception), None)
-            raise why or OSError("Orbax could not make the directories of the save")
-
-    def give_up(self) -> None:
-        """Keeps all that waits for the directories from ever beginning."""
-        for thread in _threads_of(self.operation):
-            if thread._receive_signals:
-                thread.cancel()
-
-    def release(self) -> None:
-        """Ends the waiting of what was given up; only once it is given up everywhere."""
-        waiting = [t for t in _threads_of(self.operation) if t._cancelled]
-        signals = tuple(self.signals.values())
-        future.set_signals(signals, operation_id=self.operation)
-        for thread in waiting:
-            _end_given_up(thread)
-
-
-def _threads_of(operation: str) -> list[Any]:
-    """Threads of Orbax that send signals of a save, or wait for them."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if isinstance(thread, future._SignalingThread)
-        and thread._operation_id == operation
-    ]
-
-
-def _is_signalled(key: str) -> bool:
-    """Whether a signal comes within a second."""
-    try:
-        client = signaling_client.get_signaling_client()
-        client.blocking_key_value_get(key, timeout_secs=1)
-    except TimeoutError:
-        return False
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return False
-        raise
-    return True
-
-
-def _end_given_up(thread: Any) -> None:
-    """Waits for a cancelled thread and closes the coroutine that it never began."""
-    threading.Thread.join(thread, _RELEASE_SECS)
-    if thread.is_alive():
-        return  # it waits for signals of a save that took this one's number, and ends in time
-    target = getattr(thread, "_target", None)
-    if target is not None:
-        work = inspect.getclosurevars(target).nonlocals["target"]
-        inspect.getclosurevars(work).nonlocals["coro"].close()
+        while not self._made.wait(1.0):
+            check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the directories of the save were not made in {timeout_secs:g} s"
+                )

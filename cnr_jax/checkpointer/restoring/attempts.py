@@ -30,8 +30,9 @@ from cnr_jax.args import (
 from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.interrupts import end_interrupted_tasks
+from cnr_jax.checkpointer.orbax_compat.items import Items
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams
+from cnr_jax.checkpointer.orbax_compat.steps import Steps
 from cnr_jax.checkpointer.restoring.restore import Attempt
 from cnr_jax.format import names
 from cnr_jax.repository.index import suspects
@@ -56,7 +57,8 @@ def restore(
     args: Any,
     directory: epath.PathLike | None,
     *,
-    orbax: OrbaxSeams,
+    steps: Steps,
+    items: Items,
     listing: Listing,
     channel: Channel,
     resume: Callable[[Any], None],
@@ -67,7 +69,8 @@ def restore(
         step: what to restore; None: the newest that is whole.
         args: what is asked for.
         directory: another root to restore from.
-        orbax: carries it out.
+        steps: of the manager's root.
+        items: say how each is read.
         listing: of the manager's steps.
         channel: to the other processes.
         resume: goes on saving from what was restored.
@@ -82,7 +85,7 @@ def restore(
     if directory is not None:
         elsewhere = ExactPath(open_root(directory))
         all_succeed(channel, lambda: listing.check_holds(elsewhere, step))
-    root, item = elsewhere or orbax.root, listing.item
+    root, item = elsewhere or steps.root, listing.item
     if elsewhere or item is None:
         # Another root may call the state otherwise, and so may the arguments.
         item = all_succeed(channel, lambda: find_item(root)) or item
@@ -100,7 +103,7 @@ def restore(
     tried, deleted = list[int](), 0
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
-        name, uuid = _find(orbax, taken, root), chooser.uuid_of(taken)
+        name, uuid = _find(steps, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
             listing.check_is_found(taken)
         elif name:
@@ -108,9 +111,9 @@ def restore(
         attempt = Attempt(passed_over=tuple(tried))
         try:
             find = functools.partial(listing.find_state, root, taken, item)
-            restored = _attempt(
-                taken, args, asked, find, attempt, elsewhere, orbax, channel
-            )
+            folder = functools.partial(steps.find_directory, taken, root)
+            own = elsewhere is None
+            restored = _attempt(args, asked, find, attempt, folder, own, items, channel)
             break
         except Exception as error:
             # Of several processes all hear of damage, but not of other errors.
@@ -122,7 +125,7 @@ def restore(
                     raise deleted_step(root, taken) from error
                 all_succeed(channel, chooser.look_again)
                 if elsewhere is None:
-                    all_succeed(channel, orbax.reload)
+                    all_succeed(channel, steps.reload)
                 continue
             if not isinstance(error, errors.DAMAGE):
                 raise
@@ -151,13 +154,13 @@ def _check_asked(args: Any, asked: str, held: AnyPath) -> None:
 
 
 def _attempt(
-    step: int,
     args: Any,
     item: str,
     find_state: Callable[[], str],
     attempt: Attempt,
-    elsewhere: epath.Path | None,
-    orbax: OrbaxSeams,
+    find_folder: Callable[[], epath.Path],
+    is_own: bool,
+    items: Items,
     channel: Channel,
 ) -> Any:
     """Restores a step, whose state may be called otherwise than `item`, as in the arguments."""
@@ -166,8 +169,8 @@ def _attempt(
         held = find_state() if reads else item
         args = attempted_args(args, attempt)
         if held == item:
-            return orbax.restore(step, elsewhere, args)
-        found = orbax.restore_item(step, elsewhere, in_item(args, item, held))
+            return items.restore(find_folder(), args, is_own=is_own)
+        found = items.restore_named(find_folder(), in_item(args, item, held))
         return out_of_item(found, args, item, held)
     except BaseException as error:
         # The other processes wait for what this one has to say.
@@ -178,10 +181,10 @@ def _attempt(
         end_interrupted_tasks()
 
 
-def _find(orbax: OrbaxSeams, step: int, root: epath.Path) -> str:
+def _find(steps: Steps, step: int, root: epath.Path) -> str:
     """Name of the directory of a step; empty if there is none."""
     try:
-        return orbax.find_directory(step, root).name
+        return steps.find_directory(step, root).name
     except ValueError:
         return ""
 

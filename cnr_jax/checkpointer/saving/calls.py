@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -31,7 +31,7 @@ class Calls:
 
     Args:
         is_in_on_save: whether this thread is in the listener of the manager.
-        is_writing_here: whether this thread is one of Orbax's that writes a save.
+        is_writing_here: whether this thread is one that writes a save.
 
     Attributes:
         lock: held during calls; reentrant, for those that calls make of their own.
@@ -47,33 +47,14 @@ class Calls:
         self.lock = threading.RLock()
         self.current: object | None = None
         self.is_closed = False
-        self._naming_all: object | None = None
 
     def asking(self) -> contextlib.AbstractContextManager[Any]:
         """What a question about steps is asked in: the lock.
 
-        A thread of Orbax's that writes a save, with a callback of the user in it, must not wait
-        for who waits for it; meanwhile nothing changes either.
+        A thread that writes a save, with a callback of the user in it, must not wait for who waits
+        for it; meanwhile nothing changes either.
         """
         return contextlib.nullcontext() if self._is_writing_here() else self.lock
-
-    @contextlib.contextmanager
-    def all_directories(self) -> Iterator[None]:
-        """Meanwhile all step directories are listed, whatever is in them.
-
-        Orbax must know of each that a save would overwrite, or that may be deleted.
-        """
-        self._naming_all = self.current
-        try:
-            yield
-        finally:
-            self._naming_all = None
-
-    @property
-    def names_all(self) -> bool:
-        """Whether Orbax, which asks for the steps too, is told of all directories."""
-        # Not from another call, which was interrupted before it could say that it is over.
-        return self._naming_all is not None and self._naming_all is self.current
 
     def refuse_in_on_save(self, name: str) -> None:
         """Checks that a call does not wait for the listener that makes it.

@@ -10,14 +10,15 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.args import Save
 from cnr_jax.checkpointer.multihost import Channel, on_primary
-from cnr_jax.checkpointer.orbax_compat.seams import OrbaxSeams, is_distributed
+from cnr_jax.checkpointer.orbax_compat.distributed import is_distributed
+from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
 from cnr_jax.options import Options
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
 from cnr_jax.texts import logger
@@ -38,7 +39,9 @@ class Course:
     """Where the saves of one manager have got to, and what it saves next.
 
     Args:
-        orbax: knows the user's intervals.
+        steps: of the root; knows the user's intervals.
+        flying: steps that are being saved.
+        is_busy: whether a save is in flight, or steps go after it.
         uses: whether saves go by these touched rows.
         channel: to the other processes.
         options: of the run.
@@ -52,12 +55,15 @@ class Course:
 
     def __init__(
         self,
-        orbax: OrbaxSeams,
+        steps: Steps,
+        flying: Callable[[], Sequence[StepInfo]],
+        is_busy: Callable[[], bool],
         uses: Callable[[Touched | None], bool],
         channel: Channel,
         options: Options,
     ) -> None:
-        self._orbax, self._uses, self._channel = orbax, uses, channel
+        self._steps, self._flying, self._is_busy = steps, flying, is_busy
+        self._uses, self._channel = uses, channel
         self._skips = options.when_busy == "skip"
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
@@ -80,15 +86,17 @@ class Course:
         """Whether the run is about to be ended, and this is the step of its last save."""
         if self._sigterm is not None and self._sigterm.reached(step):
             return True
-        return self._orbax.reached_preemption(step)
+        return self._steps.reached_preemption(step)
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from the tip."""
         tip = self.tip
-        if self._orbax.should_save(step, tip.step if tip else None):
+        after = tip.step if tip else None
+        if self._steps.is_due(step, after, self._flying(), is_busy=self._is_busy()):
             return True
         ahead = tip is None or step > tip.step
-        return ahead and not self._orbax.is_read_only and self.reached_preemption(step)
+        is_read_only = self._steps.options.read_only
+        return ahead and not is_read_only and self.reached_preemption(step)
 
     def begin(self, step: int, touched: Touched | None) -> None:
         """A save begins: it is the tip, unless it fails."""
@@ -147,7 +155,7 @@ class Course:
     def is_left_out(self, step: int) -> bool:
         """Whether a save that is due is skipped because one is being written."""
         # Threads end at slightly different times; the processes must do the same.
-        busy = self._skips and bool(on_primary(self._channel, self._orbax.is_busy))
+        busy = self._skips and bool(on_primary(self._channel, self._is_busy))
         if busy:
             _log.info("step %d is not saved: the save before is being written", step)
         return busy

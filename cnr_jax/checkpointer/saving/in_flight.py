@@ -62,7 +62,6 @@ class SaveInFlight:
         processes: the process manifests that this process has seen by then; only the first one
             sees others than its own.
         manifest_bytes: of `manifest.json`, if this process has written it.
-        synced_early: whether it was made durable before Orbax renamed it.
         is_synced: whether it was committed, and synced or found impossible to sync, before
             anything was deleted in its favour.
         is_unwanted: whether retention is to delete this very step.
@@ -97,7 +96,6 @@ class SaveInFlight:
     commit_secs: float = 0.0
     processes: Sequence[ProcessManifest] = ()
     manifest_bytes: int | None = None
-    synced_early: bool = False
     is_synced: bool = False
     is_unwanted: bool = False
     rests_on: tuple[Entry, ...] = ()
@@ -157,16 +155,6 @@ class SaveInFlight:
         self.launched.open()
         if not self.writing.give_up():
             self.writing.wait(STOP_SECS)
-
-    def has_failed(self) -> bool:
-        """Whether all processes have heard that the save has failed; waits for their word.
-
-        A thread that hangs, as storage may, has nothing good to say.
-        """
-        if not self.writing.has_begun:
-            return True
-        is_over = self.writing.wait(self.timeout_secs)
-        return not is_over or self.write_error is not None
 
     def error(self) -> errors.SaveError:
         """Why the save was not committed, as far as this process knows."""

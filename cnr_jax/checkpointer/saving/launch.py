@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.multihost import UNHEARD, Channel, agree, raise_if_told
+from cnr_jax.checkpointer.multihost import Channel, agree, raise_if_told
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture, dense
@@ -104,7 +104,10 @@ class Launcher:
         return self._coding
 
     def launch(
-        self, planned: PlannedSave, directory: AnyPath, directories: Directories
+        self,
+        planned: PlannedSave,
+        directory: AnyPath,
+        directories: Directories | None,
     ) -> None:
         """Starts a save, and gathers: nothing of the state is needed afterwards.
 
@@ -114,8 +117,9 @@ class Launcher:
 
         Args:
             planned: the save; its `flight` gets what goes on in the background.
-            directory: of the item, which Orbax is making.
-            directories: tell when it is there.
+            directory: of the item.
+            directories: tell when it is there, where Orbax makes it; None: it is, and whoever
+                carries out the save settles it on all processes.
         """
         flight, changed, options = planned.flight, planned.changed, self._options
         plan, started = flight.plan, time.perf_counter()
@@ -245,7 +249,7 @@ def _say_rounding(
 
 def write_in_background(
     flight: SaveInFlight,
-    directories: Directories,
+    directories: Directories | None,
     write: Callable[[], None],
     release: Callable[[], None],
     channel: Channel,
@@ -254,7 +258,7 @@ def write_in_background(
 
     Args:
         flight: the save.
-        directories: to be waited for before anything is written.
+        directories: to be waited for before anything is written; None: see `Launcher.launch`.
         write: writes the part of this process.
         release: ends `write`, and frees whoever waits for it to go on.
         channel: to the other processes.
@@ -267,44 +271,50 @@ def write_in_background(
 
 def _in_background(
     flight: SaveInFlight,
-    directories: Directories,
+    directories: Directories | None,
     write: Callable[[], None],
     channel: Channel,
 ) -> None:
     """Waits for directories, writes, and waits for all processes."""
-    topic = f"{flight.plan.uuid}/saved"
+    topic, failure = f"{flight.plan.uuid}/saved", None
 
-    def check_others() -> None:
+    def check() -> None:
         raise_if_told(channel, topic)
 
-    failure = _raised_by(directories.wait, channel.timeout_secs, check_others)
-    unplaced, started = failure is not None, time.perf_counter()
-    if not unplaced and flight.stopped is None:
+    if directories is not None:
+        failure = _raised_by(directories.wait, channel.timeout_secs, check)
+    started = time.perf_counter()
+    if failure is None and flight.stopped is None:
         failure = _raised_by(write)
     if failure is not None:
         flight.release()
     flight.launched.wait()
-    if unplaced:
-        # What waits for directories must not begin, in whatever the next save makes.
-        directories.give_up()
     flight.written_secs = time.perf_counter() - started
-    is_heard = _end_alike(flight, flight.stopped or failure, channel, topic)
-    if unplaced and is_heard:
-        # All processes have given up.
-        _raised_by(directories.release)
+    failure = flight.stopped or failure
+    if directories is not None:
+        _end_alike(flight, failure, channel, topic)
+    elif failure is not None:
+        flight.write_error = _as_told(flight, failure)
     flight.agreed_at_secs = time.perf_counter()
+
+
+def _as_told(
+    flight: SaveInFlight, failure: BaseException
+) -> errors.SaveError | concurrent.futures.CancelledError:
+    if isinstance(failure, concurrent.futures.CancelledError):
+        return failure
+    return save_error(failure, flight.step, os.fspath(flight.place.path))
 
 
 def _end_alike(
     flight: SaveInFlight, failure: BaseException | None, channel: Channel, topic: str
-) -> bool:
-    """Ends as all processes do; returns whether none is known to be out of reach."""
-    is_heard, where = True, os.fspath(flight.place.path)
+) -> None:
+    """Ends as all processes do."""
+    where = os.fspath(flight.place.path)
     mine = failure and save_error(failure, flight.step, where)
     try:
         agree(channel, mine, topic=topic)
     except errors.SaveError as error:
-        is_heard = error.kind not in UNHEARD
         own = mine is not None and error.process == mine.process
         flight.write_error = mine if own else error
     except Exception as error:
@@ -312,7 +322,6 @@ def _end_alike(
         flight.write_error = mine or save_error(error, flight.step, where)
     if isinstance(failure, concurrent.futures.CancelledError):
         flight.write_error = failure
-    return is_heard
 
 
 def _raised_by(work: Callable[..., Any], *args: Any) -> BaseException | None:

@@ -21,6 +21,7 @@ from cnr_jax.checkpointer.saving.reporting import (
     report_of_dropped,
 )
 from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.planner import Planner
@@ -43,9 +44,9 @@ class Lifecycle:
         options: of the run.
 
     Attributes:
-        managed: whether a manager calls `synced` and `end_writing` when a save has ended.
-        looks_late: whether a manager calls `look_before` when all of a step is synced, closer to
-            its commit than the handler of the state can.
+        managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
+            `look_before` when all of a step is synced, closer to its commit than the handler of
+            the state can.
         last: the save that was decided last, also one without a state; None if there is none.
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
@@ -66,7 +67,7 @@ class Lifecycle:
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
         self.doubt = ""
-        self.managed = self.looks_late = False
+        self.managed = False
         self.last: SaveInFlight | None = None
 
     @property
@@ -281,7 +282,8 @@ class Lifecycle:
             flight.failure = flight.error()
             if not flight.is_failure_told:
                 self.fail(flight.failure)
-        self._writer.discard(flight.place.directory)
+        if not self.managed:
+            self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
         self._writer.undo()
         flight.end("failed" if flight.gap is None else "dropped")
 

@@ -21,6 +21,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,8 @@ class SavePipeline:
         # In their order, until somebody has taken note of their ends.
         self._saves: list[PipelinedSave] = []
         self._beginning: _Beginning | None = None
+        # One thread for all beginnings: jax opens files for each thread that it is new to.
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_begin_save")
 
     # The thread that calls.
 
@@ -171,9 +174,15 @@ class SavePipeline:
         self.make_room()
         beginning = self._beginning = _Beginning()
         context = contextvars.copy_context()
+        run: Any = functools.partial(beginning.run, self._begin, plan)
+        run = functools.partial(context.run, run)
+        del plan  # which holds what is saved
         try:
-            work = lambda: beginning.run(lambda: self._begin(beginning, plan))  # noqa: E731
-            beginning.job.start("cnr_begin_save", context.run, work)
+            try:
+                self._pool.submit(beginning.job.run, run)
+            except RuntimeError:  # the interpreter exits
+                beginning.job.start("cnr_begin_save", run)
+            del run
             beginning.job.wait()
         except BaseException:
             beginning.interrupt()
@@ -212,6 +221,10 @@ class SavePipeline:
             self._drive(save)
             save.over.wait()
 
+    def close(self) -> None:
+        """Ends the thread of beginnings, once all saves are over."""
+        self._pool.shutdown()
+
     def in_flight(self) -> list[PipelinedSave]:
         """Saves that are not over, in their order."""
         return [save for save in tuple(self._saves) if not save.over.is_open]
@@ -219,9 +232,13 @@ class SavePipeline:
     @property
     def is_busy(self) -> bool:
         """Whether a save is beginning or in flight."""
+        return self.is_beginning or bool(self.in_flight())
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether a save is beginning, or an interrupt has left a beginning to itself."""
         beginning = self._beginning
-        is_beginning = beginning is not None and not beginning.job.is_over
-        return is_beginning or bool(self.in_flight())
+        return beginning is not None and not beginning.job.is_over
 
     def is_here(self) -> bool:
         """Whether this is a thread of the pipeline, which must not wait for who waits for it."""
@@ -334,9 +351,11 @@ class SavePipeline:
             )
 
         def publish() -> Any:
-            folder = self.committer.folder(save.attempt)
-            save.work.seal(folder)
-            self._publish(save.attempt)
+            try:
+                save.work.seal(self.committer.folder(save.attempt))
+                self._publish(save.attempt)
+            except Exception as error:
+                raise _told(error, save) from error
             # From here on it is committed, whatever fails.
             save.is_committed = True
             try:
@@ -437,35 +456,39 @@ class _Beginning:
         self.found: PipelinedSave | None = None
         self.error: BaseException | None = None
         # What is being staged; why that is to end.
-        self._save: PipelinedSave | None = None
+        self._staging: Work | None = None
         self._why: BaseException | None = None
 
-    def run(self, work: Callable[[], PipelinedSave]) -> None:
+    def run(
+        self,
+        begin: Callable[[_Beginning, Callable[[], PipelinedSave]], PipelinedSave],
+        plan: Callable[[], PipelinedSave],
+    ) -> None:
         """Begins; in its thread."""
         try:
-            self.found = work()
+            self.found = begin(self, plan)
         except BaseException as error:
             self.error = error
 
     def stages(self, save: PipelinedSave) -> None:
         """Staging begins."""
-        self._save = save
+        self._staging = save.work
         if self._why is not None:
             save.work.cancel(self._why)
 
     def is_staged(self) -> None:
         """Staging is over: from here on no interrupt ends the save; raises one that has come."""
-        self._save = None
+        self._staging = None
         if self._why is not None:
             raise self._why
 
     def interrupt(self) -> None:
         """Ends staging soon; from another thread."""
-        # First the reason: either this sees the save, or the save sees that.
+        # First the reason: either this sees what is staged, or that sees the reason.
         self._why = KeyboardInterrupt()
-        save = self._save
-        if save is not None:
-            save.work.cancel(self._why)
+        staging = self._staging
+        if staging is not None:
+            staging.cancel(self._why)
 
 
 def wait_for(future: Any, check: Callable[[], None]) -> None:

@@ -99,7 +99,7 @@ class Planning:
             until_finished()
         except errors.CnrError as error:
             # Other processes may know of no error, such as one in deleting old steps, or of another
-            # one. Without a state they come to `Barriers.begin` instead, and hear of it there.
+            # one. Without a state they agree on a nonce instead, and hear of it there.
             self.refuse(error)
             raise
         waited_secs = time.perf_counter() - started

@@ -12,6 +12,7 @@ there is nothing to wait for.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import datetime
 import json
@@ -109,8 +110,14 @@ _claimed_at: dict[str, str] = {}
 _OWN_PACKAGES = {"cnr_jax", "orbax"}
 
 
-def _calling_line() -> str:
+# The line that called, for threads that work for who did.
+called_at: contextvars.ContextVar[str] = contextvars.ContextVar("called_at", default="")
+
+
+def calling_line() -> str:
     """The line of the program that called this package, as `train.py:12`."""
+    if known := called_at.get():
+        return known
     found, was_own = "a line that is not known", False
     # From the inside out; in between there may be others, such as decorators of contextlib.
     for frame, line in traceback.walk_stack(None):
@@ -229,7 +236,7 @@ class Claim:
             aside=before.aside if before else None,
         )
         self._write(own)
-        _claimed_at[own.id] = _calling_line()
+        _claimed_at[own.id] = calling_line()
         return before
 
     def stand_in(self, other: Writer, *, alone: bool) -> None:

@@ -323,15 +323,15 @@ class RootWriter:
         self._claim.note_aside(None)
         return self._refresh()
 
-    def discard(self, directory: str) -> None:
+    def discard(self, folder: str) -> None:
         """Removes what a failed save has written, at once if nobody is writing, else later.
 
         Args:
-            directory: step directory of the save, which is not there.
+            folder: name of that which it has written into.
         """
         if not self.writes:
             return
-        self._unfinished.add(directory)
+        self._unfinished.add(folder)
         held = self._lock.is_held
         try:
             # Whoever takes over uses the same names, but writes with the lock only.
@@ -400,9 +400,9 @@ class Unfinished:
         self._gone: dict[str, bool] = {}
         self._waits = False
 
-    def add(self, directory: str) -> None:
-        """Notes a save that was to be in a step directory and is not committed."""
-        self._gone[directory + names.TEMPORARY_SUFFIX] = False
+    def add(self, folder: str) -> None:
+        """Notes a folder that a save was written into which is not committed."""
+        self._gone[folder] = False
 
     def forget(self, directory: str | None = None) -> None:
         """A folder of the same name may be another save's: of this step, or of any."""

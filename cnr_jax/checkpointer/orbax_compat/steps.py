@@ -1,0 +1,277 @@
+"""The step directories of a root as Orbax's options name them, and what its policies are told."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from cnr_jax.checkpointer.orbax_compat.items import metrics_of
+from cnr_jax.checkpointer.orbax_compat.options import deciding
+from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
+from cnr_jax.repository.store import exists, store_of
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+# Fewer steps are looked at one after the other.
+_FEW = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What policies of Orbax are told of a step.
+
+    Attributes:
+        step: its number.
+        time: when it was committed.
+        metrics: that it was saved with.
+    """
+
+    step: int
+    time: datetime.datetime
+    metrics: Any = None
+
+
+class Steps:
+    """All step directories of a root, whatever is in them.
+
+    Args:
+        root: of the manager.
+        options: of Orbax, by which steps are named, due and ranked.
+
+    Attributes:
+        root: the same.
+        options: the same.
+        is_stale: whether they must be read again, as that failed.
+    """
+
+    def __init__(self, root: epath.Path, options: ocp.CheckpointManagerOptions) -> None:
+        self.root, self.options = root, options
+        self._names: Any = options.step_name_format
+        self._names = self._names or ocp.path.step.standard_name_format(
+            step_prefix=options.step_prefix,
+            step_format_fixed_length=options.step_format_fixed_length,
+            single_host_load_and_broadcast=options.single_host_load_and_broadcast,
+            atomicity_options=options.atomicity_options,
+        )
+        self._policy = deciding(options)
+        self.is_stale = False
+        # Replaced, never changed: other threads read it.
+        self._infos: tuple[StepInfo, ...] = ()
+
+    # Which there are.
+
+    def reload(self) -> None:
+        """Reads again which there are.
+
+        What Orbax wrote beside the state (times and metrics) may be damaged: it is left out then,
+        with a warning. So is a step that is deleted meanwhile, without one.
+        """
+        steps = list(self._names.find_all(self.root)) if exists(self.root) else []
+        if len(steps) < _FEW:
+            found = list(map(_info_of, steps))
+        else:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                found = list(pool.map(_info_of, steps))
+        self._keep(info for info in found if info is not None)
+        self.is_stale = False
+
+    def _keep(self, infos: Iterable[StepInfo]) -> None:
+        self._infos = tuple(sorted(infos, key=lambda info: info.step))
+
+    def infos(self) -> tuple[StepInfo, ...]:
+        """All of them, in order."""
+        return self._infos
+
+    def numbers(self) -> list[int]:
+        """Their numbers, in order."""
+        return [info.step for info in self._infos]
+
+    def add(self, info: StepInfo) -> None:
+        """One more is committed."""
+        self._keep([*(each for each in self._infos if each.step != info.step), info])
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Some are no more."""
+        self._keep(info for info in self._infos if info.step not in steps)
+
+    def forget_named(self, directories: Collection[str]) -> None:
+        """Some are moved out of the way of a save."""
+        if directories:
+            named = {info.step: self.new_directory(info.step) for info in self._infos}
+            self.forget([s for s, name in named.items() if name in directories])
+
+    def check_is_new(self, step: int) -> None:
+        """Checks that there is no such step.
+
+        Raises:
+            StepAlreadyExistsError: of Orbax, a ValueError, if there is.
+        """
+        if step in self.numbers():
+            raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
+
+    @property
+    def are_broadcast(self) -> bool:
+        """Whether reading which there are is a broadcast, to which all processes come."""
+        return jax.process_count() > 1 and self.options.single_host_load_and_broadcast
+
+    # What they are called.
+
+    def new_directory(self, step: int) -> str:
+        """Name of the directory that a save of this step makes."""
+        return self._names.build_name(step)
+
+    def find_directory(self, step: int, root: epath.Path) -> epath.Path:
+        """The directory of a step that is there, which may be in another form than new ones.
+
+        Raises:
+            ValueError: if there is none, and a format of the user's own names directories.
+        """
+        if self.options.step_name_format is not None:
+            return self._names.find_step(root, step).path
+        return root / self.new_directory(step)
+
+    def existing_directory(self, step: int) -> str:
+        """Name of the directory of a step of the root; of a new one if there is none."""
+        try:
+            return self.find_directory(step, self.root).name
+        except ValueError:
+            return self.new_directory(step)
+
+    # What is due, and best.
+
+    def is_due(
+        self,
+        step: int,
+        after: int | None,
+        flying: Sequence[StepInfo],
+        *,
+        is_busy: bool,
+    ) -> bool:
+        """Whether a save is due.
+
+        Args:
+            step: of the save.
+            after: the step that it is counted from.
+            flying: steps that are being saved, which count too.
+            is_busy: whether a save is in flight, or steps go after it.
+        """
+        if self.options.read_only:
+            _log.warning("%s is read only: nothing is saved", self.root)
+            return False
+        if after is not None and after >= step:
+            return False
+        checks = self.options.enable_should_save_is_saving_in_progress_check
+        context = ocp.checkpoint_managers.DecisionContext(
+            is_saving_in_progress=is_busy and checks,
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self.options.multiprocessing_options,
+        )
+        flown = {info.step for info in flying}
+        before = [info for info in self._infos if info.step not in flown]
+        before = sorted([*before, *flying], key=lambda info: info.step)
+        # Such a policy takes a number of a save.
+        with beginning() if self._is_continuous else contextlib.nullcontext():
+            asked = StepInfo(step, now())
+            return bool(self._policy.should_save(asked, before, context=context))
+
+    @property
+    def _is_continuous(self) -> bool:
+        policies = ocp.checkpoint_managers
+        policy: Any = self.options.save_decision_policy
+        inner = (
+            policy.policies if isinstance(policy, policies.AnySavePolicy) else [policy]
+        )
+        kind = policies.ContinuousCheckpointingPolicy
+        return any(isinstance(each, kind) for each in inner)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether jax has chosen this step for the last save before the run is ended."""
+        return bool(ocp.multihost.reached_preemption(step))
+
+    @property
+    def has_best(self) -> bool:
+        """Whether steps are ranked by metrics."""
+        return self.options.best_fn is not None
+
+    def ranked(self) -> list[int]:
+        """Steps with metrics, the best one last."""
+        best: Any = self.options.best_fn
+        ranked = sorted(
+            (info for info in self._infos if info.metrics is not None),
+            key=lambda info: best(info.metrics),
+            reverse=self.options.best_mode == "min",
+        )
+        return [info.step for info in ranked]
+
+
+def now() -> datetime.datetime:
+    """The time, as policies are told it."""
+    return datetime.datetime.now(tz=datetime.UTC)
+
+
+def _info_of(step: Any) -> StepInfo | None:
+    """What policies are told of a step; None if it is gone."""
+    time, metrics = datetime.datetime.min, None
+    damaged: dict[str, Exception] = {}
+    # Whatever stands in those files, and of whatever type it is.
+    try:
+        refuse_pipes(step.path)
+        time = step.commit_timestamp
+    except Exception as error:
+        damaged["its time"] = error
+    try:
+        refuse_pipes(step.path)
+        metrics = metrics_of(step.path)
+    except Exception as error:
+        damaged["its metrics"] = error
+    if damaged:
+        try:
+            secs = store_of(step.path).modified_unix_secs(step.path)
+        except FileNotFoundError:
+            return None
+        if "its time" in damaged:
+            time = datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
+    for what, error in damaged.items():
+        _log.warning(
+            "step %s goes without %s: what Orbax wrote there cannot be read (%s)",
+            step,
+            what,
+            error,
+        )
+    return StepInfo(step.step, time, metrics)
+
+
+class Unseen:
+    """The names of steps for a manager of Orbax that is not to look for any.
+
+    Args:
+        steps: says what they are called.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def build_name(self, step: int) -> str:
+        """Name of the directory of a step."""
+        return self._steps.new_directory(step)
+
+    def find_all(self, base_path: Any) -> Any:
+        """None."""
+        return iter(())
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        """None.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"step {step} is not looked for below {base_path}")

@@ -1,0 +1,156 @@
+"""Which steps go after a save, by the user's rule, and how they go: children first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import jax
+
+from cnr_jax.checkpointer.orbax_compat.options import (
+    check_deletion,
+    preservation_context,
+)
+from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
+from cnr_jax.format import names
+from cnr_jax.repository.index.gaps import Gap
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import Preserving, children_first
+from cnr_jax.repository.store import store_of
+from cnr_jax.repository.upkeep.aside import clear_aside
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+class Retirement:
+    """Decides which steps go, and removes them; process 0 does, for all.
+
+    Args:
+        steps: of the root.
+        writer: of the root.
+        policy: the user's rule, which knows of parents.
+
+    Attributes:
+        looking: held while the ledger is asked in the background, or read anew meanwhile.
+
+    Raises:
+        OptionError: if removed steps are to go where they cannot.
+    """
+
+    def __init__(self, steps: Steps, writer: RootWriter, policy: Preserving) -> None:
+        self._steps, self._writer, self._policy = steps, writer, policy
+        check_deletion(steps.root, steps.options)
+        self.looking = threading.RLock()
+        # What was set aside, but not by this run.
+        self._not_ours: set[str] = set()
+        if writer.remover is not None:
+            given = steps.options.num_deletion_threads
+            writer.remover.threads = given or writer.remover.threads
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._writer.ledger or Ledger()
+
+    def decide(self, infos: Sequence[StepInfo], needed: Collection[int]) -> list[int]:
+        """Steps that go, now that a save is committed.
+
+        Args:
+            infos: of all steps, the new one among them.
+            needed: steps that saves in flight rest on, which stay for now.
+        """
+        context = preservation_context()
+        with self.looking:
+            keeps = self._policy.should_preserve(infos, context=context)
+            gone = [i.step for i, keep in zip(infos, keeps, strict=True) if not keep]
+            self.stayed([step for step in gone if step in needed])
+        return [step for step in gone if step not in needed]
+
+    def note(self, steps: Sequence[int]) -> None:
+        """On all processes: these steps are going, so nothing may rest on them any more."""
+        with self.looking:
+            for step in steps if jax.process_index() != 0 else ():
+                self._ledger.doom(self._steps.existing_directory(step))
+
+    def remove(self, steps: Sequence[int]) -> list[int]:
+        """Removes what retention lets go of: steps, and first what rollbacks have set aside.
+
+        Not as long as steps that are to stay were found to lack files, and the rule, which
+        decided without knowing that, was not asked again. A step that cannot be removed stays, and
+        with it all that it rests on. Nothing is raised: the save that made the steps superfluous
+        is committed all the same.
+
+        Returns:
+            Those that stay.
+        """
+        writer, ledger = self._writer, self._writer.ledger
+        if writer.gaps.found and steps:
+            _say_spared(writer.gaps.found[0])
+            return list(steps)
+        if ledger is not None and ledger.crowded:
+            if writer.remover is not None and writer.place is not None:
+                clear_aside(
+                    writer.place,
+                    ledger.run,
+                    self._remove,
+                    self._not_ours,
+                    adopts=writer.adopts,
+                )
+        return [step for step, _ in self._removing(steps)]
+
+    def stayed(self, steps: Sequence[int]) -> None:
+        """On all processes: these did not go after all, and count on."""
+        with self.looking:
+            for step in steps:
+                self._ledger.doomed.discard(self._steps.existing_directory(step))
+
+    def delete(self, step: int) -> None:
+        """Removes one step.
+
+        Raises:
+            WriterError: if another manager saves to this root.
+            OSError: if it cannot be removed; it is there as before.
+        """
+        for _, error in self._removing([step]):
+            raise error
+
+    def _removing(self, steps: Sequence[int]) -> Iterator[tuple[int, Exception]]:
+        """Removes steps, those first that others do not depend on; yields what stays, and why."""
+        numbers = {self._steps.existing_directory(step): step for step in steps}
+        ledger, stay = self._ledger, dict[str, Exception]()
+        for directory in children_first(ledger, numbers):
+            if directory not in stay:
+                try:
+                    self._remove(directory)
+                except FileNotFoundError:
+                    _log.warning("step %s is gone already", directory)
+                except Exception as error:
+                    _log.error("step %s is not removed and stays: %s", directory, error)
+                    stay[directory] = error
+            if directory in stay:
+                below = ledger.closure([directory])
+                stay |= dict.fromkeys(below - stay.keys(), stay[directory])
+                yield numbers[directory], stay[directory]
+
+    def _remove(self, directory: str) -> None:
+        self._writer.check_claim()
+        options, remover = self._steps.options, self._writer.remover
+        path = self._steps.root / directory
+        if remover is None:
+            # First: without it the rest is no step.
+            store_of(path).remove_file(path / names.COMMITTED)
+            for error in store_of(path).remove_tree(path):
+                raise error
+        elif options.todelete_subdir is not None:
+            remover.keep(directory, options.todelete_subdir)
+        else:
+            remover.remove(directory, background=options.enable_background_delete)
+
+
+def _say_spared(gap: Gap) -> None:
+    """Says that steps stay that others were to take the place of, until retention decides again."""
+    _log.warning(
+        "no step is deleted after this save, as one that was to stay is not whole: %s",
+        gap.text,
+    )
