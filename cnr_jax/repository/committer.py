@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from cnr_jax import errors
@@ -25,6 +25,7 @@ from cnr_jax.repository.store import (
     read_all,
     store_of,
     sync_directory,
+    sync_tree,
     write_durably,
 )
 
@@ -64,8 +65,12 @@ class Committer(Protocol):
         """
         ...
 
-    def publish(self, attempt: Attempt) -> None:
-        """Commits an attempt, of which all that lies in the folders of items is durable.
+    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
+        """Makes an attempt durable, and commits it.
+
+        Args:
+            attempt: of which all is written.
+            durable: names of what is durable already, of all that lies in its folder.
 
         Raises:
             DependentsExistError: if somebody else has committed the step.
@@ -111,13 +116,13 @@ class RenameCommitter:
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
         _make(self.folder(attempt), items, self._mode)
 
-    def publish(self, attempt: Attempt) -> None:
+    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         # The system would replace an empty folder, and what was committed is nobody's to replace.
         if is_named(attempt.path):
             raise _taken(attempt)
         folder = self.folder(attempt)
         write_durably(folder / names.COMMITTED, attempt.nonce.encode())
-        sync_directory(folder)
+        sync_tree(folder, but=[*durable, names.COMMITTED])
         store_of(folder).move(folder, attempt.path)
 
     def settle(self, attempt: Attempt) -> None:
@@ -151,12 +156,12 @@ class MarkerCommitter:
         )  # what an earlier attempt has left, whose writers have ended
         _make(attempt.path, items, self._mode)
 
-    def publish(self, attempt: Attempt) -> None:
+    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         if exists(attempt.path / names.COMMITTED):
             if _is_marked(attempt):
                 return  # the answer to a first try was lost
             raise _taken(attempt)
-        sync_directory(attempt.path)
+        sync_tree(attempt.path, but=durable)
         sync_directory(attempt.root)
         write_durably(attempt.path / names.COMMITTED, attempt.nonce.encode())
 

@@ -99,10 +99,11 @@ class Files:
         self.at["stage"].open(self.at["stage"].error)
         self.at["write"].open(self.at["write"].error)
 
-    def seal(self, folder: Any) -> None:
+    def seal(self, folder: Any) -> list[str]:
         self.at["seal"].pass_()
         held = sorted(path.name for path in (Path(folder) / ITEM).iterdir())
         (Path(folder) / ITEM / "whole").write_text(" ".join(held))
+        return []
 
     def published(self) -> Any:
         self.note("published")

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -65,8 +65,12 @@ class Work(Protocol):
         """Ends staging and writing soon; from any thread, more than once, or when they are over."""
         ...
 
-    def seal(self, folder: AnyPath) -> None:
-        """On process 0, once all have written: the last before the commit, durable on return."""
+    def seal(self, folder: AnyPath) -> Collection[str]:
+        """On process 0, once all have written: the last before the commit.
+
+        Returns:
+            Names of what is durable already, of all that lies in the folder.
+        """
         ...
 
     def published(self) -> Any:
@@ -352,8 +356,8 @@ class SavePipeline:
 
         def publish() -> Any:
             try:
-                save.work.seal(self.committer.folder(save.attempt))
-                self._publish(save.attempt)
+                durable = save.work.seal(self.committer.folder(save.attempt))
+                self._publish(save.attempt, durable)
             except Exception as error:
                 raise _told(error, save) from error
             # From here on it is committed, whatever fails.
@@ -375,9 +379,9 @@ class SavePipeline:
         save.work.committed(told)
         return told
 
-    def _publish(self, attempt: Attempt) -> None:
+    def _publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         try:
-            self.committer.publish(attempt)
+            self.committer.publish(attempt, durable)
         except Exception:
             if not self._is_published(attempt):
                 raise

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cnr_jax import errors
@@ -24,11 +24,12 @@ from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import PipelinedSave, SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
+from cnr_jax.format import names
 from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.layout import Place, check_is_free
-from cnr_jax.repository.store import AnyPath, exists, sync_step
+from cnr_jax.repository.store import AnyPath, exists
 from cnr_jax.repository.upkeep.claim import called_at, calling_line
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import settings_here
@@ -317,13 +318,13 @@ class Saves:
             later = later or save.work is work
         return found
 
-    def sealed(self, work: StepSave, folder: AnyPath) -> None:
-        """Ends what is written of a step, and makes it durable."""
+    def sealed(self, work: StepSave, folder: AnyPath) -> list[str]:
+        """Ends what is written of a step; names what of it is durable already."""
         work.flight.agreed_at_secs = time.perf_counter()
         work.items.finalize(folder, work.custom_metadata)
         self.before_commit()
-        sync_step(folder, work.flight.place.item)
         self._lifecycle.look_before()
+        return [work.flight.place.item, names.ORBAX_METADATA]
 
     def published(self, work: StepSave) -> list[int]:
         """Makes a commit durable; says which steps go."""
@@ -405,9 +406,9 @@ class StepSave:
         self.items.cancel()
         self.flight.give_up(why)
 
-    def seal(self, folder: AnyPath) -> None:
-        """Ends what is written, and makes it durable."""
-        self._saves.sealed(self, folder)
+    def seal(self, folder: AnyPath) -> Collection[str]:
+        """Ends what is written; names what of it is durable already."""
+        return self._saves.sealed(self, folder)
 
     def published(self) -> Any:
         """Makes the commit durable; says which steps go."""

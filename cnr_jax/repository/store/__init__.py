@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cnr_jax import errors
-from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest
 from cnr_jax.repository.store.base import AnyPath as AnyPath
 from cnr_jax.repository.store.base import Capabilities as Capabilities
@@ -168,28 +167,9 @@ def locks_files(path: AnyPath) -> bool:
     return store_of(path).locks_files(path)
 
 
-def sync_tree(directory: AnyPath) -> None:
-    """Makes all that is below a directory durable."""
-    store_of(directory).sync_tree(directory)
-
-
-def sync_step(directory: AnyPath, item: str) -> None:
-    """Makes all of a step durable before it is renamed to its final name.
-
-    Args:
-        directory: of the step, under its temporary name.
-        item: that holds our checkpoint. Its arrays and its dense part are durable already, of
-            its directory only what Orbax has added is synced.
-    """
-    store = store_of(directory)
-    if not can(directory).renames:
-        return
-    # What a save has written into its item was synced before; Orbax may have added something.
-    held = store.names_in(directory / item)
-    synced = [name for name in held if names.is_own(name) or name == names.DENSE]
-    if len(synced) < len(held):
-        store.sync_tree(directory / item, but=synced)
-    store.sync_tree(directory, but=[item])
+def sync_tree(directory: AnyPath, but: Collection[str] = ()) -> None:
+    """Makes all that is below a directory durable, but what is called so right in it."""
+    store_of(directory).sync_tree(directory, but)
 
 
 def missing_directories(root: AnyPath) -> list[AnyPath]:
