@@ -535,6 +535,8 @@ write = RowsWriter.write
 def late(*args):
     while not thread._shutdown:  # the main thread has come to its end
         time.sleep(0.01)
+    if sys.argv[2] == "in a pool":
+        thread.ThreadPoolExecutor().submit(int)  # as a save does that is not small
     return write(*args)
 
 logging.basicConfig(level=logging.WARNING)
@@ -548,16 +550,28 @@ manager.save(1, args=cnr.args.Save(state))
 """
 
 
-def test_program_that_ends_without_close_is_told_what_it_lost(tmp_path: Path) -> None:
+def run_program(*args: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],
+        [sys.executable, "-c", PROGRAM, *args],
         stderr=subprocess.PIPE,
         text=True,
         timeout=600,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     )
-    lines = done.stderr.splitlines()
-    (said,) = [line for line in lines if "the save of step 1 failed" in line]
+    return [line for line in done.stderr.splitlines() if "step 1" in line]
+
+
+def test_program_that_ends_without_close_waits_for_what_can_be_written(
+    tmp_path: Path,
+) -> None:
+    assert run_program(str(tmp_path / "run"), "alone") == []
+    with cnr.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == [0, 1]
+
+
+def test_program_that_ends_without_close_is_told_what_it_lost(tmp_path: Path) -> None:
+    (said,) = run_program(str(tmp_path / "run"), "in a pool")
+    assert "the save of step 1 failed" in said
     assert "the program ended before this save was durable" in said
     assert "use `with`, or call close() or wait_until_finished()" in said
     assert "the next save contains" not in said

@@ -204,6 +204,5 @@ def options_of_base(
         todelete_subdir=None,
         enable_background_delete=False,
         preservation_policy=None,
-        save_root_metadata=False,
         lightweight_initialize=True,
     )
