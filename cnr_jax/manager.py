@@ -121,7 +121,7 @@ class CheckpointManager(ocp.CheckpointManager):
             super().__init__(
                 self._root, options=base, metadata=metadata, handler_registry=registry
             )
-            self._steps.reload()
+            self._steps.reload(numbers_only=kept.lightweight_initialize)
         shorten_logs()
         try:
             self._listing.say_what_is_there(made)
