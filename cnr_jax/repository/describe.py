@@ -90,6 +90,7 @@ def describe(
         plain, item or "default", index, layout.step_directories(plain), on_step
     )
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
+    index.note_strays()
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     steps = [
         dataclasses.replace(
@@ -191,7 +192,7 @@ def _look(
         step = _described(directory, manifest)
     except errors.CnrError as error:
         step = StepDescription(step=number, directory=directory, kind="unreadable")
-        return step, Harm(str(error), only_dense=False)
+        return step, Harm(str(error), itself_alone=False)
     try:
         own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)
@@ -200,7 +201,7 @@ def _look(
         if store.can(root).cheap_looks:
             _check_rows(where, processes)
     except (errors.CnrError, OSError) as error:
-        return step, Harm(str(error), only_dense=False)
+        return step, Harm(str(error), itself_alone=False)
     try:
         checked.check_dense_index(manifest, where)
         check_dense_tiles(where, manifest, processes)
@@ -208,7 +209,7 @@ def _look(
             _check_dense(where, manifest, processes)
             checked.refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
-        return step, Harm(str(error), only_dense=True)
+        return step, Harm(str(error), itself_alone=True)
     return step, None
 
 
