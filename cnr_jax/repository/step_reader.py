@@ -26,7 +26,6 @@ from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.store.checked import (
     Seal,
     about,
-    check_dense_index,
     numpy_dtype,
     sealed,
 )
@@ -121,8 +120,7 @@ class StepReader:
             IntegrityError: at the first one that is missing or damaged, or that Orbax could
                 take for one of them.
         """
-        check_dense_index(self.manifest, self.directory)
-        return sealed(self.directory, self.manifest.dense_files)
+        return sealed(self.directory, self.manifest)
 
     def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
         """Tiles of a leaf, each with the process that wrote it.

@@ -72,7 +72,7 @@ class DenseStore:
             IntegrityError: if the files have changed, or Orbax cannot read them though they
                 are as they were saved.
         """
-        if seal is None or not seal.named:
+        if seal is None or not seal.manifest.dense_files:
             return {}  # whatever somebody has put there
         abstract = None
         if leaves is not None:
