@@ -28,9 +28,9 @@ from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.tiles import ProcessManifest, dump_process, load_process
 from cnr_jax.repository import dense_writer
 from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.staging import DenseBytes, Stage
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, digest_of
-from cnr_jax.rows.gather.chunk import DenseBytes, Stage
 from cnr_jax.rows.gather.host import Buffers
 
 from .conftest import each_of, flip

@@ -38,9 +38,10 @@ from cnr_jax.repository import rows_writer
 from cnr_jax.repository.committer import RenameCommitter
 from cnr_jax.repository.index import planner
 from cnr_jax.repository.replay.dense_tiles import TiledDense
+from cnr_jax.repository.staging import Stage
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Stage
+from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.testing import inprocess
 
 WORKER = Path(__file__).parent / "saving_worker.py"

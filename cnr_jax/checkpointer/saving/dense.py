@@ -23,8 +23,8 @@ from jax.sharding import Sharding
 from cnr_jax.format.boxes import Box
 from cnr_jax.format.dense import SCALAR_BYTES, DenseTile
 from cnr_jax.format.manifest import DenseLeaf
+from cnr_jax.repository.staging import DenseBytes
 from cnr_jax.rows import tiling
-from cnr_jax.rows.gather.chunk import DenseBytes
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.shards import local_shards_of
 from cnr_jax.rows.tiling import boxes_of
