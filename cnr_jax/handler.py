@@ -21,7 +21,6 @@ import cnr_jax.options
 from cnr_jax import errors
 from cnr_jax.args import Restore, Save, asked_for, check_asked_alike
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.checkpointer.orbax_compat.places import Directories, place_of
 from cnr_jax.checkpointer.orbax_compat.plain import PlainState
 from cnr_jax.checkpointer.restoring import adopted
@@ -110,7 +109,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
-        self._dense, self._tracker = DenseStore(), Tracker(self.options)
+        self._tracker = Tracker(self.options)
         self._has_said_at_first = False
         self._launcher = Launcher(
             self._tracker, self.widening, self.channel, self.options
@@ -366,7 +365,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             if self.options.adopt and is_state_of_orbax(directory):
                 return adopted.read_adopted(place, directory, args, self.tables), None
             found = read_back(
-                place, args, self.tables, self._dense, verify=self.options.verify_reads
+                place, args, self.tables, verify=self.options.verify_reads
             )
             return found, self.writer.ledger_to_be(place)
 
@@ -417,7 +416,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def close(self) -> None:
         """Frees what the handler holds."""
-        self._dense.close()
         self._launcher.close()
         self.writer.close()
 

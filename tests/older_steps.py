@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest, dump
 from cnr_jax.format.tiles import dump_process
-from cnr_jax.repository.replay.dense import StoredDense
+from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store import digest_file, digest_of
@@ -25,7 +25,7 @@ def leave_dense_to_orbax(item: Path) -> None:
     """Makes a committed step one of the kind in which Orbax has written the dense leaves."""
     manifest = read_manifest(item)
     reader = StepReader(item, manifest, verify=True, kept=KeptChunks())
-    stored = StoredDense(reader)
+    stored = TiledDense(reader)
     values = {}
     for leaf in manifest.dense_leaves:
         if leaf.kind != "text":

@@ -82,6 +82,54 @@ def test_damage_of_a_copied_step_harms_the_copy_alone(
     assert cnr.describe(root).steps[-1].kind == "delta"
 
 
+@pytest.mark.parametrize("copies", [[8, 9], [8, 9, 10], [8, 9, 10, 11]])
+@pytest.mark.parametrize("policy", [cnr.OneShot(), cnr.Full()])
+def test_copies_are_never_pruned_however_many_they_are(
+    tiny_run: Any, opened: Any, tmp_path: Path, policy: Any, copies: list[int]
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with opened(run, policy=policy) as manager:
+        run.run(manager, [8, 9, 10, 11])
+    for step in copies:
+        shutil.copytree(root / str(step), root / f"backup_{step}")
+    shutil.rmtree(root / "9")  # as retention does, which knows no copies
+    before = {path.name for path in root.iterdir()}
+    told = cnr.prune(root, keep=1, delete=True, writer_is_dead=True)
+    going = {fate.name for fate in told.going}
+    assert before - going <= {path.name for path in root.iterdir()}
+    if not isinstance(policy, cnr.Full):
+        assert going == {"10"}
+        return
+    # No manifest names another step: where copies are as many, nothing tells which they are.
+    assert going == ({"8", "10"} if len(copies) < 3 else set())
+    told_why = {fate.reason for fate in told.fates if fate.step != 11}
+    assert len(copies) < 3 or all("which are copies" in reason for reason in told_why)
+
+
+@pytest.mark.parametrize("step", [11, 10, 8])
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.Full()])
+def test_a_step_that_was_renamed_is_none_to_those_who_look_either(
+    tiny_run: Any, opened: Any, tmp_path: Path, policy: Any, step: int
+) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with opened(run, policy=policy) as manager:
+        run.run(manager, [8, 9, 10, 11])
+    (root / str(step)).rename(root / f"backup_{step}")
+    found = cnr.describe(root)
+    shown = {s.directory: s.problem for s in found.steps}
+    assert "not called as the other steps" in shown[f"backup_{step}"]
+    with cnr.CheckpointManager(root, tables=run.tables) as manager:
+        assert manager.latest_step() == found.latest_step
+        assert manager.all_steps() == [s.step for s in found.steps if not s.problem]
+    if found.latest_step is None:
+        with pytest.raises(errors.NoStepError, match="not called as"):
+            cnr.read_rows(root, "user", [0])
+    else:
+        newest = cnr.read_rows(root, "user", [0])
+        given = cnr.read_rows(root, "user", [0], step=found.latest_step)
+        np.testing.assert_array_equal(newest, given)
+
+
 def test_an_item_that_is_renamed_in_one_step_hides_no_others(
     saved: Any, opened: Any, tmp_path: Path
 ) -> None:

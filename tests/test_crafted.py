@@ -699,3 +699,46 @@ def test_counters_at_their_limit_give_no_save_that_cannot_be_read(
                 saved.add(step)
     with run.open(tmp_path) as manager:
         assert saved <= {*manager.all_steps()}
+
+
+@pytest.mark.parametrize("key", ["chunk", "length"])
+@pytest.mark.parametrize("size", [2**59, 2**62, LARGEST])
+def test_arrays_of_more_bytes_than_can_be_counted_are_refused(
+    two_fulls: Any, key: str, size: int
+) -> None:
+    """As damage that names the file and the field, not by what TensorStore makes of it."""
+    run, root, item = two_fulls
+    changed: list[str] = []
+
+    def of_process(process: dict[str, Any]) -> None:
+        name = next(iter(process["arrays"]))
+        process["arrays"][name] |= {"chunk": size, key: size}
+        changed.append(name)
+
+    resealed(item, of_process=of_process)
+    is_refused(
+        run, root, rf"arrays\.{changed[0]}\.{key}: expected .*at most {2**59 - 1}"
+    )
+    (problem, *_) = cnr.verify(root)
+    assert problem.file == "default/manifest.p00000.json"
+
+
+@pytest.mark.parametrize(
+    "case", ["below a table", "a table above", "the same", "twice"]
+)
+def test_leaves_that_no_state_has_all_of_are_refused(two_fulls: Any, case: str) -> None:
+    run, root, item = two_fulls
+
+    def change(manifest: dict[str, Any]) -> None:
+        table = manifest["tables"][0]["leaves"][0]["path"]
+        dense = manifest["dense_leaves"]
+        if case == "twice":
+            dense[0]["path"] = dense[1]["path"]
+        else:
+            more = {"below a table": ["w"], "the same": []}
+            manifest["dense_leaves"][0]["path"] = [*table, *more.get(case, [])]
+        if case == "a table above":
+            manifest["tables"][0]["leaves"][0]["path"] = [*table, "rows"]
+
+    resealed(item, change)
+    is_refused(run, root, r"path \[.*\]: is at or below another leaf's, \[")

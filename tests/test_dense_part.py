@@ -21,16 +21,17 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.checkpointer.saving import dense
+from cnr_jax.checkpointer.saving import check, dense
 from cnr_jax.format import names
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import Manifest, dump
 from cnr_jax.format.tiles import ProcessManifest, dump_process, load_process
 from cnr_jax.repository import dense_writer
 from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.staging import DenseBytes, Stage
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, digest_of
-from cnr_jax.rows.gather.chunk import DenseBytes, Stage
+from cnr_jax.rows.gather.host import Buffers
 
 from .conftest import each_of, flip
 
@@ -290,6 +291,19 @@ def test_leaves_of_a_device_are_copied_to_the_host_and_not_kept_there(
     got = restore(tmp_path)
     for name, leaf in leaves.items():
         assert np.asarray(got[name]).tobytes() == np.asarray(leaf).tobytes()
+
+
+def test_tiny_leaves_are_handed_over_together_and_in_order(tmp_path: Path) -> None:
+    """One by one each would cost the training thread more than its bytes."""
+    sizes = [7, 1024, 3, 5000, *[9] * 60, 1_000_000, 2, 1025]
+    arrays = [values((size,)) + i for i, size in enumerate(sizes)]
+    leaves = check.dense_leaves([((f"leaf {i}",), a) for i, a in enumerate(arrays)])
+    pieces = dense.pieces_of(leaves, arrays)
+    for limit in (1 << 30, 5000, 10):
+        found = [each.data for each in dense.bytes_of(pieces, limit, Buffers(0))]
+        assert np.concatenate(found).tobytes() == b"".join(a.tobytes() for a in arrays)
+        if limit == 1 << 30:
+            assert len(found) < 10
 
 
 def test_small_leaves_share_one_file(tmp_path: Path) -> None:

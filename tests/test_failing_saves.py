@@ -29,7 +29,6 @@ from orbax.checkpoint._src import asyncio_utils
 
 import cnr_jax as cnr
 from cnr_jax import handler
-from cnr_jax.checkpointer.restoring.dense import DenseSource
 from cnr_jax.checkpointer.saving import capture, dense
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.checkpointer.tracking import tracker
@@ -38,9 +37,11 @@ from cnr_jax.format.names import REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.repository import rows_writer
 from cnr_jax.repository.committer import RenameCommitter
 from cnr_jax.repository.index import planner
+from cnr_jax.repository.replay.dense_tiles import TiledDense
+from cnr_jax.repository.staging import Stage
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import Chunk, Stage
+from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.testing import inprocess
 
 WORKER = Path(__file__).parent / "saving_worker.py"
@@ -507,7 +508,7 @@ def test_an_interrupted_restore_leaves_no_task_behind(
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(DenseSource, "read", waiting)
+            patch.setattr(TiledDense, "restore", waiting)
             with pytest.raises(KeyboardInterrupt):
                 manager.restore(1, args=cnr.args.Restore(run.state))
         assert not hasattr(threading.current_thread(), "main_task")

@@ -21,7 +21,6 @@ import pytest
 import cnr_jax as cnr
 import cnr_jax.handler
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 
 from .conftest import flip
 from .older_steps import leave_dense_to_orbax
@@ -483,15 +482,15 @@ def test_dense_files_that_change_while_they_are_read_are_noticed(
 ) -> None:
     run, root = saved
     leave_dense_to_orbax(root / "3" / "default")
-    read = DenseStore.restore
+    read = ocp.PyTreeCheckpointHandler.restore
 
-    def changed(self: Any, directory: Any, abstract: Any) -> Any:
-        if directory.parent.name == "3":
+    def changed(self: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if directory.parent.parent.name == "3":
             path = dense(root / "3" / "default")
             os.utime(path)  # as a write of the same length would
-        return read(self, directory, abstract)
+        return read(self, directory, *args, **kwargs)
 
-    monkeypatch.setattr(DenseStore, "restore", changed)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", changed)
     with opened(root) as manager:
         run.same(restore(manager, run).state, run.truth[2])
         with pytest.raises(errors.IntegrityError, match="changed while") as caught:

@@ -323,7 +323,11 @@ def test_copies_of_steps_and_what_they_rest_on_are_not_pruned(
         path.name for path in root.iterdir()
     }
     found = cnr.describe(root)
-    assert [s.step for s in found.steps if not s.problem] == [1, 2, 2, 4]
+    assert [s.step for s in found.steps if not s.problem] == [1, 4]
+    assert {s.directory for s in found.steps if "not called" in s.problem} == {
+        "002",
+        "backup_2",
+    }
 
 
 # Of the looks before which something goes.

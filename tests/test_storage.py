@@ -21,6 +21,7 @@ import pytest
 from etils import epath
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.orbax_compat.dense_part import open_dense
 from cnr_jax.format import names
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.testing import inprocess
@@ -57,7 +58,7 @@ def marked(root: Path, mark: str) -> list[str]:
 def resolve_all(root: Path) -> None:
     """Every step that is there has its chain, to the last byte of every manifest and file."""
     for step in steps_in(root):
-        open_chain(epath.Path(root), str(step), ITEM)[-1].check_dense()
+        open_dense(open_chain(epath.Path(root), str(step), ITEM)[-1]).check()
 
 
 @pytest.fixture

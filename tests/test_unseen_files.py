@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
 from cnr_jax.format import names
 from cnr_jax.format.manifest import dump
 from cnr_jax.repository.step import read_manifest
@@ -146,14 +145,14 @@ def test_whatever_orbax_raises_of_a_dense_part_is_damage_of_it(
         run.run(manager, range(2))
     leave_dense_to_orbax(tmp_path / "1" / "default")
     with opened(tmp_path, run) as manager:
-        own = DenseStore.restore
+        own = ocp.PyTreeCheckpointHandler.restore
 
-        def restore(self: Any, directory: Any, abstract: Any) -> Any:
+        def restore(self: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
             if "/1/" in os.fspath(directory):
                 raise error("cannot make sense of it")
-            return own(self, directory, abstract)
+            return own(self, directory, *args, **kwargs)
 
-        monkeypatch.setattr(DenseStore, "restore", restore)
+        monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
         with pytest.raises(errors.IntegrityError, match="1/default/dense cannot"):
             manager.restore(1, args=cnr.args.Restore(run.state))
         got = manager.restore(None, args=cnr.args.Restore(run.state))

@@ -26,7 +26,6 @@ from cnr_jax.exporting.target import check_room, put_whole, target_of
 from cnr_jax.integers import integer, take_integers
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
-from cnr_jax.repository.replay.dense import StoredDense
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.repository.store.arrays import KeptChunks
 from cnr_jax.rows.tiling import own_settings
@@ -174,7 +173,8 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
     chain = open_chain(place.root, place.directory, place.item, kept=kept)
     manifest = chain[-1].manifest
-    leaves = in_form(asked.format, leaves_of(chain, asked.tables, asked.leaves))
+    leaves, dense = leaves_of(chain, asked.tables, asked.leaves)
+    leaves = in_form(asked.format, leaves)
     if not leaves:
         raise errors.OptionError("nothing to export: tables and leaves are empty")
     check_form(asked.format, leaves)
@@ -190,12 +190,8 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
         "leaves": {leaf.name: _told(leaf) for leaf in leaves},
     }
     # Before anything is written, as what is damaged is to be known soon.
-    seal = None
     if any(leaf.kind not in ("row", "text") for leaf in leaves):
-        if manifest.has_dense_tiles:
-            StoredDense(chain[-1]).check_stored()
-        else:
-            seal = chain[-1].check_dense()
+        dense.check()
         check_integers(asked.format, leaves)
     done = 0
 
@@ -206,16 +202,12 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
             asked.on_bytes(done, total)
 
     with put_whole(target) as folder:
-        try:
-            if asked.format == "orbax":
-                write_orbax(folder, leaves, about, written, asked.like)
-            elif asked.format == "zarr":
-                write_zarr(folder, leaves, about, written)
-            else:
-                write_safetensors(folder, leaves, about, written, asked.shard_bytes)
-        finally:
-            if seal is not None:
-                seal.check()  # if it raises, it says why
+        if asked.format == "orbax":
+            write_orbax(folder, leaves, about, written, asked.like)
+        elif asked.format == "zarr":
+            write_zarr(folder, leaves, about, written)
+        else:
+            write_safetensors(folder, leaves, about, written, asked.shard_bytes)
         if asked.format != "zarr":  # its readers warn of what is no part of it
             told = json.dumps({"format": asked.format, **about}, indent=1)
             (folder / METADATA).write_text(told, "utf-8")

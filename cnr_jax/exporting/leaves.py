@@ -6,29 +6,25 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.dense import DenseOnHost
+from cnr_jax.checkpointer.orbax_compat.dense_part import OrbaxDense, open_dense
 from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
-from cnr_jax.format.names import DENSE
 from cnr_jax.repository.compare import logical_rows
 from cnr_jax.repository.reading import table_entry
-from cnr_jax.repository.replay.dense import StoredDense
+from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.step import codec_text
 from cnr_jax.repository.step_reader import StepReader
-from cnr_jax.repository.store.checked import damage, kind_of, means_damage, numpy_dtype
+from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import few
 
 # Decoded bytes of a leaf that are held at a time, and of a chunk of what is written.
 BLOCK_BYTES = 8 << 20
-# Dense leaves that are read in one call, which costs as much as a few MiB.
-_GROUP_BYTES = 32 << 20
 # Of Python's own numbers, by name; and of what is no number.
 _SCALARS = {"bool": "bool", "int": "int64", "float": "float64"}
 _WORDS = {"key": "uint32", "text": "uint8"}
@@ -96,8 +92,8 @@ def leaves_of(
     chain: Sequence[StepReader],
     tables: Sequence[str] | None,
     patterns: Sequence[str] | None,
-) -> list[ExportedLeaf]:
-    """The leaves that were asked for, those of the largest elements first.
+) -> tuple[list[ExportedLeaf], TiledDense | OrbaxDense]:
+    """The leaves that were asked for, those of the largest elements first, and the dense part.
 
     So that in a file of all of them each begins at a multiple of its elements.
 
@@ -139,8 +135,9 @@ def leaves_of(
     rest = [leaf for leaf in dense if leaf.path in wanted]
     # Sorting is stable, so dense leaves keep their order, in which they are read.
     rest.sort(key=lambda leaf: -_dtype_of(leaf).itemsize)
-    found = rows + _of_dense(chain[-1], rest)
-    return sorted(found, key=lambda leaf: -leaf.dtype.itemsize)
+    part = open_dense(chain[-1], rest)
+    found = rows + [_dense(leaf, part) for leaf in rest]
+    return sorted(found, key=lambda leaf: -leaf.dtype.itemsize), part
 
 
 def _of_table(
@@ -178,28 +175,6 @@ def _of_table(
     )
 
 
-def _of_dense(reader: StepReader, dense: Sequence[DenseLeaf]) -> list[ExportedLeaf]:
-    """Dense leaves; those that Orbax has written are read in groups in this order."""
-    if reader.manifest.has_dense_tiles:
-        tiles = StoredDense(reader)
-        return [_dense(leaf, tiles.value, tiles) for leaf in dense]
-    stored = [leaf for leaf in dense if leaf.kind != "text"]
-    store = DenseOnHost(reader.directory, stored, _GROUP_BYTES)
-    return [_dense(leaf, partial(_by_orbax, reader, store)) for leaf in dense]
-
-
-def _by_orbax(reader: StepReader, store: DenseOnHost, path: tuple[str, ...]) -> Any:
-    """A leaf that Orbax has written."""
-    try:
-        return store.read(path)
-    except Exception as error:
-        if not means_damage(error):
-            raise
-        fact = f"cannot be read: {type(error).__name__}: {error}"
-        kind = kind_of(error, "dense_unreadable")
-        raise damage(reader.directory / DENSE, fact, kind) from error
-
-
 def _dtype_of(leaf: DenseLeaf) -> np.dtype:
     """Of the values that are written for it; of a text, which has none, no matter which."""
     if leaf.kind in _WORDS:
@@ -207,11 +182,7 @@ def _dtype_of(leaf: DenseLeaf) -> np.dtype:
     return numpy_dtype(_SCALARS.get(leaf.dtype, leaf.dtype))
 
 
-def _dense(
-    leaf: DenseLeaf,
-    read: Callable[[tuple[str, ...]], Any],
-    tiles: StoredDense | None = None,
-) -> ExportedLeaf:
+def _dense(leaf: DenseLeaf, part: TiledDense | OrbaxDense) -> ExportedLeaf:
     told: dict[str, Any] = {"lossy": False}
     shape, dtype = leaf.shape, _dtype_of(leaf)
     if leaf.kind == "text":
@@ -224,15 +195,15 @@ def _dense(
         shape = (*shape, *words.shape)
 
     def value() -> Any:
-        return leaf.value if leaf.kind == "text" else read(leaf.path)
+        return leaf.value if leaf.kind == "text" else part.value(leaf.path)
 
     def cut(rows: int) -> Iterator[np.ndarray]:
-        if tiles is not None and leaf.kind == "array" and shape:
+        if leaf.kind == "array" and shape:
             # As much of it as is asked for is read.
             for start in range(0, shape[0], rows):
                 stop = min(start + rows, shape[0])
                 box = ((start, stop), *((0, size) for size in shape[1:]))
-                yield tiles.part(leaf.path, box)
+                yield np.asarray(part.part(leaf.path, box), dtype)
             return
         found = value()
         if leaf.kind == "key":

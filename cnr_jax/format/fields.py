@@ -71,12 +71,13 @@ class Fields:
         """Whether the key is there and not null."""
         return self._value.get(key) is not None
 
-    def integer(self, key: str, *, minimum: int = 0) -> int:
-        """An integer from `minimum` to `LARGEST`; `minimum` itself after a problem."""
+    def integer(self, key: str, *, minimum: int = 0, most: int = LARGEST) -> int:
+        """An integer from `minimum` to `most`; `minimum` itself after a problem."""
         value = self._value.get(key, _MISSING)
-        if is_integer(value, minimum):
+        if is_integer(value, minimum) and value <= most:
             return value
-        self._report(key, f"an integer of at least {minimum}", value)
+        limit = "" if most == LARGEST else f" and at most {most}"
+        self._report(key, f"an integer of at least {minimum}{limit}", value)
         return minimum
 
     def number(self, key: str) -> float:

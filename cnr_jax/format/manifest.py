@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
@@ -321,10 +322,23 @@ def load(data: bytes, where: str) -> Manifest:
         fields.problems.append("parent: a delta needs a parent, got null")
     if manifest.kind == "full" and manifest.parent is not None:
         fields.problems.append("parent: a full checkpoint has no parent")
+    fields.problems += _misplaced(manifest)
     if fields.problems:
         count = count_of(len(fields.problems), "problem")
         raise errors.ManifestError(f"{where} is not valid ({count})", fields.problems)
     return manifest
+
+
+def _misplaced(manifest: Manifest) -> list[str]:
+    """Leaves that no state has all of: two in one place, or one below another."""
+    of_tables = (leaf.path for table in manifest.tables for leaf in table.leaves)
+    paths = sorted([*of_tables, *(leaf.path for leaf in manifest.dense_leaves)])
+    # Sorted, what is below a leaf comes right after it.
+    return [
+        f"path {list(below)}: is at or below another leaf's, {list(path)}"
+        for path, below in itertools.pairwise(paths)
+        if below[: len(path)] == path
+    ]
 
 
 def _read_manifest(fields: Fields) -> Manifest:

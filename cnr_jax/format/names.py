@@ -291,25 +291,50 @@ def step_number(directory: str) -> int:
     return int(digits) if digits else 0
 
 
-def odd_ones(directories: Iterable[str]) -> set[str]:
-    """Step directories that are called otherwise than most: by another prefix, or width of numbers.
+def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
+    """Step directories that are not called as the steps of their root: copies, and renamed ones.
 
-    Steps of one root are called alike, and who copies one calls the copy otherwise. None where
-    that does not tell which are the steps.
+    Steps of one root are called alike, and who copies one calls the copy otherwise. How they are
+    called the names of parents tell, which whoever saved has written. Where there are none, it is
+    as most are, unless others are called by less: a copy is called by its step and something
+    beside. None where that does not tell which are the steps.
+
+    Args:
+        directories: in the root.
+        parents: as manifests in it name them.
 
     Example:
-        >>> sorted(odd_ones(["8", "9", "10", "010", "backup_9"])), odd_ones(["9", "backup_9"])
-        (['010', 'backup_9'], set())
+        >>> sorted(strays(["8", "9", "10", "010", "backup_9"]))
+        ['010', 'backup_9']
+        >>> copied = ["9", "backup_8", "backup_9"]
+        >>> strays(copied), sorted(strays(copied, parents=["8"]))
+        (set(), ['backup_8', 'backup_9'])
     """
     found = {name: _form(name) for name in directories}
-    alike = [
-        {name for name, (p, widths) in found.items() if p == prefix and width in widths}
-        for prefix, width in {(prefix, widths[0]) for prefix, widths in found.values()}
-    ]
-    most = sorted(alike, key=len, reverse=True)
-    if len(most) < 2 or len(most[0]) == len(most[1]):
+    told = {name: _form(name) for name in parents}
+    kinds = {(p, widths[0]) for p, widths in (*found.values(), *told.values())}
+    if told:
+        kinds = {k for k in kinds if all(_is_of(k, form) for form in told.values())}
+    alike = {k: {n for n, form in found.items() if _is_of(k, form)} for k in kinds}
+    most = sorted(alike, key=lambda kind: len(alike[kind]), reverse=True)
+    if not most or (most[1:] and len(alike[most[0]]) == len(alike[most[1]])):
         return set()
-    return found.keys() - most[0]
+    prefix, width = most[0]
+    others = {n: form for n, form in found.items() if n not in alike[most[0]]}
+    if not told:
+        is_longer = any(p in prefix and w[0] <= width for p, w in others.values())
+        return set() if is_longer else {*others}
+    # One name alone tells nothing of a format in which no two steps begin alike, as with dates.
+    return {
+        name
+        for name, (p, _) in others.items()
+        if len(told) > 1 or p in prefix or prefix in p
+    }
+
+
+def _is_of(kind: tuple[str, int], form: tuple[str, range]) -> bool:
+    """Whether a name has the prefix of a kind, and a number that may be filled up to its width."""
+    return kind[0] == form[0] and kind[1] in form[1]
 
 
 def are_alike(one: str, other: str) -> bool:

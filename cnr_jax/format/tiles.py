@@ -28,6 +28,8 @@ from cnr_jax.format.manifest import (
 from cnr_jax.texts import count_of
 
 _FORMS = ("all", "none", "bitmap", "gaps")
+# Of an array and its chunks: whatever their dtype, its bytes can be counted in 64 bits.
+_MOST_ELEMENTS = 2**59 - 1
 # How chunks may be compressed; each is a required feature of the same name.
 COMPRESSIONS = (names.ZSTD,)
 PROCESS_FORMAT = f"{names.FORMAT}.process"
@@ -268,8 +270,8 @@ def _read_error(fields: Fields) -> SampledError:
 def _read_array(fields: Fields) -> ArrayEntry:
     entry = ArrayEntry(
         dtype=fields.text("dtype"),
-        length=fields.integer("length", minimum=1),
-        chunk=fields.integer("chunk", minimum=1),
+        length=fields.integer("length", minimum=1, most=_MOST_ELEMENTS),
+        chunk=fields.integer("chunk", minimum=1, most=_MOST_ELEMENTS),
         metadata_bytes=fields.integer("metadata_bytes"),
         metadata_sha256=fields.hexadecimal("metadata_sha256", 64),
         crc32c=fields.integers("crc32c"),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
-from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository import layout, store
 from cnr_jax.repository.description import (
     RootDescription,
@@ -27,6 +26,7 @@ from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.step import (
     check_dense_tiles,
+    files_of,
     held_tables,
     read_processes,
     without_collections,
@@ -90,6 +90,7 @@ def describe(
         plain, item or "default", index, layout.step_directories(plain), on_step
     )
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
+    index.note_strays()
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     steps = [
         dataclasses.replace(
@@ -191,24 +192,26 @@ def _look(
         step = _described(directory, manifest)
     except errors.CnrError as error:
         step = StepDescription(step=number, directory=directory, kind="unreadable")
-        return step, Harm(str(error), only_dense=False)
+        return step, Harm(str(error), itself_alone=False)
     try:
         own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)
         processes = read_processes(where, manifest)
         step = dataclasses.replace(step, tables=held_tables(manifest, processes))
+        files = files_of(manifest, processes)
         if store.can(root).cheap_looks:
-            _check_rows(where, processes)
+            checked.check_files(where, files.rows)
     except (errors.CnrError, OSError) as error:
-        return step, Harm(str(error), only_dense=False)
+        return step, Harm(str(error), itself_alone=False)
     try:
         checked.check_dense_index(manifest, where)
         check_dense_tiles(where, manifest, processes)
         if store.can(root).cheap_looks:
-            _check_dense(where, manifest, processes)
+            checked.check_files(where, files.dense)
+            checked.refuse_misleading(where, manifest)
             checked.refuse_pipe(root / directory / names.ORBAX_METADATA)
     except (errors.CnrError, OSError) as error:
-        return step, Harm(str(error), only_dense=True)
+        return step, Harm(str(error), itself_alone=True)
     return step, None
 
 
@@ -251,54 +254,6 @@ def _time(unix_secs: float) -> datetime.datetime | None:
         return datetime.datetime.fromtimestamp(unix_secs, tz=datetime.UTC)
     except (OverflowError, ValueError, OSError):
         return None  # no year that there is
-
-
-def _check_rows(item: store.AnyPath, processes: Iterable[ProcessManifest]) -> None:
-    """Checks that files of arrays are there and as long as they should be.
-
-    Raises:
-        IntegrityError: at the first that is not.
-    """
-    for process in processes:
-        rows = names.rows_directory(process.process)
-        for name, entry in process.arrays.items():
-            for chunk, nbytes in enumerate(checked.file_bytes(entry)):
-                _check_file(item, f"{rows}/{name}/c/{chunk}", nbytes)
-
-
-def _check_dense(
-    item: store.AnyPath, manifest: Manifest, processes: Iterable[ProcessManifest]
-) -> None:
-    """Checks that files in `dense/` are there, as long as they should be, and no misleading ones.
-
-    Raises:
-        IntegrityError: at the first that is not.
-    """
-    if manifest.has_dense_tiles:
-        for process in processes:
-            sizes = checked.file_bytes(process.dense.array) if process.dense else ()
-            for chunk, nbytes in enumerate(sizes):
-                array = names.dense_array(process.process)
-                _check_file(item, f"{array}/c/{chunk}", nbytes)
-        return
-    for digest in manifest.dense_files:
-        _check_file(item, digest.path, digest.bytes)
-    for path in checked.mistakable_files(
-        item, [digest.path for digest in manifest.dense_files]
-    ):
-        raise checked.damage(item / path, checked.MISTAKABLE, checked.UNKNOWN)
-
-
-def _check_file(item: store.AnyPath, path: str, nbytes: int) -> None:
-    # A step has a dozen files, a root thousands of steps: only what is wrong is looked at closely.
-    try:
-        is_right = (
-            next(store.store_of(item).amiss(item, [(path, nbytes)]), None) is None
-        )
-    except OSError:
-        is_right = False
-    if not is_right:
-        checked.check_size(item / path, nbytes)
 
 
 def _in_a_line(text: str, root: store.AnyPath) -> str:

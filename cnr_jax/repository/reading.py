@@ -270,7 +270,9 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
     newest = ledger.newest() if step is None else ledger.by_step(step)
     if newest is None:
         lines = [f"no step in {os.fspath(path)} can be read"]
-        lines += [f"{n}: {each.why}" for n, each in sorted(ledger.folders.items())]
+        whys = {name: each.why for name, each in ledger.folders.items()}
+        whys |= {e.directory: ledger.obstacle(e) for e in ledger.committed()}
+        lines += [f"{name}: {why}" for name, why in sorted(whys.items())]
         raise errors.NoStepError("\n  ".join(lines[:_SHOWN]), path=os.fspath(path))
     return Place(path, newest.directory, item)
 

@@ -32,6 +32,7 @@ from cnr_jax.format.tiles import (
     dump_process,
 )
 from cnr_jax.repository.dense_writer import DenseWriter
+from cnr_jax.repository.staging import DenseBytes, parted
 from cnr_jax.repository.store import (
     AnyPath,
     sync_directory,
@@ -42,7 +43,7 @@ from cnr_jax.repository.store import (
 from cnr_jax.repository.store.arrays import ArrayWriter
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.rows.codecs import Codec, Raw
-from cnr_jax.rows.gather.chunk import Chunk, DenseBytes, parted
+from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
 from cnr_jax.rows.gather.motion import Motion
 

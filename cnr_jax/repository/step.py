@@ -19,7 +19,7 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -38,6 +38,7 @@ from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_al
 from cnr_jax.repository.store.checked import (
     about,
     damage,
+    file_bytes,
     numpy_dtype,
     read_checked,
     reading,
@@ -239,6 +240,51 @@ def read_processes(
     tiles = (tile for process in found for tile in process.tiles)
     check_cover(manifest.tables, tiles, os.fspath(directory))
     return tuple(found)
+
+
+class StepFiles(NamedTuple):
+    """The files that a checkpoint item has beside `manifest.json`, with their sizes in bytes.
+
+    Attributes:
+        rows: manifests of processes, and chunks of rows: what rests on the step needs them too.
+        dense: of dense leaves.
+        told: `zarr.json` of arrays, for other programs: a restore goes by the manifests.
+    """
+
+    rows: tuple[tuple[str, int], ...]
+    dense: tuple[tuple[str, int], ...]
+    told: tuple[tuple[str, int], ...]
+
+    @property
+    def paths(self) -> set[str]:
+        """Of all of them, below the item."""
+        return {path for files in self for path, _ in files}
+
+
+def files_of(manifest: Manifest, processes: Sequence[ProcessManifest]) -> StepFiles:
+    """The files that a checkpoint item must have, whoever has written its dense leaves.
+
+    Args:
+        manifest: of the item.
+        processes: of which the manifests are known; nobody knows the files of others.
+
+    Raises:
+        FormatError: if an array is of a dtype that is not known.
+    """
+    rows = [(digest.path, digest.bytes) for digest in manifest.processes]
+    dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
+    told: list[tuple[str, int]] = []
+    for process in processes:
+        folder = names.rows_directory(process.process)
+        arrays = [(f"{folder}/{name}", a, rows) for name, a in process.arrays.items()]
+        if process.dense is not None:
+            path = names.dense_array(process.process)
+            arrays.append((path, process.dense.array, dense))
+        for path, array, found in arrays:
+            sizes = enumerate(file_bytes(array))
+            found += [(f"{path}/c/{chunk}", size) for chunk, size in sizes]
+            told.append((f"{path}/zarr.json", array.metadata_bytes))
+    return StepFiles(tuple(rows), tuple(dense), tuple(told))
 
 
 def check_dense_tiles(

@@ -24,11 +24,8 @@ from cnr_jax.repository.step import read_processes, without_collections
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.store.checked import (
-    Seal,
     about,
-    check_dense_index,
     numpy_dtype,
-    sealed,
 )
 from cnr_jax.rows.codecs import Codec, Part, codec_from
 
@@ -110,19 +107,6 @@ class StepReader:
         """Bytes of the chunks that were read so far, each once."""
         readers = [*self._arrays.values(), *self._dense.values()]
         return sum(reader.read_bytes for reader in readers)
-
-    def check_dense(self) -> Seal:
-        """Checks every dense file of Orbax against its digest, and that no other could be one.
-
-        Returns:
-            What tells afterwards whether they are still the same.
-
-        Raises:
-            IntegrityError: at the first one that is missing or damaged, or that Orbax could
-                take for one of them.
-        """
-        check_dense_index(self.manifest, self.directory)
-        return sealed(self.directory, self.manifest.dense_files)
 
     def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
         """Tiles of a leaf, each with the process that wrote it.

@@ -266,7 +266,7 @@ class Straight:
         chain = self.chain(entry)
         harms = [harm for e in chain if (harm := self.harm_of(e)) is not None]
         sound = all(e.manifest is not None for e in chain)
-        sound = sound and all(harm.only_dense for harm in harms)
+        sound = sound and all(harm.itself_alone for harm in harms)
         return sound and chain[-1].parent is None
 
     def committed(self) -> list[Entry]:
@@ -279,6 +279,7 @@ class Straight:
 
     def by_step(self, step: int) -> Entry | None:
         found = [entry for entry in self.entries.values() if entry.step == step]
+        found.sort(key=lambda each: self.harm_of(each) is not None)
         return max(found, key=order) if found else None
 
     def orphans(self) -> list[Entry]:

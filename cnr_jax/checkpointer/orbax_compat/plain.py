@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense, as_stored, restored
+from cnr_jax.checkpointer.orbax_compat.leaves import abstract_dense, as_stored, restored
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.state.table import Path, flatten_paths, key_strings

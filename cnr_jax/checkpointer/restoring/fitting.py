@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.dense import abstract_dense
+from cnr_jax.checkpointer.orbax_compat.leaves import abstract_dense
 from cnr_jax.repository.dtypes import converted, holds, holds_all
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.texts import count_of, logger

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.dense import leaf_metadata
+from cnr_jax.checkpointer.orbax_compat.leaves import leaf_metadata
 from cnr_jax.format.manifest import DenseLeaf, Manifest
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.state.layouts import Identity, layout_from

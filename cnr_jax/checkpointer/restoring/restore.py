@@ -17,8 +17,8 @@ from cnr_jax.args import (
     Restore,
 )
 from cnr_jax.checkpointer.multihost import Channel, on_primary
-from cnr_jax.checkpointer.orbax_compat.dense import DenseStore
-from cnr_jax.checkpointer.restoring.dense import DenseSource
+from cnr_jax.checkpointer.orbax_compat.dense_part import OrbaxDense, open_dense
+from cnr_jax.checkpointer.orbax_compat.leaves import abstract_dense
 from cnr_jax.checkpointer.restoring.fitting import (
     as_wanted,
     misfit_of_number,
@@ -44,6 +44,7 @@ from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.runs import note_restored
 from cnr_jax.repository.layout import Place
+from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.replay.leaves import (
     restore_leaves,
     restore_stamps,
@@ -144,7 +145,6 @@ def read_back(
     place: Place,
     args: Restore,
     tables: Tables | None,
-    dense: DenseStore,
     *,
     verify: bool,
 ) -> ReadBack:
@@ -155,7 +155,6 @@ def read_back(
         args: what is asked for; without a state everything, by path, on one device.
         tables: where the tables are in the state, if `args` does not say it; None: where they
             were when it was saved.
-        dense: reads what is not a table where Orbax has written it.
         verify: compare every chunk with the manifest.
 
     Raises:
@@ -178,14 +177,15 @@ def read_back(
     # Before rows are read: what is damaged is to be known soon. Who wants some tables alone does
     # not wait for all dense files to be looked at.
     is_read = bool(wanted.dense) or not args.partial
-    source = DenseSource(chain[-1], dense, is_read=is_read)
-    numbers = _fit_numbers(
-        source.numbers(wanted.numbers), wanted, args.cast, place.directory
-    )
+    dense = open_dense(chain[-1])
+    if is_read:
+        dense.check()
+    values = dense.values(leaf.path for leaf in wanted.numbers)
+    numbers = _fit_numbers(values, wanted, args.cast, place.directory)
     laps.end("open")
     arrays = _rebuild(chain, wanted)
     laps.end("rows")
-    rest = source.read(wanted, everything=everything)
+    rest = _dense_leaves(dense, wanted, everything=everything)
     rest = nest((rest | numbers).items())
     laps.end("dense")
     stamps = _read_stamps(chain, wanted, tables)
@@ -210,6 +210,23 @@ def read_back(
             laps=laps,
         ),
     )
+
+
+def _dense_leaves(
+    dense: TiledDense | OrbaxDense, wanted: Wanted, *, everything: bool
+) -> dict[tuple[str, ...], Any]:
+    """All dense leaves but numbers, as the state wants them.
+
+    Args:
+        dense: of the step.
+        wanted: what was asked for.
+        everything: nobody has said how leaves are wanted: all come as they were saved.
+    """
+    if everything:
+        return dense.restore(None)
+    asked = {path: abstract_dense(leaf) for path, leaf in wanted.asked.items()}
+    found = dense.restore(asked)
+    return {path: as_wanted(x, wanted.dense[path]) for path, x in found.items()}
 
 
 def _fit_numbers(

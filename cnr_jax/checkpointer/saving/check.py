@@ -6,6 +6,7 @@ The checks are all those that a process can make alone, before anything is decid
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -245,6 +246,18 @@ def _check_places(leaves: Sequence[DenseLeaf]) -> None:
             )
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _array_leaf(
+    path: Path, shape: tuple[int, ...], dtype: np.dtype, is_numpy: bool | None
+) -> DenseLeaf | None:
+    """Describes an array, alike in each save; None if there is no such dtype in zarr."""
+    if not zarr_holds(dtype):
+        return None
+    return DenseLeaf(
+        path=path, kind="array", shape=shape, dtype=dtype.name, numpy=is_numpy
+    )
+
+
 def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
     if isinstance(leaf, str):
         return DenseLeaf(path=path, kind="text", shape=(), dtype="str", value=leaf)
@@ -260,12 +273,9 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         name = str(jax.random.key_impl(leaf))
         return DenseLeaf(path=path, kind="key", shape=leaf.shape, dtype=name)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        name = np.dtype(leaf.dtype).name
-        if zarr_holds(np.dtype(leaf.dtype)):
-            is_numpy = None if isinstance(leaf, jax.Array) else True
-            return DenseLeaf(
-                path=path, kind="array", shape=leaf.shape, dtype=name, numpy=is_numpy
-            )
+        is_numpy = None if isinstance(leaf, jax.Array) else True
+        if found := _array_leaf(path, leaf.shape, np.dtype(leaf.dtype), is_numpy):
+            return found
     elif isinstance(leaf, (bool, int, float)):
         # Of a subclass, such as an enumeration, the number alone.
         name = next(t.__name__ for t in (bool, int, float) if isinstance(leaf, t))

@@ -9,26 +9,30 @@ may change in place, by a copy of ours.
 from __future__ import annotations
 
 import collections
-import contextlib
+import functools
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from cnr_jax.format.boxes import Box
 from cnr_jax.format.dense import SCALAR_BYTES, DenseTile
 from cnr_jax.format.manifest import DenseLeaf
+from cnr_jax.repository.staging import DenseBytes
 from cnr_jax.rows import tiling
-from cnr_jax.rows.gather.chunk import DenseBytes
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.shards import local_shards_of
 from cnr_jax.rows.tiling import boxes_of
 
 # Bytes that are on their way from a device while those before them are handed over.
 _AHEAD_BYTES = 64 << 20
+# Leaves of so few bytes are handed over together: to hand one over costs more than to copy it.
+_TINY_BYTES = 4 << 10
 # Bytes that an array may keep on the host once it was saved.
 _SMALL_BYTES = 64 << 10
 
@@ -46,8 +50,9 @@ def is_host_local(leaf: Any) -> bool:
     Such are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet: a
     fresh PRNG key, a counter.
     """
-    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return not is_global and jax.process_count() > 1
+    if jax.process_count() == 1:
+        return False
+    return not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
 def digest_of_local(leaf: Any) -> str:
@@ -80,27 +85,44 @@ def pieces_of(leaves: Sequence[DenseLeaf], values: Sequence[Any]) -> list[Piece]
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         if leaf.kind == "text" or (is_host_local(value) and jax.process_index() != 0):
             continue
-        for box, data in _parts(leaf, value):
-            nbytes = data.size * data.dtype.itemsize
+        for box, data, nbytes in _parts(leaf, value):
             tile = DenseTile(leaf=i, box=box, offset=offset, bytes=nbytes)
             found.append(Piece(tile, data))
             offset += nbytes
     return found
 
 
-def _parts(leaf: DenseLeaf, value: Any) -> Iterator[tuple[Box, jax.Array | np.ndarray]]:
+def _parts(
+    leaf: DenseLeaf, value: Any
+) -> Iterator[tuple[Box, jax.Array | np.ndarray, int]]:
+    """The parts of a leaf that this process saves, what holds them, and their bytes."""
     if not isinstance(value, jax.Array):
         whole = tuple((0, size) for size in leaf.shape)
-        yield whole, _scalar(value) if leaf.kind == "scalar" else _native(value)
+        data = _scalar(value) if leaf.kind == "scalar" else _native(value)
+        yield whole, data, data.nbytes
         return
-    data, here = _key_data(value), jax.process_index()
-    local = local_shards_of(data.sharding, data.shape)
-    for box, devices in boxes_of(data.sharding, data.shape).items():
-        # Of what a process has for itself it has all; of the rest the first that has it is one.
-        if devices[0].process_index == here:
-            number, _ = local[devices[0]]
-            # A key is one element, whatever words it has.
-            yield box[: len(leaf.shape)], data.addressable_data(number)
+    array = _key_data(value) if leaf.kind == "key" else value
+    for box, number, elements in _own_parts(array.sharding, array.shape):
+        data, nbytes = array.addressable_data(number), elements * array.dtype.itemsize
+        # A key is one element, whatever words it has.
+        yield box[: len(leaf.shape)], data, nbytes
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _own_parts(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> tuple[tuple[Box, int, int], ...]:
+    """The parts of an array that this process saves, the number of its shard, and its elements.
+
+    The same in each save: leaves are thousands, and to ask jax for it takes 20 us for each.
+    """
+    local, here = local_shards_of(sharding, shape), jax.process_index()
+    # Of what a process has for itself it has all; of the rest the first that has it is one.
+    return tuple(
+        (box, local[devices[0]][0], math.prod(stop - start for start, stop in box))
+        for box, devices in boxes_of(sharding, shape).items()
+        if devices[0].process_index == here
+    )
 
 
 def _scalar(value: bool | int | float) -> np.ndarray:
@@ -132,6 +154,7 @@ def bytes_of(
     left = collections.deque(pieces)
     ahead = collections.deque[tuple[int, jax.Array | np.ndarray]]()
     room = min(limit_bytes, _AHEAD_BYTES)
+    tiny, most = list[np.ndarray](), min(limit_bytes, tiling.CHUNK_BYTES)
     while left or ahead:
         while left and (not ahead or left[0].tile.bytes <= room):
             tile, data = left.popleft()
@@ -139,7 +162,16 @@ def bytes_of(
             ahead.append((tile.bytes, _begun(data, limit_bytes)))
         nbytes, data = ahead.popleft()
         room += nbytes
-        yield from _bytes_of(data, limit_bytes, buffers)
+        is_tiny = nbytes <= min(_TINY_BYTES, limit_bytes)
+        if is_tiny:
+            tiny.append(_flat(data))
+        if tiny and (not is_tiny or len(tiny) * _TINY_BYTES >= most):
+            yield DenseBytes(np.concatenate(tiny))
+            tiny.clear()
+        if not is_tiny:
+            yield from _bytes_of(data, limit_bytes, buffers)
+    if tiny:
+        yield DenseBytes(np.concatenate(tiny))
 
 
 def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.ndarray:
@@ -183,8 +215,10 @@ def _flat(data: jax.Array | np.ndarray) -> np.ndarray:
     """The bytes of an array; a view where it is in host memory, in C order."""
     if isinstance(data, jax.Array) and _is_buffer(data):
         buffer: Any = data
-        with contextlib.suppress(BufferError, ValueError):
+        try:
             return np.frombuffer(buffer, np.uint8)
+        except (BufferError, ValueError):
+            pass  # there is no such view of it
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 

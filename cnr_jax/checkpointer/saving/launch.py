@@ -31,9 +31,10 @@ from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import Plan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
+from cnr_jax.repository.staging import Stage
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.rows.gather import host
-from cnr_jax.rows.gather.chunk import HostRows, Stage
+from cnr_jax.rows.gather.chunk import HostRows
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
 from cnr_jax.rows.gather.host import Buffers
 from cnr_jax.rows.gather.motion import FollowedRows
@@ -158,8 +159,7 @@ class Launcher:
             del sources
             changed.shards.release()
             flight.gather_secs = time.perf_counter() - started
-            limit = options.max_staging_bytes
-            for some in dense.bytes_of(pieces, limit, self._buffers):
+            for some in dense.bytes_of(pieces, stage.limit_bytes, self._buffers):
                 if not stage.put(some):
                     break
             stage.close()

@@ -44,12 +44,12 @@ class Harm(NamedTuple):
 
     Attributes:
         reason: in a line.
-        only_dense: it cannot be restored itself, but others can rest on it.
+        itself_alone: it cannot be restored itself, but others can rest on it.
         unread: storage failed to read it, as it may do once and not again.
     """
 
     reason: str
-    only_dense: bool
+    itself_alone: bool
     unread: bool = False
 
 
@@ -78,6 +78,8 @@ class Standing(NamedTuple):
         )
 
 
+# Why a copy of a step, or one that was renamed, is not restored.
+STRAY = "it is not called as the other steps are: no manager lists it"
 NOWHERE = Standing(depth=0, rooted=False, whole=False, rows_bytes=0)
 
 
@@ -295,17 +297,23 @@ class Chains:
             unread: whether storage failed to read it.
         """
         directory, *rest = path.split("/")
-        only_dense = rest[1:2] == [names.DENSE]
-        self.note_harm(directory, Harm(reason, only_dense=only_dense, unread=unread))
+        alone = rest[1:2] == [names.DENSE]
+        self.note_harm(directory, Harm(reason, itself_alone=alone, unread=unread))
 
     def note_harm(self, directory: str, harm: Harm) -> None:
         """Notes what is wrong with a step; nothing less than what is known of it."""
         entry = self._entries.get(directory)
         known = self.harm_of(entry) if entry is not None else None
-        if entry is None or (known and harm.only_dense and not known.only_dense):
+        if entry is None or (known and harm.itself_alone and not known.itself_alone):
             return
         self._harms[directory, entry.uuid] = harm
         self._version += 1
+
+    def note_strays(self) -> None:
+        """Notes which steps cannot be restored since no manager that saved here calls them so."""
+        for directory in self.strays():
+            if self.harm_of(self._entries[directory]) is None:
+                self.note_harm(directory, Harm(STRAY, itself_alone=True))
 
     def take_back_unread(self) -> bool:
         """Takes back damage that is a failure of storage; returns whether there was any."""
@@ -318,8 +326,7 @@ class Chains:
     def become(self, fresh: Chains) -> None:
         """Takes over what was read anew."""
         self._entries, self._folders = fresh._entries, fresh._folders
-        self._harms = {}
-        self._alike = {}
+        self._harms, self._alike = fresh._harms, {}
         self._version += 1
 
     # What is asked.
@@ -332,6 +339,15 @@ class Chains:
         """The newest committed checkpoint of the highest generation."""
         committed = self._derive().committed
         return committed[-1] if committed else None
+
+    def strays(self) -> set[str]:
+        """Directories of checkpoints that are not called as the steps of the root are: copies.
+
+        Those of Orbax are not looked at: a root may begin with them, whatever they are called.
+        """
+        own = [entry for entry in self._derive().committed if not entry.orbax]
+        parents = (entry.parent.directory for entry in own if entry.parent)
+        return names.strays((entry.directory for entry in own), parents)
 
     def restorable(self) -> list[Entry]:
         """Committed checkpoints in whose chains nothing is missing or known to be damaged.
@@ -378,14 +394,14 @@ class Chains:
     def obstacle(self, entry: Entry) -> str:
         """Why a checkpoint cannot be restored, in a line; empty: it can."""
         harm = self.harm_of(entry)
-        if harm is not None and not harm.only_dense:
+        if harm is not None and not harm.itself_alone:
             return harm.reason
         if flaw := self._flaw_text(entry):
             return flaw
         for each in reversed(self.chain(entry)):
             below = f"it rests on {each.directory}, which"
             known = self.harm_of(each)
-            if known is not None and not known.only_dense:
+            if known is not None and not known.itself_alone:
                 return f"{below} is damaged: {known.reason}"
             if flaw := self._flaw_text(each):
                 return f"{below} cannot be restored: {flaw}"
@@ -396,9 +412,14 @@ class Chains:
         return flaw.text if flaw is not None else ""
 
     def by_step(self, step: int) -> Entry | None:
-        """The entry of a step; of the highest generation, should there be several."""
+        """The entry of a step; of the highest generation, should there be several.
+
+        Of a step and its copies one without damage.
+        """
         found = self._derive().by_step.get(step)
-        return max(found, key=order) if found else None
+        if not found or len(found) == 1:
+            return found[0] if found else None
+        return max(found, key=lambda each: (order(each), self.harm_of(each) is None))
 
     def chain(self, entry: Entry) -> list[Entry]:
         """An entry and those it rests on, as far as they are known, itself first."""
@@ -477,7 +498,7 @@ class Chains:
     def _is_sound(self, entry: Entry, above: Entry | None) -> bool:
         """Whether an entry is committed, free of known damage, and fits its parent."""
         harm = self.harm_of(entry)
-        if not entry.is_committed or (harm is not None and not harm.only_dense):
+        if not entry.is_committed or (harm is not None and not harm.itself_alone):
             return False
         return above is None or self._are_alike(entry, above)
 

@@ -18,9 +18,14 @@ from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.step import read_processes, read_step
-from cnr_jax.repository.store import size_of, store_of
-from cnr_jax.repository.store.checked import check_size, file_bytes, means_damage
+from cnr_jax.repository.step import (
+    StepFiles,
+    files_of,
+    read_processes,
+    read_step,
+)
+from cnr_jax.repository.store import size_of
+from cnr_jax.repository.store.checked import check_files, means_damage
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -46,19 +51,6 @@ class Gap:
         return self.path.split("/")[2:3] != [names.DENSE]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a checkpoint without which it, or what rests on it, cannot be restored.
-
-    Attributes:
-        rows: of manifests and rows, below the item, with their sizes in bytes.
-        dense: of dense leaves.
-    """
-
-    rows: tuple[tuple[str, int], ...]
-    dense: tuple[tuple[str, int], ...]
-
-
 class Gaps:
     """What was found missing of the checkpoints of one root.
 
@@ -71,7 +63,7 @@ class Gaps:
 
     def __init__(self) -> None:
         # Of checkpoints that were written here or looked at, by uuid: manifests are read once.
-        self._files: dict[str, _Files] = {}
+        self._files: dict[str, StepFiles] = {}
         self._found: dict[str, Gap] = {}
         # By uuid and path: what is known needs no second look, nor a word each time.
         self._told: set[tuple[str, str]] = set()
@@ -99,7 +91,7 @@ class Gaps:
         manifest_bytes: int,
     ) -> None:
         """Notes the files of a checkpoint that was just written: its manifests need not be read."""
-        self._files[manifest.uuid] = _files_of(manifest, processes, manifest_bytes)
+        self._files[manifest.uuid] = _whole(manifest, processes, manifest_bytes)
 
     def look(
         self, place: Place, entries: Iterable[Entry], *, dense: bool = True
@@ -116,7 +108,7 @@ class Gaps:
             The first gap; `found` has one of each checkpoint, of gaps that are new.
         """
         first: Gap | None = None
-        looked: dict[str, _Files] = {}
+        looked: dict[str, StepFiles] = {}
         for entry in entries:
             if entry.manifest is None:
                 continue
@@ -133,17 +125,15 @@ class Gaps:
         return first
 
     def _gap_of(
-        self, place: Place, entry: Entry, looked: dict[str, _Files], *, dense: bool
+        self, place: Place, entry: Entry, looked: dict[str, StepFiles], *, dense: bool
     ) -> Gap | None:
         item = place.root / entry.directory / place.item
-        amiss = store_of(item).amiss
         try:
             files = self._files.get(entry.uuid) or _read(place, entry)
             looked[entry.uuid] = files
-            for path, size in amiss(item, files.rows):
-                check_size(item / path, size)
-            for path, size in amiss(item, files.dense) if dense else ():
-                check_size(item / path, size)
+            check_files(item, files.rows)
+            if dense:
+                check_files(item, files.dense)
         except (errors.CnrError, OSError) as error:
             if not means_damage(error):
                 # What storage does not give out is not known to be missing.
@@ -156,7 +146,7 @@ class Gaps:
         return None
 
 
-def _read(place: Place, entry: Entry) -> _Files:
+def _read(place: Place, entry: Entry) -> StepFiles:
     """The files of a checkpoint, from its manifests.
 
     Raises:
@@ -173,25 +163,13 @@ def _read(place: Place, entry: Entry) -> _Files:
             kind="foreign_step",
             path=where,
         )
-    return _files_of(
-        manifest, read_processes(item, manifest), size_of(item / names.MANIFEST)
-    )
+    size = size_of(item / names.MANIFEST)
+    return _whole(manifest, read_processes(item, manifest), size)
 
 
-def _files_of(
+def _whole(
     manifest: Manifest, processes: Sequence[ProcessManifest], manifest_bytes: int
-) -> _Files:
-    rows = [(names.MANIFEST, manifest_bytes)]
-    rows += [(digest.path, digest.bytes) for digest in manifest.processes]
-    for process in processes:
-        folder = names.rows_directory(process.process)
-        for name, array in process.arrays.items():
-            sizes = enumerate(file_bytes(array))
-            rows += [(f"{folder}/{name}/c/{i}", size) for i, size in sizes]
-    dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
-    for process in processes:
-        if process.dense is not None:
-            folder = names.dense_array(process.process)
-            sizes = enumerate(file_bytes(process.dense.array))
-            dense += [(f"{folder}/c/{i}", size) for i, size in sizes]
-    return _Files(tuple(rows), tuple(dense))
+) -> StepFiles:
+    """All files of a checkpoint, its manifest with them."""
+    files = files_of(manifest, processes)
+    return files._replace(rows=((names.MANIFEST, manifest_bytes), *files.rows))

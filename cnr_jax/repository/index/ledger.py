@@ -97,6 +97,8 @@ class Ledger(Chains):
         with without_collections():
             for directory in step_directories(plain, ledger.is_step):
                 ledger.read(plain, directory, item)
+        if is_step is None:
+            ledger.note_strays()
         return ledger
 
     def refresh(self, root: AnyPath, item: str) -> bool:

@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 # Has numpy know bfloat16 and float8 by name.
 import ml_dtypes  # noqa: F401
@@ -282,12 +282,12 @@ class Seal:
 
     Attributes:
         directory: of the checkpoint; the files are in its `dense/`.
-        named: their digests.
+        manifest: of it, which names them.
         states: of each file what changes when somebody writes or replaces it.
     """
 
     directory: AnyPath
-    named: tuple[FileDigest, ...]
+    manifest: Manifest
     states: Mapping[str, tuple[int, ...] | None]
 
     def check(self) -> None:
@@ -300,25 +300,46 @@ class Seal:
             if _state(self.directory / path) != state:
                 where = self.directory / path
                 raise damage(where, "changed while it was read", "file_changed")
-        _refuse_mistakable(self.directory, self.named)
+        refuse_misleading(self.directory, self.manifest)
 
 
-def sealed(directory: AnyPath, named: Sequence[FileDigest]) -> Seal:
-    """Compares files of `dense/` with their digests, and notes what would show that they changed.
+def sealed(directory: AnyPath, manifest: Manifest) -> Seal:
+    """Compares the files that Orbax has written with their digests, and notes what they are.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: of it.
 
     Raises:
         IntegrityError: at the first that is missing or damaged; then, if all are right, at one
             that no digest names and that Orbax could take for one of its own.
     """
+    check_dense_index(manifest, directory)
+    named = manifest.dense_files
     states = {digest.path: _state(directory / digest.path) for digest in named}
     for digest in named:
         check_file(directory, digest)
-    _refuse_mistakable(directory, named)
-    return Seal(directory, tuple(named), states)
+    refuse_misleading(directory, manifest)
+    return Seal(directory, manifest, states)
 
 
-def _refuse_mistakable(item: AnyPath, named: Sequence[FileDigest]) -> None:
-    found = mistakable_files(item, [digest.path for digest in named])
+def misleading_files(item: AnyPath, manifest: Manifest) -> list[str]:
+    """Files that the manifest does not name, and that Orbax would take for dense leaves.
+
+    None where dense leaves are stored as tiles, which Orbax does not read.
+    """
+    if manifest.has_dense_tiles:
+        return []
+    return mistakable_files(item, [digest.path for digest in manifest.dense_files])
+
+
+def refuse_misleading(item: AnyPath, manifest: Manifest) -> None:
+    """Checks that no file misleads Orbax.
+
+    Raises:
+        IntegrityError: if one does; it names the first.
+    """
+    found = misleading_files(item, manifest)
     if found:
         raise damage(
             item / found[0],
@@ -384,6 +405,21 @@ def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:
         return entry.compressed.bytes
     size = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
     return (size,) * len(entry.crc32c)
+
+
+def check_files(item: AnyPath, files: Iterable[tuple[str, int]]) -> None:
+    """Checks that files are there and of the right sizes, which may be thousands.
+
+    Args:
+        item: that they are in.
+        files: by their paths in it, with their sizes.
+
+    Raises:
+        IntegrityError: at the first that is not.
+    """
+    # Only what is wrong is looked at closely.
+    for path, size in store_of(item).amiss(item, files):
+        check_size(item / path, size)
 
 
 def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:

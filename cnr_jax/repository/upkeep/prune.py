@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -121,8 +120,9 @@ def prune(
 
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
     manager. Steps of other runs stay, those that cannot be restored, and everything that a
-    folder without a readable manifest may rest on; also steps that are called otherwise than most,
-    such as copies, with what they rest on, and all files and folders of others. What rollbacks have
+    folder without a readable manifest may rest on; also steps that are not called as the others
+    are, such as copies, with what they rest on, and all steps where it cannot be told which these
+    are; and all files and folders of others. What rollbacks have
     set aside goes as soon as any step of the run does, if all folders can be read. With `delete`
     what killed programs have left is cleared too, before anything else and as by the first save of
     a manager: saves that were never committed, and steps that were removed in part. Without it a
@@ -283,13 +283,15 @@ def _fates(
     Args:
         root: that is looked through.
         item: of its steps.
-        ledger: of it; knows no step afterwards that is called otherwise than most.
+        ledger: of it; knows no copy of a step afterwards.
         keep: see `prune`.
         min_fulls: the same.
         other_runs: the same.
     """
     kinds: dict[str, FateKind] = {n: e.kind for n, e in ledger.entries.items()}
-    odd = _odd_ones(ledger)
+    odd = _strays(ledger)
+    own = [entry.directory for entry in ledger.committed() if not entry.orbax]
+    is_clear = names.are_all_alike(own)
     look_into(root, item, ledger, sorted(ledger.directories()))
     check_is_here(root)  # after the look, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
@@ -302,7 +304,6 @@ def _fates(
     # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
     theirs = {entry.directory for entry in ledger.committed() if entry.orbax}
     numbers = {names.step_number(name) for name in ledger.directories() - theirs}
-    uuids = Counter(entry.uuid for entry in ledger.committed())
     found = kept_steps(
         ledger,
         numbers,
@@ -323,8 +324,8 @@ def _fates(
         reason = found.reasons.get(entry.step) or odd.get(entry.directory)
         if entry.orbax:
             reason = _BY_ORBAX
-        elif reason is None and uuids[entry.uuid] > 1:
-            reason = "it is there under two names"
+        elif reason is None and not is_clear:
+            reason = "steps are called in different ways: which are copies is not known"
         why = f"it is older than the newest {keep}"
         if entry.step in found.left:
             why = f"a rollback has left it behind: {why}"
@@ -332,20 +333,21 @@ def _fates(
         fates.append(dataclasses.replace(told, stays=reason is not None))
     for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
         fates.append(_stays(root, name, odd[name], kinds[name]))
-    fates += _beside(root, item, ledger, crowded=found.crowded, all_runs=other_runs)
+    crowded = found.crowded and is_clear
+    fates += _beside(root, item, ledger, crowded=crowded, all_runs=other_runs)
     # A run that saves there may have removed some meanwhile.
     return tuple(fate for fate in fates if not store.is_gone(root / fate.name))
 
 
-def _odd_ones(ledger: Ledger) -> dict[str, str]:
-    """Why steps stay that are called otherwise than most, and with them what they rest on.
+def _strays(ledger: Ledger) -> dict[str, str]:
+    """Why copies of steps stay, and with them what they rest on.
 
     Such as `backup_5` beside 4, 5 and 6: no manager has called it so, nor does one delete it. The
     ledger forgets them: of two steps of one number it would take either. So it does of folders that
     are called otherwise and that nobody is seen to have saved: nothing rests on them.
     """
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
-    found = names.odd_ones(own)
+    found = ledger.strays()
     alike = [name for name in own if name not in found]
     strange = [n for n, each in ledger.folders.items() if not each.is_checkpoint]
     for name in strange:

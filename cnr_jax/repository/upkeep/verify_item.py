@@ -25,7 +25,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     lacking_rows,
 )
-from cnr_jax.repository.step import check_dense_tiles, read_process
+from cnr_jax.repository.step import check_dense_tiles, files_of, read_process
 from cnr_jax.repository.store import AnyPath, checked, names_in
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
@@ -285,29 +285,19 @@ def _check_unnamed(
     known = {process.process for process in processes}
     unknown = set(range(len(manifest.processes))) - known
     hidden = {names.dense_array(process) for process in unknown}
+    named = files_of(manifest, processes).paths
     with _noted(found, item, names.DENSE, "step"):
-        dense = [digest.path for digest in manifest.dense_files]
-        for process in processes:
-            if process.dense is not None:
-                array = names.dense_array(process.process)
-                dense += _files_of(array, process.dense.array)
-        by_orbax = not manifest.has_dense_tiles
-        harmful = checked.mistakable_files(item, dense) if by_orbax else []
+        harmful = checked.misleading_files(item, manifest)
         found += [
             Finding(file, checked.UNKNOWN, checked.MISTAKABLE, "step")
             for file in harmful
         ]
-        for file in checked.unnamed_files(item, names.DENSE, dense):
+        for file in checked.unnamed_files(item, names.DENSE, named):
             # Also what lies in a folder in the place of such a file.
             if not any(
                 f"{file}/".startswith(f"{each}/") for each in (*harmful, *hidden)
             ):
                 found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
-    named = {digest.path for digest in manifest.processes}
-    for process in processes:
-        rows = names.rows_directory(process.process)
-        for name, entry in process.arrays.items():
-            named.update(_files_of(f"{rows}/{name}", entry))
     others = {names.MANIFEST, names.DENSE, *map(names.rows_directory, unknown)}
     with _noted(found, item, "", "none"), checked.accessing(item):
         for name in names_in(item):
@@ -315,12 +305,6 @@ def _check_unnamed(
                 for file in checked.unnamed_files(item, name, named):
                     found.append(Finding(file, checked.UNKNOWN, never_read, "none"))
     return found
-
-
-def _files_of(array: str, entry: ArrayEntry) -> list[str]:
-    """The files of an array, by its path."""
-    chunks = range(len(entry.crc32c))
-    return [f"{array}/zarr.json", *(f"{array}/c/{i}" for i in chunks)]
 
 
 def _check_tiles(

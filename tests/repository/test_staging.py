@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_jax.rows.gather.chunk import Stage
+from cnr_jax.repository.staging import Stage
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ _SMALL_BYTES = 1 << 20
 _TOGETHER_BYTES = 32 << 20
 
 
-class Wanted(NamedTuple):
+class _Array(NamedTuple):
     """An array of jax that a leaf is restored to.
 
     Attributes:
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
     sharding: Sharding
 
 
-class StoredDense:
+class TiledDense:
     """The dense leaves of a checkpoint that stores them as tiles.
 
     Args:
@@ -73,7 +73,7 @@ class StoredDense:
                 path = leaves[tile.leaf].path
                 self._tiles[path].append((process.process, tile))
 
-    def check_stored(self) -> None:
+    def check(self) -> None:
         """Checks that all files are there, and of the right sizes.
 
         Raises:
@@ -93,9 +93,13 @@ class StoredDense:
         leaf = self._leaves[path]
         if leaf.kind == "key":
             where = SingleDeviceSharding(host_device())
-            (found,) = self.arrays([Wanted(path, None, where)])
+            (found,) = self._arrays([_Array(path, None, where)])
             return found
         return self.part(path, tuple((0, size) for size in leaf.shape))
+
+    def values(self, paths: Iterable[Path]) -> dict[Path, Any]:
+        """Several of them, as `value`."""
+        return {path: self.value(path) for path in paths}
 
     def part(self, path: Path, box: Box) -> Any:
         """A part of a leaf that is no key, as `value`.
@@ -107,16 +111,41 @@ class StoredDense:
         found = self._start(leaf, [box])()[box]
         return _number(leaf, found) if leaf.kind == "scalar" else found
 
-    def arrays(self, wanted: Sequence[Wanted]) -> Iterator[jax.Array]:
+    def restore(self, asked: Mapping[Path, Any] | None) -> dict[Path, Any]:
+        """Leaves as a state wants them.
+
+        Args:
+            asked: abstract arrays of jax with their shardings, by path; what else is there stays
+                on the host, as it was saved. None: all leaves come as they were saved, arrays of
+                jax on one device, or on all of several processes.
+
+        Raises:
+            IntegrityError: if their data is missing or damaged.
+        """
+        found: dict[Path, Any] = {}
+        arrays: list[_Array] = []
+        for path, leaf in self._leaves.items():
+            if leaf.kind == "text" or not (asked is None or path in asked):
+                continue
+            array = _as_saved(leaf) if asked is None else _as_asked(leaf, asked[path])
+            if array is None:
+                found[path] = self.value(path)
+            else:
+                arrays.append(array)
+        for each, array in zip(arrays, self._arrays(arrays), strict=True):
+            found[each.path] = array
+        return found
+
+    def _arrays(self, wanted: Sequence[_Array]) -> Iterator[jax.Array]:
         """Leaves as arrays of jax, in the order in which they are wanted.
 
         Raises:
             IntegrityError: if data is missing or damaged.
         """
-        waiting: collections.deque[tuple[Wanted, int, Callable[[], Any]]] = (
+        waiting: collections.deque[tuple[_Array, int, Callable[[], Any]]] = (
             collections.deque()
         )
-        together: list[tuple[Wanted, np.ndarray]] = []
+        together: list[tuple[_Array, np.ndarray]] = []
         nbytes = ready = 0
         left = collections.deque(wanted)
         while left or waiting:
@@ -144,7 +173,7 @@ class StoredDense:
                 yield self._placed(each, regions)
         yield from self._put(together)
 
-    def _boxes(self, wanted: Wanted) -> list[Box]:
+    def _boxes(self, wanted: _Array) -> list[Box]:
         """The parts in which a leaf is read for the devices of this process."""
         shape, sharding = self._leaves[wanted.path].shape, wanted.sharding
         size = math.prod(shape) * self._element_bytes(wanted.path)
@@ -152,7 +181,7 @@ class StoredDense:
             return [tuple((0, n) for n in shape)]
         return list(local_boxes(sharding, shape))
 
-    def _put(self, found: Sequence[tuple[Wanted, np.ndarray]]) -> Iterator[jax.Array]:
+    def _put(self, found: Sequence[tuple[_Array, np.ndarray]]) -> Iterator[jax.Array]:
         """Small arrays on their devices."""
         values = [self._finished(each, value) for each, value in found]
         shardings = [self._data_sharding(each) for each, _ in found]
@@ -161,7 +190,7 @@ class StoredDense:
         ):
             yield self._wrapped(each, array)
 
-    def _placed(self, wanted: Wanted, regions: Mapping[Box, np.ndarray]) -> jax.Array:
+    def _placed(self, wanted: _Array, regions: Mapping[Box, np.ndarray]) -> jax.Array:
         leaf = self._leaves[wanted.path]
         shape, rank = (*leaf.shape, *self._elements(leaf)[1]), len(leaf.shape)
         parts = {box: self._finished(wanted, part) for box, part in regions.items()}
@@ -174,12 +203,12 @@ class StoredDense:
         )
         return self._wrapped(wanted, array)
 
-    def _finished(self, wanted: Wanted, part: np.ndarray) -> np.ndarray:
+    def _finished(self, wanted: _Array, part: np.ndarray) -> np.ndarray:
         if self._leaves[wanted.path].kind == "key":
             return part
         return converted(part, np.dtype(wanted.dtype))
 
-    def _data_sharding(self, wanted: Wanted) -> Sharding:
+    def _data_sharding(self, wanted: _Array) -> Sharding:
         """The sharding of what a leaf is made of: of keys that of their words."""
         sharding, leaf = wanted.sharding, self._leaves[wanted.path]
         if leaf.kind != "key" or isinstance(
@@ -189,7 +218,7 @@ class StoredDense:
         # Of another kind, which says nothing of a further dimension: they are moved afterwards.
         return SingleDeviceSharding(jax.local_devices()[0])
 
-    def _wrapped(self, wanted: Wanted, array: jax.Array) -> jax.Array:
+    def _wrapped(self, wanted: _Array, array: jax.Array) -> jax.Array:
         leaf = self._leaves[wanted.path]
         if leaf.kind != "key":
             return array
@@ -271,10 +300,39 @@ class StoredDense:
         return errors.FormatError(f"{where}: dense leaf {name} {fact}", path=where)
 
 
+def fallback_sharding() -> Sharding:
+    """Where leaves go of which nothing says where: one device, or all of several processes."""
+    if jax.process_count() == 1:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def _as_asked(leaf: DenseLeaf, asked: Any) -> _Array | None:
+    """The array of jax that a leaf is wanted as; None: it is to stay on the host."""
+    if not isinstance(asked, jax.ShapeDtypeStruct):
+        return None
+    is_key = leaf.kind == "key"
+    dtype = None if is_key else jax.dtypes.canonicalize_dtype(asked.dtype)
+    return _Array(leaf.path, dtype, asked.sharding or fallback_sharding())
+
+
+def _as_saved(leaf: DenseLeaf) -> _Array | None:
+    """The array of jax that a leaf was; None: it was none, or jax has no such dtype now."""
+    if leaf.kind == "key":
+        return _Array(leaf.path, None, fallback_sharding())
+    if leaf.kind == "scalar" or leaf.numpy:
+        return None
+    dtype: np.dtype = numpy_dtype(leaf.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return None
+    return _Array(leaf.path, dtype, fallback_sharding())
+
+
 class _Cutting(NamedTuple):
     """A tile that is read block by block for parts that have other columns than it."""
 
-    stored: StoredDense
+    stored: TiledDense
     process: int
     tile: DenseTile
     dtype: np.dtype

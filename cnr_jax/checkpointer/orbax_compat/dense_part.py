@@ -1,0 +1,225 @@
+"""The dense leaves of a step, whoever has written them: this library as tiles, or Orbax.
+
+Orbax did until steps stored them as tiles. Nothing else asks which it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.leaves import as_stored, restored
+from cnr_jax.checkpointer.orbax_compat.places import DensePath
+from cnr_jax.format import names
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.manifest import DenseLeaf
+from cnr_jax.repository.replay.dense_tiles import TiledDense
+from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store import exists
+from cnr_jax.repository.store.checked import (
+    Seal,
+    kind_of,
+    means_damage,
+    numpy_dtype,
+    sealed,
+)
+from cnr_jax.rows.tiling import host_device
+from cnr_jax.state.table import Path, flatten_paths, nest
+
+# Bytes of leaves that Orbax reads in one call, which costs as much as a few MiB.
+_GROUP_BYTES = 32 << 20
+
+
+def open_dense(
+    reader: StepReader, order: Sequence[DenseLeaf] | None = None
+) -> TiledDense | OrbaxDense:
+    """The dense leaves of a step.
+
+    Args:
+        reader: of the step.
+        order: in which values will be asked for one by one; None: that of the manifest.
+
+    Raises:
+        FormatError: if tiles do not cover the leaves.
+    """
+    if reader.manifest.has_dense_tiles:
+        return TiledDense(reader)
+    return OrbaxDense(reader, order)
+
+
+def _standard_handler() -> Any:
+    """Orbax's handler of a tree of arrays and numbers, for reading.
+
+    With a registry of its own: what a program registers for its types is not asked.
+    """
+    types = ocp.type_handlers
+    kinds = (int, float, np.number, np.ndarray, jax.Array)
+    known = [(kind, types.get_type_handler(kind)) for kind in kinds]
+    registry = types.create_type_handler_registry(*known)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+class OrbaxDense:
+    """Dense leaves that Orbax has written, read by its own handler.
+
+    It looks into its files by itself, so they are compared with their digests before, and looked at
+    after each call: whether they are still the same.
+
+    Args:
+        reader: of the step.
+        order: see `open_dense`.
+    """
+
+    def __init__(
+        self, reader: StepReader, order: Sequence[DenseLeaf] | None = None
+    ) -> None:
+        self._directory, self._manifest = reader.directory, reader.manifest
+        self._path: Any = DensePath(reader.directory / names.DENSE)
+        listed = self._manifest.dense_leaves if order is None else order
+        self._leaves = {leaf.path: leaf for leaf in listed if leaf.kind != "text"}
+        self._seal: Seal | None = None
+        self._held: dict[Path, Any] = {}
+
+    def check(self) -> None:
+        """Compares all files with their digests.
+
+        Raises:
+            IntegrityError: at the first that is missing or damaged, or that Orbax could take for
+                one of them.
+        """
+        self._seal = sealed(self._directory, self._manifest)
+
+    def value(self, path: Path) -> Any:
+        """A leaf on the host: a numpy array, a number, or keys on the CPU. Frees those before.
+
+        Raises:
+            IntegrityError: if its data is missing or damaged.
+        """
+        if path not in self._held:
+            self._held = {}
+            self._held = self.values(self._group(path))
+        return self._held[path]
+
+    def values(self, paths: Iterable[Path]) -> dict[Path, Any]:
+        """Several of them, in one call."""
+        both = {path: _on_host(self._leaves[path]) for path in paths}
+        if not both:
+            return {}
+        args = ocp.args.PyTreeRestore(
+            item=nest((path, item) for path, (item, _) in both.items()),
+            restore_args=nest((path, asked) for path, (_, asked) in both.items()),
+            partial_restore=True,
+        )
+        with self._reading(is_asked=False):
+            with contextlib.closing(_standard_handler()) as handler:
+                return dict(flatten_paths(handler.restore(self._path, args=args)))
+
+    def part(self, path: Path, box: Box) -> Any:
+        """A part of a leaf that is no key, as `value`.
+
+        Raises:
+            IntegrityError: if its data is missing or damaged.
+            FormatError: if it is not of the shape that the manifest says.
+        """
+        found, shape = np.asarray(self.value(path)), self._leaves[path].shape
+        if found.shape != shape:
+            raise errors.FormatError(
+                f"array {'/'.join(path)} has the shape {list(found.shape)},"
+                f" expected {list(shape)}"
+            )
+        return found[tuple(slice(start, stop) for start, stop in box)]
+
+    def restore(self, asked: Mapping[Path, Any] | None) -> dict[Path, Any]:
+        """Leaves as a state wants them.
+
+        Args:
+            asked: see `TiledDense.restore`; Orbax makes of what is no array of jax what it is.
+
+        Raises:
+            IntegrityError: if the files have changed, or Orbax cannot read them though they are
+                as they were saved.
+        """
+        # Else whatever somebody has put there would be read.
+        if not (asked is None or asked) or not self._manifest.dense_files:
+            return {}
+        with self._reading(is_asked=asked is not None):
+            return self._restored(asked)
+
+    def _restored(self, asked: Mapping[Path, Any] | None) -> dict[Path, Any]:
+        with contextlib.closing(_standard_handler()) as handler:
+            if asked is None:
+                if not exists(self._path):
+                    return {}
+                args = jax.tree.map(as_stored, handler.metadata(self._path).tree)
+                found = restored(handler, self._path, None, args)
+            else:
+                # Leaves that are stored but not asked for are left out, which a standard handler
+                # refuses. Shapes may not differ: they are compared before.
+                item = nest(asked.items())
+                args = ocp.checkpoint_utils.construct_restore_args(item)
+                found = restored(handler, self._path, item, args, partial_restore=True)
+            return dict(flatten_paths(found))
+
+    @contextlib.contextmanager
+    def _reading(self, *, is_asked: bool) -> Iterator[None]:
+        """Checks the files after they were read; tells what Orbax raises as what it means.
+
+        Args:
+            is_asked: an error may be due to what was asked for.
+        """
+        if self._seal is None:
+            self.check()
+        assert self._seal is not None
+        try:
+            yield
+        except Exception as error:
+            self._seal.check()  # if it raises, it says why
+            if not means_damage(error) or (is_asked and self._can_be_read()):
+                raise
+            where = os.fspath(self._directory / names.DENSE)
+            raise errors.IntegrityError(
+                f"{where} cannot be read, though its files are those that were saved\n"
+                f"  {type(error).__name__}: {error}",
+                kind=kind_of(error, "dense_unreadable"),
+                path=where,
+            ) from error
+        self._seal.check()
+
+    def _can_be_read(self) -> bool:
+        """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
+        try:
+            self._restored(None)
+        except Exception:
+            return False
+        return True
+
+    def _group(self, first: Path) -> list[Path]:
+        """A leaf, and those that will be asked for after it, as many as are read at once."""
+        nbytes, found = 0, list[Path]()
+        listed = list(self._leaves.values())
+        for leaf in listed[list(self._leaves).index(first) :]:
+            dtype = numpy_dtype("uint8" if leaf.kind == "key" else leaf.dtype)
+            nbytes += math.prod(leaf.shape) * dtype.itemsize
+            if found and nbytes > _GROUP_BYTES:
+                break
+            found.append(leaf.path)
+        return found
+
+
+def _on_host(leaf: DenseLeaf) -> tuple[Any, ocp.RestoreArgs]:
+    """What Orbax is to restore a leaf into, and how, so that no accelerator holds it."""
+    if leaf.kind == "scalar":
+        return 0, ocp.RestoreArgs()
+    if leaf.kind == "key":
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.dtype))
+        where = jax.sharding.SingleDeviceSharding(host_device())
+        return key, ocp.ArrayRestoreArgs(sharding=where)
+    return np.empty(0), ocp.RestoreArgs(restore_type=np.ndarray)

@@ -1,0 +1,180 @@
+"""Chunks of rows, and dense leaves, on their way from the training thread to the writing thread.
+
+The training thread puts them into a `Stage`, the writing thread takes them out. What is in between
+is bounded in bytes: past the limit the training thread waits, so that a save which does not fit
+into memory streams through it instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from cnr_jax.rows.gather.chunk import Chunk
+
+
+@dataclasses.dataclass(slots=True)
+class DenseBytes:
+    """Bytes of dense leaves, which nobody changes any more: uint8, of one dimension."""
+
+    data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """How many they are, whoever else keeps them."""
+        return self.data.nbytes
+
+
+def parted(
+    items: Iterable[Chunk | DenseBytes],
+) -> tuple[Iterator[Chunk], Iterator[DenseBytes]]:
+    """The rows of a stage and the dense leaves after them, to be used up one after the other.
+
+    Example:
+        >>> from cnr_jax.rows.codecs import Raw
+        >>> rows, dense = parted([Chunk(codec=Raw(), count=1), DenseBytes(np.zeros(3, np.uint8))])
+        >>> [chunk.count for chunk in rows], [some.nbytes for some in dense]
+        ([1], [3])
+    """
+    source, first = iter(items), list[DenseBytes]()
+
+    def rows() -> Iterator[Chunk]:
+        for item in source:
+            if isinstance(item, DenseBytes):
+                first.append(item)
+                return
+            yield item
+
+    def dense() -> Iterator[DenseBytes]:
+        while first:
+            yield first.pop()
+        for item in source:
+            assert isinstance(item, DenseBytes)
+            yield item
+
+    return rows(), dense()
+
+
+class Stage:
+    """A queue of chunks and dense bytes, bounded in bytes, between two threads.
+
+    Args:
+        limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
+        timeout_secs: how long `put` waits for room before it gives up.
+        patient: whether the reader gets nothing until all is in, or there is no room for
+            more. Where both threads want the same cores, training so waits for one alone.
+
+    Example:
+        >>> from cnr_jax.rows.codecs import Raw
+        >>> stage = Stage(100)
+        >>> stage.put(Chunk(codec=Raw(), count=1, rows=np.zeros((1, 3), np.uint8)))
+        True
+        >>> stage.close()
+        >>> [chunk.nbytes for chunk in stage]
+        [3]
+    """
+
+    def __init__(
+        self, limit_bytes: int, timeout_secs: float = 1200.0, *, patient: bool = False
+    ) -> None:
+        self._limit = limit_bytes
+        self._timeout = timeout_secs
+        self._items: collections.deque[Chunk | DenseBytes] = collections.deque()
+        # Locked itself, not through the condition: that would be left locked by an interrupt which
+        # comes where Python has just locked it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._held = 0
+        self._closed = False
+        self._failed = False
+        self._started = not patient
+
+    def put(self, item: Chunk | DenseBytes) -> bool:
+        """Adds an item, waiting for room; returns False if the reader has given up.
+
+        Raises:
+            TimeoutError: if nothing was taken out for `timeout_secs`.
+        """
+        with self._lock:
+            if not self._has_room(item):
+                self._start()
+            room = self._changed.wait_for(lambda: self._has_room(item), self._timeout)
+            if not room:
+                raise TimeoutError(
+                    f"what was staged was not written for {self._timeout:g} s"
+                )
+            if self._failed:
+                return False
+            self._items.append(item)
+            self._held += item.nbytes
+            self._changed.notify_all()
+            return True
+
+    def _has_room(self, item: Chunk | DenseBytes) -> bool:
+        fits = self._held == 0 or self._held + item.nbytes <= self._limit
+        return self._failed or fits
+
+    def _start(self) -> None:
+        self._started = True
+        self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Waits until there is something for the reader, or nothing will come."""
+        with self._lock:
+            self._changed.wait_for(self._is_ready)
+
+    def _is_ready(self) -> bool:
+        return bool(self._started and self._items) or self._closed or self._failed
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that may wait, of rows and dense leaves together."""
+        return self._limit
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will be put."""
+        return self._closed
+
+    def close(self) -> None:
+        """Says that nothing more will be put."""
+        with self._lock:
+            self._closed = True
+            self._start()
+
+    def fail(self) -> None:
+        """Says that nothing more will be taken: drops what waits and frees `put`."""
+        with self._lock:
+            self._failed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Says that what was put is not all there will be: the reader must not finish."""
+        self.fail()
+        self.close()
+
+    def __iter__(self) -> Iterator[Chunk | DenseBytes]:
+        """Takes items until closed; an item counts as held until the next one is asked for.
+
+        Raises:
+            RuntimeError: if the other thread gave up before it had put everything.
+        """
+        while True:
+            with self._lock:
+                self._changed.wait_for(self._is_ready)
+                if self._failed:
+                    raise RuntimeError("staging was given up before all rows were in")
+                if not self._items:
+                    return
+                item = self._items.popleft()
+            size = item.nbytes
+            yield item
+            del item
+            with self._lock:
+                self._held -= size
+                self._changed.notify_all()
