@@ -265,8 +265,8 @@ class CheckpointManager(ocp.CheckpointManager):
                 steps that may lack such rows.
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
-            CallError: inside `on_save`, in a signal handler in the middle of a call, or after
-                `close`.
+            CallError: inside `on_save`, or a handler or callback of a save; in a signal handler in
+                the middle of a call; or after `close`.
         """
         step = checked_step(step)
         if self._steps.options.read_only:
@@ -431,9 +431,9 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             SaveError: if that save failed; the root was read all the same.
-            CallError: inside `on_save`.
+            CallError: inside `on_save`, or a handler or callback of a save.
         """
-        self._calls.refuse_in_on_save("reload")
+        self._calls.refuse_inside("reload")
         with self._calls.lock:
             self._listing.reload()
 
@@ -465,9 +465,10 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             SaveError: if the save failed.
-            CallError: inside `on_save`, which would wait for itself.
+            CallError: inside `on_save`, or a handler or callback of a save, which would wait for
+                itself.
         """
-        self._calls.refuse_in_on_save("close")
+        self._calls.refuse_inside("close")
         try:
             self.wait_until_finished()
         finally:

@@ -195,7 +195,10 @@ class Writer:
 
     def end(self) -> list[PipelinedSave]:
         self.pipeline.wait()
-        return self.pipeline.take_ended()
+        found = self.pipeline.ended()
+        for save in found:
+            self.pipeline.forget(save)
+        return found
 
     def close(self) -> None:
         self.pipeline.wait()
@@ -245,7 +248,7 @@ def test_a_save_goes_through_all_its_stages_in_order(writer: Any) -> None:
     assert saving.of(1) == stages
     held = sorted(path.name for path in (saving.root / "1" / ITEM).iterdir())
     assert held == ["0.txt", "whole"] and saving.left() == []
-    assert not saving.pipeline.is_busy and saving.pipeline.take_ended() == []
+    assert not saving.pipeline.is_busy and saving.pipeline.ended() == []
 
 
 def test_saves_written_at_once_are_committed_in_the_order_of_their_beginning(
@@ -358,9 +361,9 @@ def test_a_failure_takes_down_what_rests_on_it_and_no_other(writer: Any) -> None
     saving.save(4)
     stop.open(NO_SPACE)
     first.over.wait()
-    found = saving.pipeline.take_ended()
+    found = saving.pipeline.ended()
     while len(found) < 4:
-        found += saving.pipeline.take_ended()
+        found = saving.pipeline.ended()
         assert [save.step for save in found[:3]] == [1, 2, 3], "all that fell, at once"
     assert [save.is_committed for save in found] == [False, False, False, True]
     assert "no space" in str(found[0].error)

@@ -251,8 +251,8 @@ class SavePipeline:
             return True
         return any(save.thread.is_here for save in tuple(self._saves))
 
-    def take_ended(self) -> list[PipelinedSave]:
-        """Saves that have ended since this was asked last, in their order.
+    def ended(self) -> list[PipelinedSave]:
+        """Saves that have ended and are not forgotten, in their order.
 
         None comes before all that began earlier. With one that failed come those that rest on it,
         which are waited for: else they would look like failures of their own.
@@ -264,10 +264,12 @@ class SavePipeline:
             if not save.over.is_open:
                 break
             found.append(save)
-        for save in found:
-            self._saves.remove(save)
-            save.rests_on = None  # or saves would chain up
         return found
+
+    def forget(self, save: PipelinedSave) -> None:
+        """What became of a save is noted: who is interrupted before is shown it again."""
+        save.rests_on = None  # or saves would chain up
+        self._saves.remove(save)
 
     # The beginning.
 

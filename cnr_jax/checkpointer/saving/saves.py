@@ -223,6 +223,8 @@ class Saves:
         if not is_inner:
             # Without the lock: `on_save` may ask for the steps there are.
             self._lifecycle.listener.wait()
+        # Last: an interrupt in what comes before must not take its place.
+        self._raise_failure()
 
     def check(self) -> None:
         """Raises what the last save raised, if it has ended; as `wait`, but does not wait."""
@@ -232,14 +234,18 @@ class Saves:
         with self._calls.lock:
             if not self.pipeline.is_busy:
                 self._wait()
+                self._raise_failure()
 
     def _wait(self) -> None:
-        if self._is_inside():
-            return
-        self.pipeline.wait()
-        self._settle()
-        if self._failures:
-            raise self._failures.pop(0)
+        if not self._is_inside():
+            self.pipeline.wait()
+            self._settle()
+
+    def _raise_failure(self) -> None:
+        """Raises why a save failed, if nobody has."""
+        with self._calls.lock:
+            if self._failures and not self._is_inside():
+                raise self._failures.pop(0)
 
     def _is_inside(self) -> bool:
         """Whether this is asked in the middle of a call that begins a save."""
@@ -252,8 +258,9 @@ class Saves:
 
     def _settle(self) -> None:
         self.pipeline.end_beginning()
-        for save in self.pipeline.take_ended():
+        for save in self.pipeline.ended():
             self._note(save.step, save.error, is_committed=save.is_committed)
+            self.pipeline.forget(save)
         if self.pipeline.is_busy:
             return
         # What is left failed in its beginning, which has raised why, or was interrupted.
@@ -267,8 +274,13 @@ class Saves:
     def _note(
         self, step: int, error: errors.CnrError | None, *, is_committed: bool
     ) -> None:
-        """Finds out what became of a save, whatever is known of it in the background."""
-        work = next(each for each in self._begun if each.info.step == step)
+        """Finds out what became of a save, whatever is known of it in the background.
+
+        Done again from its beginning if an interrupt ends it.
+        """
+        work = next((each for each in self._begun if each.info.step == step), None)
+        if work is None:
+            return
         is_seen = is_committed
         if self._lifecycle.flight is not None:
             is_seen = self._lifecycle.settle() is not None
@@ -279,11 +291,12 @@ class Saves:
             self._lifecycle.withdraw()
             if work.moves:
                 self.reread()  # steps that were moved aside are back
-        self._begun.remove(work)
         failure = error or (unseen if is_committed else None)
         if failure is not None and not is_dropped(failure):
             self._lifecycle.last_failure = without_frames(failure)
-            self._failures.append(failure)
+            if failure not in self._failures:
+                self._failures.append(failure)
+        self._begun.remove(work)
 
     def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
