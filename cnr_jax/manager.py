@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
-from cnr_jax.checkpointer.saving.saves import Request, Saves, as_json
+from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
@@ -283,23 +284,24 @@ class CheckpointManager(ocp.CheckpointManager):
         last = self.reached_preemption(step)
         if not (force or last) and self._course.is_left_out(step):
             return False
-        request = Request(
-            step=step,
-            item=item,
-            args=args,
-            state=state,
+        begin = functools.partial(
+            self._saves.begin,
+            step,
+            item,
+            args,
+            state,
             metrics=metrics,
             custom_metadata=as_json(custom_metadata),
             urgent=last,
         )
         self._handler.planning.wait(self.wait_until_finished)
-        self._saves.begin(request)
+        begin()
         waits = not self._steps.options.enable_async_checkpointing
         if last or waits:
             self.wait_until_finished()
         if last and self._saves.is_dropped:
             # No other save would come that holds its rows.
-            self._saves.begin(request)
+            begin()
             self.wait_until_finished()
         return not (waits and self._saves.is_dropped)
 

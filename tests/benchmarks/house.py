@@ -69,7 +69,6 @@ TYPES_OF_A_SAVE = (
     ("checkpointer/saving/check.py", "CheckedState"),
     ("checkpointer/saving/launch.py", "PlannedSave"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),
-    ("checkpointer/saving/saves.py", "Request"),
     ("checkpointer/saving/saves.py", "StepSave"),
 )
 

@@ -38,29 +38,6 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One call of `save`.
-
-    Attributes:
-        step: of the save.
-        item: that holds the state.
-        args: of all items.
-        state: of these, the state; None if other items alone are saved.
-        metrics: of the step.
-        custom_metadata: of the step, as JSON.
-        urgent: whether it is the last of a run.
-    """
-
-    step: int
-    item: str
-    args: Any
-    state: Save | None
-    metrics: Any
-    custom_metadata: str
-    urgent: bool
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Saves:
     """The saves of a manager.
@@ -121,8 +98,27 @@ class Saves:
 
     # Beginning.
 
-    def begin(self, request: Request) -> None:
+    def begin(
+        self,
+        step: int,
+        item: str,
+        args: Any,
+        state: Save | None,
+        *,
+        metrics: Any,
+        custom_metadata: str,
+        urgent: bool,
+    ) -> None:
         """Plans and begins a save.
+
+        Args:
+            step: of the save.
+            item: that holds the state.
+            args: of all items.
+            state: of these, the state; None if other items alone are saved.
+            metrics: of the step.
+            custom_metadata: of the step, as JSON.
+            urgent: whether it is the last of a run.
 
         Raises:
             CnrError: if it cannot be saved; nothing has changed then.
@@ -133,10 +129,19 @@ class Saves:
 
         def plan() -> PipelinedSave:
             with settings():
-                return self._plan(request, settings)
+                return self._plan(
+                    Place(self.steps.root, self.steps.new_directory(step), item),
+                    args,
+                    state,
+                    step,
+                    metrics,
+                    custom_metadata,
+                    urgent,
+                    settings,
+                )
 
         try:
-            with as_save_errors(request.step, where):
+            with as_save_errors(step, where):
                 self.pipeline.begin(plan)
         except BaseException:
             self._inside = None
@@ -152,18 +157,26 @@ class Saves:
             if last is not None:
                 last.returned.open()
 
-    def _plan(self, request: Request, settings: Callable[[], Any]) -> PipelinedSave:
+    def _plan(
+        self,
+        place: Place,
+        args: Any,
+        state: Save | None,
+        step: int,
+        metrics: Any,
+        custom_metadata: str,
+        urgent: bool,
+        settings: Callable[[], Any],
+    ) -> PipelinedSave:
         """Decides on a save, on all processes or none; in a thread of the pipeline."""
-        step, state, planned = request.step, request.state, None
-        directory = self.steps.new_directory(step)
-        place = Place(self.steps.root, directory, request.item)
+        planned = None
         if state is not None:
             # The root may be such that it cannot be read or claimed.
             with as_save_errors(step, str(self.steps.root)):
-                planned = self._plan_state(place, state, request.urgent)
+                planned = self._plan_state(place, state, urgent)
         flight = planned.flight if planned else SaveInFlight(place=place)
-        info = StepInfo(step, now(), request.metrics)
-        work = StepSave(self, flight, info, request.custom_metadata, settings)
+        info = StepInfo(step, now(), metrics)
+        work = StepSave(self, flight, info, custom_metadata, settings)
         self._begun.append(work)
         self._course.begin(step, state.touched if state else None)
         self._lifecycle.prepare(flight)
@@ -177,12 +190,12 @@ class Saves:
         self.steps.check_is_new(step)
         if planned is None:
             check_not_in_the_way(step, place)
-        args = planned_args(request.args, state, planned)
-        metrics = request.metrics if self._writes_metrics else None
-        if self.steps.has_best and request.metrics is None:
+        args = planned_args(args, state, planned)
+        metrics = info.metrics if self._writes_metrics else None
+        if self.steps.has_best and info.metrics is None:
             _log.warning("step %d is ranked by metrics, but has none", step)
         work.items = self._items.begin(args, metrics)
-        work.attempt = Attempt(self.steps.root, directory, nonce)
+        work.attempt = Attempt(place.root, place.directory, nonce)
         return PipelinedSave(step, work.attempt, tuple(work.items.handlers), work)
 
     def _nonce(self, planned: PlannedSave | None) -> str:
