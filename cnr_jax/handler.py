@@ -36,14 +36,13 @@ from cnr_jax.checkpointer.restoring.restore import (
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.check import (
-    CheckedState,
     check,
     check_concrete,
     is_alive,
     table_entries,
 )
 from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
-from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
+from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.plan import Planning
 from cnr_jax.checkpointer.saving.widening import Widening
@@ -161,7 +160,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.guarded = True
 
     @own_settings()
-    def plan(self, place: Place, args: Save, *, urgent: bool = False) -> PlannedSave:
+    def plan(
+        self, place: Place, args: Save, *, urgent: bool = False
+    ) -> tuple[SaveInFlight, ChangedRows]:
         """Checks and decides a save before anything is written.
 
         Waits for the train step that made the state.
@@ -171,6 +172,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             args: what is to be saved.
             urgent: make it a delta if one is legal, whatever the policy says.
 
+        Returns:
+            The save, and its state until that is gathered, which nothing may keep longer.
+
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded.
@@ -178,10 +182,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
-        ledger, checked, changed = self._find_changes(place, args)
-        if not self._has_said_at_first:
-            self._has_said_at_first = True
-            capture.say_at_first(checked.arrays, self.tables, self.widening.encoding)
+        ledger, changed = self._find_changes(place, args)
         request = Request(
             step=step_number(place.directory),
             directory=place.directory,
@@ -197,7 +198,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         try:
             plan = self.planning.agree(
-                None, checked.dense, changed.mode, changed.doubt, request
+                None, changed.dense, changed.mode, changed.doubt, request
             )
             self._tracker.keep(changed, Moment(plan.lineage, plan.clock))
             for abandoned in plan.abandoned:
@@ -208,7 +209,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         facts = Facts(
             plan=plan,
             tables=self._entries,
-            dense_leaves=checked.dense_leaves,
+            dense_leaves=tuple(leaf for leaf, _ in changed.dense),
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
             fingerprint_clock=plan.clock if changed.by_fingerprints else None,
@@ -219,8 +220,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             find_secs=time.perf_counter() - started,
             started_secs=started,
         )
-        flight = SaveInFlight(place=place, facts=facts)
-        return PlannedSave(flight=flight, checked=checked, changed=changed)
+        return SaveInFlight(place=place, facts=facts), changed
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
         """Makes sure, once, that a state may begin or go on with a run; see `Runs.check_origin`.
@@ -266,9 +266,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             others=self._other_checkpoints(root),
         )
 
-    def _find_changes(
-        self, place: Place, args: Save
-    ) -> tuple[Ledger, CheckedState, ChangedRows]:
+    def _find_changes(self, place: Place, args: Save) -> tuple[Ledger, ChangedRows]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
             ledger, tables = self.open(place.root, place.item), self.tables
@@ -278,50 +276,54 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                     "  hint: pass tables=cnr_jax.find_tables(state, ...)"
                 )
             tracking = self._tracker.mode(args.touched)
-            checked = check(args.state, args.touched, tables, tracking)
+            arrays, dense = check(args.state, args.touched, tables, tracking)
             changed = self._tracker.find(
-                args.state, args.touched, tables, checked.arrays
+                args.state, args.touched, tables, arrays, dense
             )
-            return ledger, checked, changed
         except errors.CnrError as error:
-            self.planning.agree(error, {}, "", "", None)
+            self.planning.agree(error, (), "", "", None)
             raise
         except Exception as error:
             # Such as memory that ran out: other processes must not wait for it.
             self.planning.refuse(save_error(error, step_number(place.directory)))
             raise
+        if not self._has_said_at_first:
+            self._has_said_at_first = True
+            capture.say_at_first(arrays, self.tables, self.widening.encoding)
+        return ledger, changed
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
-        if (planned := args._planned) is not None:
-            return self._launch(planned, directory, None)
+        if args._planned is not None:
+            flight, changed = args._planned
+            return self._launch(flight, changed, directory, None)
         directories = Directories()
         try:
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)
             with own_settings():
-                planned = self.plan(place_of(directory), args)
+                flight, changed = self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
             self.lifecycle.end_writing()
             raise
-        flights = self._launch(planned, directory, directories)
+        flights = self._launch(flight, changed, directory, directories)
         # Nobody knows when training goes on.
-        planned.flight.returned.open()
+        flight.returned.open()
         return flights
 
     def _launch(
         self,
-        planned: PlannedSave,
+        flight: SaveInFlight,
+        changed: ChangedRows,
         directory: epath.Path,
         directories: Directories | None,
     ) -> list[Any]:
-        flight = planned.flight
         self.lifecycle.begin(flight)
         with own_settings():
-            self._launcher.launch(planned, directory, directories)
+            self._launcher.launch(flight, changed, directory, directories)
         assert flight.facts is not None
         flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
         return [flight]

@@ -66,8 +66,6 @@ TYPES_OF_A_SAVE = (
     ("repository/commit.py", "Facts"),
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
-    ("checkpointer/saving/check.py", "CheckedState"),
-    ("checkpointer/saving/launch.py", "PlannedSave"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),
     ("checkpointer/saving/saves.py", "StepSave"),
 )

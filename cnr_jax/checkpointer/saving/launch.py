@@ -22,7 +22,6 @@ from cnr_jax.checkpointer.multihost import Channel, agree, raise_if_told
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture, dense
-from cnr_jax.checkpointer.saving.check import CheckedState
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
@@ -51,21 +50,6 @@ _WAYS = (
     " Neither codec nor bits were given: Options(codec='raw') saves exactly, Options(bits=8)"
     " rounds less, Options(bits=4) says that this is meant"
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSave:
-    """A save that is decided but not begun; it holds the state, so nothing may keep it.
-
-    Attributes:
-        flight: what is known of it from now on.
-        checked: the state.
-        changed: its rows that changed.
-    """
-
-    flight: SaveInFlight
-    checked: CheckedState
-    changed: ChangedRows
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -105,7 +89,8 @@ class Launcher:
 
     def launch(
         self,
-        planned: PlannedSave,
+        flight: SaveInFlight,
+        changed: ChangedRows,
         directory: AnyPath,
         directories: Directories | None,
     ) -> None:
@@ -116,13 +101,13 @@ class Launcher:
         background, on all processes alike.
 
         Args:
-            planned: the save; its `flight` gets what goes on in the background.
+            flight: the save; it gets what goes on in the background.
+            changed: its state, which nothing may keep.
             directory: of the item.
             directories: tell when it is there, where Orbax makes it; None: it is, and whoever
                 carries out the save settles it on all processes.
         """
-        flight, changed, options = planned.flight, planned.changed, self._options
-        plan, started = flight.plan, time.perf_counter()
+        plan, options, started = flight.plan, self._options, time.perf_counter()
         try:
             encoding = self._widening.encoding_of(plan)
             followed = self._tracker.followed
@@ -130,7 +115,7 @@ class Launcher:
             chosen = self._tracker.choose(changed, parent_clock)
             # The writing thread gets this alone: it must not hold the state.
             rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
-            pieces = planned.checked.pieces()
+            pieces = dense.pieces_of(changed.dense)
             tiles = [piece.tile for piece in pieces]
             sources, sample = rows.sources(changed.shards), None
             on_host = all(isinstance(each, HostRows) for each in sources)

@@ -21,7 +21,13 @@ from cnr_jax.checkpointer.saving.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.format.encodings import encoding_told
-from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
+from cnr_jax.format.manifest import (
+    DenseLeaf,
+    Fork,
+    HistoryEntry,
+    ParentRef,
+    SampledMotion,
+)
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
@@ -31,7 +37,6 @@ from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.state.table import flatten_paths
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -115,12 +120,12 @@ class Planning:
         """Tells the other processes, which prepare a save, that this one does not."""
         if jax.process_count() > 1:
             with contextlib.suppress(errors.CnrError):
-                self.agree(obstacle, {}, "", "", None)
+                self.agree(obstacle, (), "", "", None)
 
     def agree(
         self,
         obstacle: errors.CnrError | None,
-        dense: Mapping[str, Any],
+        dense: Sequence[tuple[DenseLeaf, Any]],
         tracking: str,
         doubt: str,
         request: Request | None,
@@ -147,9 +152,9 @@ class Planning:
             said[_ASKED] = f"full={request.full}, exact={request.exact}"
         if jax.process_count() > 1 and obstacle is None:
             said |= {
-                "/".join(path): digest_of_local(leaf)
-                for path, leaf in flatten_paths(dense)
-                if is_host_local(leaf)
+                "/".join(leaf.path): digest_of_local(value)
+                for leaf, value in dense
+                if is_host_local(value)
             }
 
         def decide(told: Sequence[Mapping[str, str]]) -> Plan:

@@ -20,10 +20,10 @@ from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import PipelinedSave, SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
+from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
 from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.ledger import Ledger
@@ -68,7 +68,7 @@ class Saves:
     _course: Course
     _calls: Calls
     _channel: Channel
-    _plan_state: Callable[[Place, Save, bool], PlannedSave]
+    _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
     _warm_up: Callable[[Plan], None]
     before_commit: Callable[[], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
@@ -169,18 +169,18 @@ class Saves:
         settings: Callable[[], Any],
     ) -> PipelinedSave:
         """Decides on a save, on all processes or none; in a thread of the pipeline."""
-        planned = None
+        flight, planned = SaveInFlight(place=place), None
         if state is not None:
             # The root may be such that it cannot be read or claimed.
             with as_save_errors(step, str(self.steps.root)):
                 planned = self._plan_state(place, state, urgent)
-        flight = planned.flight if planned else SaveInFlight(place=place)
+            flight = planned[0]
         info = StepInfo(step, now(), metrics)
         work = StepSave(self, flight, info, custom_metadata, settings)
         self._begun.append(work)
         self._course.begin(step, state.touched if state else None)
         self._lifecycle.prepare(flight)
-        nonce = self._nonce(planned)
+        nonce = self._nonce(flight)
         abandoned = flight.plan.abandoned if planned else ()
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(abandoned)
@@ -198,10 +198,10 @@ class Saves:
         work.attempt = Attempt(place.root, place.directory, nonce)
         return PipelinedSave(step, work.attempt, tuple(work.items.handlers), work)
 
-    def _nonce(self, planned: PlannedSave | None) -> str:
+    def _nonce(self, flight: SaveInFlight) -> str:
         """What no other save is called, alike on all processes."""
-        if planned is not None:
-            return planned.flight.plan.uuid
+        if flight.facts is not None:
+            return flight.plan.uuid
         # Not by its step: it may find what is left of another save of that, which failed.
         drawn = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
         return str(drawn)

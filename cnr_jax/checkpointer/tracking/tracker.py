@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from cnr_jax.checkpointer.tracking.audit import unrecorded_error
-from cnr_jax.format.manifest import Tracking
+from cnr_jax.format.manifest import DenseLeaf, Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_of
 from cnr_jax.rows.fingerprints.watch import Differing, Look, RowWatch
@@ -50,11 +50,12 @@ _NEVER = Moment("", -1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRows:
-    """What was found out about the rows of a state that is to be saved.
+    """A state that is to be saved, and what was found out about its rows.
 
     Attributes:
         mode: how rows that changed are found.
-        shards: what this process saves of the state.
+        shards: what this process saves of the tables.
+        dense: every leaf of no table, all of which is saved, with how the manifest describes it.
         stamps: those that choose rows; the lineage is empty if they are the first.
         recorded: of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
@@ -67,6 +68,7 @@ class ChangedRows:
 
     mode: Tracking
     shards: Shards
+    dense: Sequence[tuple[DenseLeaf, Any]]
     stamps: Moment
     recorded: Moment | None
     by_fingerprints: bool
@@ -116,7 +118,12 @@ class Tracker:
         return asked or ("fingerprint" if touched is None else "recorded")
 
     def find(
-        self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
+        self,
+        state: Any,
+        touched: Touched | None,
+        tables: Tables,
+        arrays: Arrays,
+        dense: Sequence[tuple[DenseLeaf, Any]] = (),
     ) -> ChangedRows:
         """Looks for changed rows; nothing is changed here until `keep`.
 
@@ -125,6 +132,7 @@ class Tracker:
             touched: that goes with it; needed unless the mode is fingerprint.
             tables: of the state.
             arrays: their leaves.
+            dense: all other leaves of the state, as the manifest describes them.
 
         Raises:
             AuditError: if a row changed that was not recorded.
@@ -158,6 +166,7 @@ class Tracker:
         return ChangedRows(
             mode=mode,
             shards=shards,
+            dense=dense,
             stamps=chosen_by,
             recorded=recorded,
             by_fingerprints=by_fingerprints,
