@@ -41,14 +41,16 @@ from cnr_jax.checkpointer.saving.check import (
     is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.pipeline import STOP_SECS
 from cnr_jax.checkpointer.saving.plan import Planning
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
-from cnr_jax.format.names import step_number
+from cnr_jax.format import names
 from cnr_jax.repository.commit import Facts, write_manifest
+from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.folders import is_state_of_orbax, other_checkpoints
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner, Request
@@ -184,7 +186,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.channel.name = f"saves in {place.root.name}"
         ledger, changed = self._find_changes(place, args)
         request = Request(
-            step=step_number(place.directory),
+            step=names.step_number(place.directory),
             directory=place.directory,
             lineage=changed.stamps.lineage,
             clock=changed.stamps.clock,
@@ -220,7 +222,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             find_secs=time.perf_counter() - started,
             started_secs=started,
         )
-        return SaveInFlight(place=place, facts=facts), changed
+        attempt = Attempt(place.root, place.directory, plan.uuid)
+        return SaveInFlight(attempt=attempt, item=place.item, facts=facts), changed
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
         """Makes sure, once, that a state may begin or go on with a run; see `Runs.check_origin`.
@@ -285,7 +288,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             raise
         except Exception as error:
             # Such as memory that ran out: other processes must not wait for it.
-            self.planning.refuse(save_error(error, step_number(place.directory)))
+            self.planning.refuse(save_error(error, names.step_number(place.directory)))
             raise
         if not self._has_said_at_first:
             self._has_said_at_first = True
@@ -307,7 +310,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
-            self.lifecycle.end_writing()
+            self.lifecycle.end_writing(*self.lifecycle.open)
             raise
         flights = self._launch(flight, changed, directory, directories)
         # Nobody knows when training goes on.
@@ -335,7 +338,8 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
-        flight = self.lifecycle.flight
+        step, found = names.final_name(directory.parent.name), self.lifecycle.open
+        flight = next((each for each in found if each.attempt.directory == step), None)
         if flight is None or not flight.facts or flight.written is None:
             # Whoever began it was interrupted, and could not know that it goes on.
             raise errors.SaveError(
@@ -350,10 +354,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
             flight.note_commit()
             if not self.lifecycle.managed:
-                self.lifecycle.look_before()
+                self.lifecycle.look_before(flight)
         finally:
             if not self.lifecycle.managed:
-                self.lifecycle.end_writing()
+                self.lifecycle.end_writing(flight)
 
     @own_settings()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:

@@ -36,6 +36,7 @@ from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
@@ -139,7 +140,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """What its saves go through."""
         handler, channel, writer = self._handler, self._channel, self._handler.writer
         committer = committer_of(self._root, orbax_options, writer.discard)
-        pipeline = SavePipeline(committer, channel)
+        pipeline = SavePipeline[SaveInFlight](committer, channel)
         self._calls = Calls(handler.lifecycle.listener.is_here, pipeline.is_here)
         self._course = Course(
             self._steps,
@@ -295,15 +296,15 @@ class CheckpointManager(ocp.CheckpointManager):
             urgent=last,
         )
         self._handler.planning.wait(self.wait_until_finished)
-        begin()
+        save = begin()
         waits = not self._steps.options.enable_async_checkpointing
         if last or waits:
             self.wait_until_finished()
-        if last and self._saves.is_dropped:
+        if last and save.gap is not None:
             # No other save would come that holds its rows.
-            begin()
+            save = begin()
             self.wait_until_finished()
-        return not (waits and self._saves.is_dropped)
+        return not (waits and save.gap is not None)
 
     @alone
     def restore(

@@ -48,7 +48,7 @@ NEWEST_RULES = (("repository/index/chains.py", "Chains.newest"),)
 KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 # Objects that hold something of the save in flight, or of "the last" one, and where in them.
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
-    ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("last", "doubt"),
+    ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("open", "doubt"),
     ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
     ("checkpointer/saving/saves.py", "Saves"): ("_begun", "_failures"),
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
@@ -67,7 +67,6 @@ TYPES_OF_A_SAVE = (
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),
-    ("checkpointer/saving/saves.py", "StepSave"),
 )
 
 # A number of no file.

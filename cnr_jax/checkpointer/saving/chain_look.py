@@ -47,7 +47,7 @@ def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry
 
 def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
     """Why a save must not be committed: what it rests on is not there. None: it is."""
-    gap = writer.gaps.look(flight.place, flight.rests_on, dense=False)
+    gap = writer.gaps.look(flight.place, flight.chain, dense=False)
     if gap is None:
         return None
     return errors.SaveError(
@@ -85,8 +85,8 @@ def look_after(
         stay = stay[: min_fulls - 1]
     itself = entry_of(flight.place.directory, flight.manifest)
     known = len(writer.gaps.found)
-    writer.gaps.look(flight.place, (itself, *flight.rests_on, *stay))
-    chain = {entry.directory for entry in flight.rests_on}
+    writer.gaps.look(flight.place, (itself, *flight.chain, *stay))
+    chain = {entry.directory for entry in flight.chain}
     for gap in writer.gaps.found[known:]:
         if gap.directory == itself.directory or (
             gap.directory in chain and gap.harms_chain

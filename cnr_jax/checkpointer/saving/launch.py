@@ -248,7 +248,7 @@ def write_in_background(
         release: ends `write`, and frees whoever waits for it to go on.
         channel: to the other processes.
     """
-    flight.release, flight.timeout_secs = release, channel.timeout_secs
+    flight.release = release
     flight.writing.start(
         "cnr_write_rows", _in_background, flight, directories, write, channel
     )
@@ -261,7 +261,7 @@ def _in_background(
     channel: Channel,
 ) -> None:
     """Waits for directories, writes, and waits for all processes."""
-    topic, failure = f"{flight.plan.uuid}/saved", None
+    topic, failure = flight.topic("saved"), None
 
     def check() -> None:
         raise_if_told(channel, topic)

@@ -207,9 +207,10 @@ class Planning:
         clocks = dict(branch.parents) if branch else {}
         committed = ledger.committed()
         # Under a plain manager of Orbax the last save is settled by the next plan only.
-        flight = self._lifecycle.flight
-        manifest = flight.committed_manifest() if flight else None
-        if flight and manifest:
+        for flight in self._lifecycle.open:
+            manifest = flight.committed_manifest()
+            if manifest is None:
+                continue
             entry = entry_of(flight.place.directory, manifest)
             committed = [*committed, entry]
             committed = [e for e in committed if e.directory not in ledger.doomed]
