@@ -54,16 +54,12 @@ STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),
-    ("repository/index/planner.py", "Plan"): ("committed",),
     ("checkpointer/tracking/tracker.py", "Tracker"): ("_last", "_prints"),
     ("rows/gather/host.py", "Buffers"): ("_idle",),
 }
 # Types of which one is made for each save, to describe it.
 TYPES_OF_A_SAVE = (
-    ("repository/index/planner.py", "Request"),
-    ("repository/index/runs.py", "Origin"),
-    ("repository/index/planner.py", "Plan"),
-    ("repository/commit.py", "Facts"),
+    ("repository/index/planner.py", "SavePlan"),
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),

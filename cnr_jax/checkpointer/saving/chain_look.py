@@ -16,7 +16,7 @@ from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -36,7 +36,9 @@ def is_dropped(error: BaseException | None) -> TypeGuard[errors.SaveError]:
     return isinstance(error, errors.SaveError) and error.kind == _KIND
 
 
-def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def kept_for(
+    plan: SavePlan, ledger: Ledger
+) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The chain that a save rests on, and the newest other full checkpoints of its branch."""
     parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
     chain = ledger.chain(parent) if parent else []

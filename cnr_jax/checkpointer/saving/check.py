@@ -93,19 +93,6 @@ def _check_structure(
         )
 
 
-def is_alive(tree: Any) -> bool:
-    """Whether all leaves are arrays that hold something, none donated or being traced."""
-    leaves = jax.tree.leaves(tree)
-    alive = [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and not leaf.is_deleted()
-    ]
-    return len(alive) == len(leaves)
-
-
 def check_concrete(state: Any, touched: Any) -> None:
     """Checks that there are values to be saved.
 

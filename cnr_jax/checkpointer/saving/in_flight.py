@@ -14,12 +14,12 @@ from cnr_jax.checkpointer.orbax_compat.items import StepItems
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.pipeline import STOP_SECS, PipelinedSave
-from cnr_jax.format.manifest import Manifest
+from cnr_jax.encoding import Encoding
+from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.format.tiles import ProcessManifest
-from cnr_jax.repository.commit import Facts
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
@@ -43,10 +43,17 @@ class SaveInFlight(PipelinedSave):
 
     Attributes:
         item: that holds the state.
-        facts: what was decided; None if no state is part of it, but other items.
+        decided: how its state is saved; None if none is part of it, but other items.
+        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any that were used.
+        encoding: of rows, codecs of single saves aside.
         info: of the step, as policies are told of it until it is one of the root; None under a
             plain manager.
         step_items: that a manager of ours saves, as long as it is not over.
+        started_secs: reading of `time.perf_counter` when the save was asked for.
+        find_secs: from then until it was decided.
+        fingerprint_secs: of these, for looking for changed rows.
         blocking_secs: for which training waited.
         gather_secs: of these, for rows.
         writing: of its state, by a thread of its own.
@@ -77,9 +84,16 @@ class SaveInFlight(PipelinedSave):
     """
 
     item: str
-    facts: Facts | None = None
+    decided: SavePlan | None = None
+    dense_leaves: tuple[DenseLeaf, ...] = ()
+    tracking: Tracking = "recorded"
+    recorded_clock: int | None = None
+    encoding: Encoding = dataclasses.field(default_factory=Encoding)
     info: StepInfo | None = None
     step_items: StepItems | None = None
+    started_secs: float = 0.0
+    find_secs: float = 0.0
+    fingerprint_secs: float = 0.0
     blocking_secs: float = 0.0
     gather_secs: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
@@ -112,10 +126,10 @@ class SaveInFlight(PipelinedSave):
         return Place(self.attempt.root, self.attempt.directory, self.item)
 
     @property
-    def plan(self) -> Plan:
-        """Of its state, the same on all processes."""
-        assert self.facts is not None
-        return self.facts.plan
+    def plan(self) -> SavePlan:
+        """How its state is saved."""
+        assert self.decided is not None
+        return self.decided
 
     # What Orbax asks of a future.
 

@@ -28,7 +28,7 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.rows.gather import host
@@ -74,7 +74,7 @@ class Launcher:
         self._coding: capture.Coding | None = None
 
     def _coding_of(
-        self, changed: ChangedRows, plan: Plan, encoding: Encoding
+        self, changed: ChangedRows, plan: SavePlan, encoding: Encoding
     ) -> capture.Coding:
         """How rows of a save are encoded; the same object as long as that is the same."""
         made_of = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -42,6 +43,7 @@ class Lifecycle:
         writer: where saves go.
         planner: is told of committed saves.
         options: of the run.
+        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
 
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
@@ -59,8 +61,9 @@ class Lifecycle:
         writer: RootWriter,
         planner: Planner,
         options: Options,
+        doubts: tuple[str, ...],
     ) -> None:
-        self._writer, self._planner = writer, planner
+        self._writer, self._planner, self._doubts = writer, planner, doubts
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
         self.listener = Listener(options.on_save, metrics=options.metrics)
@@ -286,20 +289,26 @@ class Lifecycle:
         if flight.harm is not None:
             self._report_dropped(flight, flight.harm.text, flight.harm.path)
         else:
-            self._tell(flight, lambda: report_of_committed(flight, manifest))
+            self._tell(
+                flight,
+                lambda: report_of_committed(flight, self._planner.tables, manifest),
+            )
 
     def _report_dropped(
         self, flight: SaveInFlight, problem: str, damaged: str | None
     ) -> None:
-        self._tell(flight, lambda: report_of_dropped(flight, problem, damaged))
+        self._tell(
+            flight,
+            lambda: report_of_dropped(flight, self._planner.tables, problem, damaged),
+        )
 
     def _tell(self, flight: SaveInFlight, make: Callable[[], SaveReport]) -> None:
         """Hands over the report of a save, once."""
-        if flight.is_reported or flight.facts is None:
+        if flight.is_reported or flight.decided is None:
             return
         flight.is_reported = True
         try:
-            report = make()
+            report = dataclasses.replace(make(), doubts=self._doubts)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.

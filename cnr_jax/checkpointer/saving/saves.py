@@ -27,7 +27,7 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
 from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
 from cnr_jax.repository.store import AnyPath, exists
 from cnr_jax.repository.upkeep.claim import called_at, calling_line
@@ -69,7 +69,7 @@ class Saves:
     _calls: Calls
     _channel: Channel
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
-    _warm_up: Callable[[Plan], None]
+    _warm_up: Callable[[SavePlan], None]
     before_commit: Callable[[], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
@@ -169,11 +169,12 @@ class Saves:
         self._begun.append(save)
         self._course.begin(save.step, state.touched if state else None)
         # What was moved aside is not in the way of the new steps.
-        self.steps.forget_named(save.plan.abandoned if save.facts else ())
-        if save.facts and save.plan.changed:
+        self.steps.forget_named(save.decided.abandoned if save.decided else ())
+        if save.decided and self._writer.changed:
             all_succeed(self._channel, self.steps.reload)
+            self._writer.changed = False
         self.steps.check_is_new(save.step)
-        if not save.facts:
+        if not save.decided:
             check_not_in_the_way(save.step, save.place)
 
     def _metrics_of(self, info: StepInfo) -> Any:
@@ -258,7 +259,7 @@ class Saves:
             self._course.failed()
         if not save.is_committed:
             self._lifecycle.withdraw()
-            if save.facts and save.plan.abandoned:
+            if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
         self._begun.remove(save)
         failure = error or (save.failure if save.is_committed else None)
@@ -283,9 +284,9 @@ class Saves:
 
     def stage(self, save: SaveInFlight, folder: AnyPath) -> Sequence[Any]:
         """Starts to write all items of a step."""
-        if save.facts is not None:
+        if save.decided is not None:
             # Not before: of several processes this one alone may fail in it.
-            self._warm_up(save.plan)
+            self._warm_up(save.decided)
         assert save.step_items is not None
         return save.step_items.stage(folder)
 
