@@ -89,7 +89,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         may_save: whether saves can come, and go on as the run of a restore did.
-        guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.writer = RootWriter(
             lambda: jax.process_index() == 0, adopts=self.options.adopt
         )
-        self.guarded = False
         self.may_save = tables is not None
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
@@ -143,7 +141,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             check_can_append(root)
         self.channel.name = f"saves in {root.name}"
         self.writer.bind(root, is_step)
-        self.guarded = self.lifecycle.managed = True
+        self._planner.guarded = self.lifecycle.managed = True
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -166,7 +164,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def guard(self) -> None:
         """Lets saves be deltas: from now on something sees to it that parents are kept."""
-        self.guarded = True
+        self._planner.guarded = True
 
     @own_settings()
     def plan(
@@ -192,12 +190,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
         ledger, changed = self._find_changes(place, args)
-        unguarded = "retention might delete parents: no policy of cnr_jax was asked yet"
         try:
             plan = self.planning.agree(
                 place.directory,
                 changed,
-                changed.doubt if self.guarded else unguarded,
                 urgent=urgent,
                 full=bool(args.full),
                 exact=bool(args.exact),

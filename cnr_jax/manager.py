@@ -34,6 +34,7 @@ from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
+from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
@@ -300,11 +301,11 @@ class CheckpointManager(ocp.CheckpointManager):
         waits = not self._steps.options.enable_async_checkpointing
         if last or waits:
             self.wait_until_finished()
-        if last and save.gap is not None:
+        if last and is_dropped(save.error):
             # No other save would come that holds its rows.
             save = begin()
             self.wait_until_finished()
-        return not (waits and save.gap is not None)
+        return not (waits and is_dropped(save.error))
 
     @alone
     def restore(

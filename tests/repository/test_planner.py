@@ -40,7 +40,12 @@ class Run:
     def __init__(self, root: Any, table: Any, policy: Any = None) -> None:
         self.root, self.ledger, self.table = root, root.ledger, table
         self.policy = policy or Asked()
-        self.planner = Planner(self.policy, nonce=NONCE, tables=(table,))
+        self.planner = self.planner_of(self.policy)
+
+    def planner_of(self, policy: Any, min_fulls: int = 1) -> Planner:
+        planner = Planner(policy, NONCE, min_fulls, (self.table,))
+        planner.guarded = True
+        return planner
 
     def plan(
         self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
@@ -207,9 +212,16 @@ def test_doubt_about_the_stamps_makes_the_save_full(run: Run) -> None:
     assert (plan.kind, plan.reason) == ("full", "no audit was possible")
 
 
+def test_unguarded_saves_are_full(run: Run) -> None:
+    run.save(0, clock=3)
+    run.planner.guarded = False
+    plan = run.plan(1, clock=4)
+    assert plan.kind == "full" and "retention" in plan.reason
+
+
 def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) -> None:
     full = Asked(Decision(kind="full", parent=None, reason="asked"))
-    run.planner = Planner(full, nonce=NONCE, tables=(run.table,))
+    run.planner = run.planner_of(full)
     assert run.save(0, 0).kind == "full"
     assert run.save(10, 1).kind == "full"
     plan = run.plan(20, 2, urgent=True)
@@ -224,7 +236,7 @@ def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) ->
 
 
 def test_the_last_save_is_a_delta_though_full_ones_are_too_few(run: Run) -> None:
-    run.planner = Planner(OneShot(), NONCE, 2, (run.table,))
+    run.planner = run.planner_of(OneShot(), min_fulls=2)
     assert run.save(0, 0).kind == "full"
     assert run.plan(10, 1, urgent=True).kind == "delta"
     plan = run.save(10, 1)

@@ -99,6 +99,7 @@ class Root:
             keep=self.random.choice([None, 1, 2, 3]),
             lineage=secrets.token_hex(16),
         )
+        self.program.planner.guarded = True
         # Nothing of another process's memory is left.
         self.restored = {}
 

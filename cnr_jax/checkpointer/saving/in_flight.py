@@ -74,13 +74,11 @@ class SaveInFlight(PipelinedSave):
         is_unwanted: whether retention is to delete this very step.
         chain: committed checkpoints that it cannot be restored without, its parent first.
         beside: newest full ones of its branch that it does not rest on.
-        gap: why it is not committed though all was written: what it rests on is not there.
         harm: what was found missing of it, or of what it rests on, once it was committed.
         made: the manifest that this process has written of it, for all.
         manifest: of the save, once it is seen to be committed.
         is_reported: whether its report is handed over.
         is_failure_told: whether the log says why it failed.
-        failure: why it failed, until someone takes it to raise it.
     """
 
     item: str
@@ -112,13 +110,11 @@ class SaveInFlight(PipelinedSave):
     is_unwanted: bool = False
     chain: tuple[Entry, ...] = ()
     beside: tuple[Entry, ...] = ()
-    gap: errors.SaveError | None = None
     harm: Gap | None = None
     made: Manifest | None = None
     manifest: Manifest | None = None
     is_reported: bool = False
     is_failure_told: bool = False
-    failure: errors.SaveError | None = None
 
     @property
     def place(self) -> Place:

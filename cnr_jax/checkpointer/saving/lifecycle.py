@@ -153,9 +153,8 @@ class Lifecycle:
         self.last_failure = without_frames(error)
         if not flight.is_failure_told:
             _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
-        flight.is_failure_told = True
+        flight.is_failure_told, flight.error = True, flight.error or error
         if is_dropped(error):
-            flight.gap = error
             self._report_dropped(flight, error.problem, error.path)
 
     def report_unwanted(self, flight: SaveInFlight) -> None:
@@ -271,12 +270,12 @@ class Lifecycle:
                 ledger.read(place.root, directory, place.item)
 
     def _undo(self, flight: SaveInFlight) -> None:
-        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        """Notes why a save failed, and removes what it wrote."""
         flight.stop()
-        if flight.gap is None:
-            flight.failure = flight.reason()
-            if not flight.is_failure_told:
-                self.fail(flight, flight.failure)
+        if flight.error is None:
+            flight.error = flight.reason()
+        if not flight.is_failure_told:
+            self.fail(flight, flight.error)
         if not self.managed:
             self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
         self._writer.undo()

@@ -125,7 +125,6 @@ class Planning:
         self,
         directory: str,
         found: ChangedRows,
-        doubt: str,
         *,
         urgent: bool,
         full: bool,
@@ -137,7 +136,6 @@ class Planning:
             directory: of the step.
             found: what this process has to save. Leaves that are not global must be the same
                 everywhere, and rows that changed be found in the same way.
-            doubt: why a delta might not last, or miss rows; empty: it would do neither.
             urgent: as in `Planner.plan`.
             full: the same.
             exact: the same.
@@ -152,7 +150,7 @@ class Planning:
         """
         said = {
             _TRACKING: found.mode,
-            _DOUBT: doubt,
+            _DOUBT: found.doubt,
             _ASKED: f"full={full}, exact={exact}",
         }
         if jax.process_count() > 1:

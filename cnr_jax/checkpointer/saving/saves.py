@@ -239,18 +239,21 @@ class Saves:
     def _settle(self) -> None:
         self.pipeline.end_beginning()
         for save in self.pipeline.take_ended():
-            self._note(save, save.error)
+            self._note(save)
+            if save.error is not None and not is_dropped(save.error):
+                self._lifecycle.last_failure = without_frames(save.error)
+                self._failures.append(save.error)
         if self.pipeline.is_busy:
             return
         # What is left failed in its beginning, which has raised why, or was interrupted.
         for save in tuple(self._begun):
-            self._note(save, None)
+            self._note(save)
         if not self._lifecycle.open and self._writer.is_prepared:
             self._lifecycle.withdraw()
         if self.steps.is_stale:
             self.reread()
 
-    def _note(self, save: SaveInFlight, error: errors.CnrError | None) -> None:
+    def _note(self, save: SaveInFlight) -> None:
         """Finds out what became of a save, whatever is known of it in the background."""
         is_seen = save.is_committed
         if save in self._lifecycle.open:
@@ -262,10 +265,6 @@ class Saves:
             if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
         self._begun.remove(save)
-        failure = error or (save.failure if save.is_committed else None)
-        if failure is not None and not is_dropped(failure):
-            self._lifecycle.last_failure = without_frames(failure)
-            self._failures.append(failure)
 
     def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""

@@ -115,6 +115,7 @@ class Planner:
 
     Attributes:
         tables: that are saved, as manifests list them.
+        guarded: retention is known to keep parents.
         runs: tells of which run a save is.
         branches: of each lineage that may go on, what is known of it.
     """
@@ -132,6 +133,7 @@ class Planner:
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
         self._most_restores = 0
+        self.guarded = False
         self.runs = Runs(self._nonce, new_run=new_run)
         self.branches: dict[str, Branch] = {}
 
@@ -157,7 +159,7 @@ class Planner:
                 empty if there were none before, and then one is drawn.
             touched: lineage and clock of the touched rows that go with the state, whether they
                 choose rows or not; None without any.
-            doubt: why a delta might miss rows, or its parent might go; empty: neither.
+            doubt: why a delta might miss rows; empty: it would not.
             urgent: the run is about to end: a delta, where one is legal.
             full: a full save, whatever the policy says and however urgent it is.
             exact: all bits, whatever the codecs: full, unless a chain holds all bits already.
@@ -472,6 +474,8 @@ class Planner:
             if begins:
                 return "a new run begins"
             return "the stamps are not counted from any checkpoint here"
+        if not self.guarded:
+            return "retention might delete parents: no policy of cnr_jax was asked yet"
         if doubt:
             return doubt
         tip = branch.tip
