@@ -24,9 +24,6 @@ from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store.checked import means_damage
-from cnr_jax.texts import logger
-
-_log = logger(__name__)
 
 
 def _do_nothing() -> None:

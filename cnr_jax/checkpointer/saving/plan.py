@@ -165,7 +165,8 @@ class Planning:
                 check_told(told)
                 doubts = filter(None, (each[_DOUBT] for each in told))
                 committed = self._lifecycle.settle()
-                ledger, gaps = self._claim(directory, found)
+                ledger = self._claimed(directory, found)
+                gaps = self._writer.note_gaps()
                 plan = self._planner.plan(
                     ledger,
                     directory,
@@ -248,10 +249,8 @@ class Planning:
                 clocks[entry.uuid] = flight.plan.clock
         suspects.explain(error, place.root, committed, clocks)
 
-    def _claim(
-        self, directory: str, found: ChangedRows
-    ) -> tuple[Ledger, tuple[tuple[str, str], ...]]:
-        """Claims the root for a save; what is in it then, and what that was found to lack."""
+    def _claimed(self, directory: str, found: ChangedRows) -> Ledger:
+        """What is in the root, once it is claimed for a save."""
         if self._planner.runs.current is None:
             # First: who claims a root ends the saves of the run that is at work there.
             self._planner.runs.check_origin(self._writer.refreshed(), found.touched)
@@ -260,7 +259,7 @@ class Planning:
         if self._writer.place is not None:
             check_is_free(self._writer.place.root, directory)
         self._look_again(ledger, found.stamps.lineage)
-        return ledger, self._writer.note_gaps()
+        return ledger
 
     def _prepared(self, plan: SavePlan) -> SavePlan:
         """A plan with the widths of its codes, for which there is room in the root."""
