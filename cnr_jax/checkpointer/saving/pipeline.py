@@ -17,6 +17,7 @@ store, which alone knows what is committed.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
@@ -305,6 +306,9 @@ class SavePipeline:
         """Waits until nothing is written for a save that is cancelled."""
         for future in save.futures:
             with contextlib.suppress(BaseException):
+                future.cancel()
+        for future in save.futures:
+            with contextlib.suppress(BaseException):
                 future.result(timeout=STOP_SECS)
         save.futures = ()
 
@@ -527,6 +531,6 @@ def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:
     """What a save failed with, as all processes are told, and as it is raised."""
     if isinstance(error, errors.SaveError | errors.WriterError):
         return error
-    if isinstance(error, concurrent.futures.CancelledError):
+    if isinstance(error, concurrent.futures.CancelledError | asyncio.CancelledError):
         error = RuntimeError("the save was cancelled")
     return save_error(error, save.step, os.fspath(save.attempt.path))
