@@ -33,7 +33,7 @@ from cnr_jax.repository.store import AnyPath, checked, names_in
 if TYPE_CHECKING:
     from cnr_jax.repository.store.arrays import ArrayReader
 
-Harm = Literal["none", "step", "chain"]
+Reach = Literal["none", "step", "chain"]
 
 # Files that are read at the same time: enough to keep a disk busy while others are checked.
 _AT_ONCE = 8
@@ -60,11 +60,11 @@ class Finding:
     file: str
     kind: str
     message: str
-    harms: Harm
+    harms: Reach
 
     @classmethod
     def of(
-        cls, error: Exception, file: str, item: AnyPath, harms: Harm = "chain"
+        cls, error: Exception, file: str, item: AnyPath, harms: Reach = "chain"
     ) -> Finding:
         """An error that was met in `file`, or in another one that it names."""
         kind, path = "not_readable", None
@@ -78,7 +78,7 @@ class Finding:
 
 # A file, what cannot be restored if it is damaged, and a function that raises if it is; that may
 # also return what else it has found.
-Check = tuple[str, Harm, Callable[[], list[Finding] | None]]
+Check = tuple[str, Reach, Callable[[], list[Finding] | None]]
 
 
 def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Finding]:
@@ -182,7 +182,7 @@ def _findings(item: AnyPath, check: Check) -> list[Finding]:
 
 @contextlib.contextmanager
 def _noted(
-    found: list[Finding], item: AnyPath, file: str, harms: Harm = "chain"
+    found: list[Finding], item: AnyPath, file: str, harms: Reach = "chain"
 ) -> Iterator[None]:
     """Notes what is raised, and goes on."""
     try:
@@ -198,7 +198,7 @@ def _array_checks(
     entry: ArrayEntry,
     passed: list[tuple[str, int]],
     data: bool,
-    harms: Harm = "chain",
+    harms: Reach = "chain",
     holds: Callable[[int], str] = lambda chunk: "",
 ) -> Iterator[Check]:
     metadata = FileDigest(
@@ -236,7 +236,7 @@ def _check_chunks(
     readers: list[ArrayReader],
     passed: list[tuple[str, int]],
     data: bool,
-    harms: Harm,
+    harms: Reach,
     holds: Callable[[int], str],
 ) -> list[Finding]:
     """What is wrong with some chunks of an array, as far as that is listed."""
