@@ -25,7 +25,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     lacking_rows,
 )
-from cnr_jax.repository.step import check_dense_tiles, files_of, read_process
+from cnr_jax.repository.step import check_dense, files_of, read_process
 from cnr_jax.repository.store import AnyPath, checked, names_in
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
@@ -98,10 +98,9 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         with _noted(found, item, names.MANIFEST):
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
-        with _noted(found, item, names.MANIFEST, "step"):
-            check_dense_tiles(item, manifest, processes)
-    with _noted(found, item, names.DENSE, "step"):
-        checked.check_dense_index(manifest, item)
+    with _noted(found, item, names.MANIFEST, "step"):
+        known = len(processes) == len(manifest.processes)
+        check_dense(item, manifest, processes if known else None)
     checks: list[Check] = []
     passed: list[tuple[str, int]] = []
     for process in processes:
