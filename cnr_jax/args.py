@@ -60,7 +60,8 @@ class Save(ocp.args.CheckpointArgs):
     touched: Touched | None = None
     full: bool = dataclasses.field(default=False, kw_only=True)
     exact: bool = dataclasses.field(default=False, kw_only=True)
-    # A `PlannedSave` where a manager of ours has planned it; a plain one of Orbax does not.
+    # What `CnrHandler.plan` returned, where a manager of ours has planned it; a plain one of Orbax
+    # does not.
     _planned: Any = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )

@@ -351,7 +351,8 @@ class CallError(CnrError, RuntimeError):
 
     Kinds:
         inside_on_save: call it after `on_save` has returned.
-        nested: call it elsewhere than in a signal handler that interrupts another call.
+        nested: call it elsewhere than in a signal handler that interrupts another call, or in a
+            handler or callback that a save waits for.
         closed: call it before `close()`.
     """
 

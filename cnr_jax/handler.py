@@ -35,31 +35,35 @@ from cnr_jax.checkpointer.restoring.restore import (
 from cnr_jax.checkpointer.save_errors import as_save_errors, save_error
 from cnr_jax.checkpointer.saving import capture
 from cnr_jax.checkpointer.saving.check import (
-    CheckedState,
     check,
     check_concrete,
-    is_alive,
     table_entries,
 )
-from cnr_jax.checkpointer.saving.in_flight import STOP_SECS, SaveInFlight
-from cnr_jax.checkpointer.saving.launch import Launcher, PlannedSave
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.pipeline import STOP_SECS
 from cnr_jax.checkpointer.saving.plan import Planning
 from cnr_jax.checkpointer.saving.widening import Widening
-from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Moment, Tracker
-from cnr_jax.format.names import step_number
-from cnr_jax.repository.commit import Facts, write_manifest
-from cnr_jax.repository.index.folders import is_state_of_orbax, other_checkpoints
+from cnr_jax.checkpointer.tracking.tracker import (
+    ChangedRows,
+    Moment,
+    Tracker,
+    moment_of,
+)
+from cnr_jax.format import names
+from cnr_jax.repository.commit import write_manifest
+from cnr_jax.repository.committer import Attempt
+from cnr_jax.repository.index.folders import is_state_of_orbax
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Planner, Request
+from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
-from cnr_jax.repository.index.runs import Origin, run_restored
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import own_settings
-from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
+from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger
@@ -84,7 +88,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
         may_save: whether saves can come, and go on as the run of a restore did.
-        guarded: whether something sees to it that parents are not deleted: deltas are safe.
     """
 
     def __init__(
@@ -97,16 +100,20 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if tables is not None:
             check_tables(tables)
             self.options.check_tables(tables)
-        self._entries = table_entries(tables or Tables({}))
         self.writer = RootWriter(
             lambda: jax.process_index() == 0, adopts=self.options.adopt
         )
-        self.guarded = False
         self.may_save = tables is not None
         # Whether saves are known to be of the run in the root, on all processes alike.
         self._is_of_run = False
-        self._planner = Planner(self.options.policy, min_fulls=self.options.min_fulls)
-        self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
+        self._planner = Planner(
+            self.options.policy,
+            min_fulls=self.options.min_fulls,
+            tables=table_entries(tables or Tables({})),
+            new_run=self.options.new_run,
+        )
+        doubts = tables.doubts if tables else ()
+        self.lifecycle = Lifecycle(self.writer, self._planner, self.options, doubts)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self._tracker = Tracker(self.options)
@@ -120,7 +127,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.lifecycle,
             self._planner,
             self.widening,
-            self.options.new_run,
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
@@ -134,7 +140,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             check_can_append(root)
         self.channel.name = f"saves in {root.name}"
         self.writer.bind(root, is_step)
-        self.guarded = self.lifecycle.managed = True
+        self._planner.guarded = self.lifecycle.managed = True
 
     def open(self, root: Any, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -157,10 +163,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def guard(self) -> None:
         """Lets saves be deltas: from now on something sees to it that parents are kept."""
-        self.guarded = True
+        self._planner.guarded = True
 
     @own_settings()
-    def plan(self, place: Place, args: Save, *, urgent: bool = False) -> PlannedSave:
+    def plan(
+        self, place: Place, args: Save, *, urgent: bool = False
+    ) -> tuple[SaveInFlight, ChangedRows]:
         """Checks and decides a save before anything is written.
 
         Waits for the train step that made the state.
@@ -170,6 +178,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             args: what is to be saved.
             urgent: make it a delta if one is legal, whatever the policy says.
 
+        Returns:
+            The save, and its state until that is gathered, which nothing may keep longer.
+
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded.
@@ -177,26 +188,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
-        ledger, checked, changed = self._find_changes(place, args)
-        if not self._has_said_at_first:
-            self._has_said_at_first = True
-            capture.say_at_first(checked.arrays, self.tables, self.widening.encoding)
-        request = Request(
-            step=step_number(place.directory),
-            directory=place.directory,
-            lineage=changed.stamps.lineage,
-            clock=changed.stamps.clock,
-            at_limit=changed.at_limit,
-            tables=self._entries,
-            guarded=self.guarded,
-            urgent=urgent,
-            origin=self._origin(place.root, args.touched),
-            full=bool(args.full),
-            exact=bool(args.exact),
-        )
+        ledger, changed = self._find_changes(place, args)
         try:
             plan = self.planning.agree(
-                None, checked.dense, changed.mode, changed.doubt, request
+                place.directory,
+                changed,
+                urgent=urgent,
+                full=bool(args.full),
+                exact=bool(args.exact),
             )
             self._tracker.keep(changed, Moment(plan.lineage, plan.clock))
             for abandoned in plan.abandoned:
@@ -204,22 +203,19 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         except BaseException:
             self.lifecycle.withdraw()
             raise
-        facts = Facts(
-            plan=plan,
-            tables=self._entries,
-            dense_leaves=checked.dense_leaves,
+        flight = SaveInFlight(
+            attempt=Attempt(place.root, place.directory, plan.uuid),
+            item=place.item,
+            decided=plan,
+            dense_leaves=tuple(leaf for leaf, _ in changed.dense),
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
-            fingerprint_clock=plan.clock if changed.by_fingerprints else None,
-            encoding=self.widening.encoding.entry(),
-            inherited=self.widening.encoding.inherited,
-            doubts=self.tables.doubts if self.tables else (),
-            fingerprint_secs=changed.secs,
-            find_secs=time.perf_counter() - started,
+            encoding=self.widening.encoding,
             started_secs=started,
+            find_secs=time.perf_counter() - started,
+            fingerprint_secs=changed.secs,
         )
-        flight = SaveInFlight(place=place, facts=facts)
-        return PlannedSave(flight=flight, checked=checked, changed=changed)
+        return flight, changed
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
         """Makes sure, once, that a state may begin or go on with a run; see `Runs.check_origin`.
@@ -232,11 +228,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         def check() -> None:
             ledger = self.open(root, item)
+            runs = self._planner.runs
             # Else no train step is waited for.
-            if ledger.checkpoints() or self._other_checkpoints(root):
-                self._planner.runs.check_origin(
-                    ledger, self._origin(root, args.touched)
-                )
+            if runs.current is None and (ledger.checkpoints() or ledger.others()):
+                runs.check_origin(ledger, moment_of(args.touched))
 
         with as_save_errors(None, str(root)):
             on_primary(self.channel, check)
@@ -246,28 +241,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Saves are of the run in the root: a step of it was restored."""
         self._is_of_run = True
 
-    def _other_checkpoints(self, root: Any) -> tuple[str, ...]:
-        """Checkpoints that are not listed; once it is known whose root it is, none matters."""
-        if self._planner.runs.current is not None:
-            return ()
-        return other_checkpoints(root, self.writer.is_step)
-
-    def _origin(self, root: Any, touched: Touched | None) -> Origin:
-        known = None
-        # Others are refused later, or do not matter where fingerprints choose the rows.
-        if isinstance(touched, Touched) and is_alive(touched):
-            known = lineage_hex(touched), clock_of(touched)
-        return Origin(
-            root=str(root),
-            touched=known,
-            restored=run_restored(root, known[0]) if known else None,
-            new_run=self.options.new_run,
-            others=self._other_checkpoints(root),
-        )
-
-    def _find_changes(
-        self, place: Place, args: Save
-    ) -> tuple[Ledger, CheckedState, ChangedRows]:
+    def _find_changes(self, place: Place, args: Save) -> tuple[Ledger, ChangedRows]:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
             ledger, tables = self.open(place.root, place.item), self.tables
@@ -277,52 +251,54 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                     "  hint: pass tables=cnr_jax.find_tables(state, ...)"
                 )
             tracking = self._tracker.mode(args.touched)
-            checked = check(args.state, args.touched, tables, tracking)
+            arrays, dense = check(args.state, args.touched, tables, tracking)
             changed = self._tracker.find(
-                args.state, args.touched, tables, checked.arrays
+                args.state, args.touched, tables, arrays, dense
             )
-            return ledger, checked, changed
         except errors.CnrError as error:
-            self.planning.agree(error, {}, "", "", None)
-            raise
+            self.planning.raise_on_all(error)
         except Exception as error:
             # Such as memory that ran out: other processes must not wait for it.
-            self.planning.refuse(save_error(error, step_number(place.directory)))
+            self.planning.refuse(save_error(error, names.step_number(place.directory)))
             raise
+        if not self._has_said_at_first:
+            self._has_said_at_first = True
+            capture.say_at_first(arrays, self.tables, self.widening.encoding)
+        return ledger, changed
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
-        if (planned := args._planned) is not None:
-            return self._launch(planned, directory, None)
+        if args._planned is not None:
+            flight, changed = args._planned
+            return self._launch(flight, changed, directory, None)
         directories = Directories()
         try:
             # jax refuses what follows inside jit, in words of its own.
             check_concrete(args.state, args.touched)
             with own_settings():
-                planned = self.plan(place_of(directory), args)
+                flight, changed = self.plan(place_of(directory), args)
         except BaseException:
             # Orbax is still making directories, of which the next save may use the names.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
-            self.lifecycle.end_writing()
+            self.lifecycle.end_writing(*self.lifecycle.open)
             raise
-        flights = self._launch(planned, directory, directories)
+        flights = self._launch(flight, changed, directory, directories)
         # Nobody knows when training goes on.
-        planned.flight.returned.open()
+        flight.returned.open()
         return flights
 
     def _launch(
         self,
-        planned: PlannedSave,
+        flight: SaveInFlight,
+        changed: ChangedRows,
         directory: epath.Path,
         directories: Directories | None,
     ) -> list[Any]:
-        flight = planned.flight
         self.lifecycle.begin(flight)
         with own_settings():
-            self._launcher.launch(planned, directory, directories)
-        assert flight.facts is not None
-        flight.blocking_secs = time.perf_counter() - flight.facts.started_secs
+            self._launcher.launch(flight, changed, directory, directories)
+        flight.blocking_secs = time.perf_counter() - flight.started_secs
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -332,8 +308,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Writes the manifest, after everything else is on storage."""
-        flight = self.lifecycle.flight
-        if flight is None or not flight.facts or flight.written is None:
+        step, found = names.final_name(directory.parent.name), self.lifecycle.open
+        flight = next((each for each in found if each.attempt.directory == step), None)
+        if flight is None or flight.written is None:
             # Whoever began it was interrupted, and could not know that it goes on.
             raise errors.SaveError(
                 "a save that an interrupt has cut short is not committed\n"
@@ -341,16 +318,27 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
         try:
             self.writer.check_claim()
+            plan, tracking = flight.plan, flight.tracking
+            by_fingerprints = self._tracker.by_fingerprints(tracking)
             flight.made, flight.manifest_bytes, flight.processes = write_manifest(
-                directory, flight.facts, flight.written
+                directory,
+                plan,
+                flight.written,
+                tables=self._planner.tables,
+                dense_leaves=flight.dense_leaves,
+                tracking=tracking,
+                recorded_clock=flight.recorded_clock,
+                fingerprint_clock=plan.clock if by_fingerprints else None,
+                encoding=flight.encoding.entry(),
+                started_secs=flight.started_secs,
             )
             self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
             flight.note_commit()
             if not self.lifecycle.managed:
-                self.lifecycle.look_before()
+                self.lifecycle.look_before(flight)
         finally:
             if not self.lifecycle.managed:
-                self.lifecycle.end_writing()
+                self.lifecycle.end_writing(flight)
 
     @own_settings()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
@@ -396,7 +384,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if isinstance(resumption, adopted.Adoption):
             adopted.resume_adopted(resumption, **parts)
         else:
-            parts |= {"channel": self.channel, "tables": self._entries}
+            parts |= {"channel": self.channel, "tables": self._planner.tables}
             resume(
                 resumption, **parts, widening=self.widening if self.may_save else None
             )

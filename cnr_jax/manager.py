@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,11 +34,13 @@ from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
+from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
-from cnr_jax.checkpointer.saving.saves import Request, Saves, as_json
+from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
@@ -121,7 +124,7 @@ class CheckpointManager(ocp.CheckpointManager):
             super().__init__(
                 self._root, options=base, metadata=metadata, handler_registry=registry
             )
-            self._steps.reload()
+            self._steps.reload(numbers_only=kept.lightweight_initialize)
         shorten_logs()
         try:
             self._listing.say_what_is_there(made)
@@ -138,7 +141,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """What its saves go through."""
         handler, channel, writer = self._handler, self._channel, self._handler.writer
         committer = committer_of(self._root, orbax_options, writer.discard)
-        pipeline = SavePipeline(committer, channel)
+        pipeline = SavePipeline[SaveInFlight](committer, channel)
         self._calls = Calls(handler.lifecycle.listener.is_here, pipeline.is_here)
         self._course = Course(
             self._steps,
@@ -265,8 +268,8 @@ class CheckpointManager(ocp.CheckpointManager):
                 steps that may lack such rows.
             DependentsExistError: if a step is in the way that must be kept.
             WriterError: if another manager saves to this root; nothing was changed.
-            CallError: inside `on_save`, in a signal handler in the middle of a call, or after
-                `close`.
+            CallError: inside `on_save`, or a handler or callback of a save; in a signal handler in
+                the middle of a call; or after `close`.
         """
         step = checked_step(step)
         if self._steps.options.read_only:
@@ -283,25 +286,26 @@ class CheckpointManager(ocp.CheckpointManager):
         last = self.reached_preemption(step)
         if not (force or last) and self._course.is_left_out(step):
             return False
-        request = Request(
-            step=step,
-            item=item,
-            args=args,
-            state=state,
+        begin = functools.partial(
+            self._saves.begin,
+            step,
+            item,
+            args,
+            state,
             metrics=metrics,
             custom_metadata=as_json(custom_metadata),
             urgent=last,
         )
         self._handler.planning.wait(self.wait_until_finished)
-        self._saves.begin(request)
+        save = begin()
         waits = not self._steps.options.enable_async_checkpointing
         if last or waits:
             self.wait_until_finished()
-        if last and self._saves.is_dropped:
+        if last and is_dropped(save.error):
             # No other save would come that holds its rows.
-            self._saves.begin(request)
+            save = begin()
             self.wait_until_finished()
-        return not (waits and self._saves.is_dropped)
+        return not (waits and is_dropped(save.error))
 
     @alone
     def restore(
@@ -431,9 +435,9 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             SaveError: if that save failed; the root was read all the same.
-            CallError: inside `on_save`.
+            CallError: inside `on_save`, or a handler or callback of a save.
         """
-        self._calls.refuse_in_on_save("reload")
+        self._calls.refuse_inside("reload")
         with self._calls.lock:
             self._listing.reload()
 
@@ -465,9 +469,10 @@ class CheckpointManager(ocp.CheckpointManager):
 
         Raises:
             SaveError: if the save failed.
-            CallError: inside `on_save`, which would wait for itself.
+            CallError: inside `on_save`, or a handler or callback of a save, which would wait for
+                itself.
         """
-        self._calls.refuse_in_on_save("close")
+        self._calls.refuse_inside("close")
         try:
             self.wait_until_finished()
         finally:

@@ -48,6 +48,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
+import gc  # noqa: E402
 import importlib  # noqa: E402
 import inspect  # noqa: E402
 import sys  # noqa: E402
@@ -142,6 +143,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings(*_LEFT_BY_ORBAX))
         elif item.nodeid.startswith("cnr_jax/testing/"):
             item.add_marker(pytest.mark.tools)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collecting garbage, as tests do, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 _ROWS = {"user": 64, "item": 32}

@@ -130,3 +130,16 @@ def test_a_long_wait_for_the_save_before_is_logged(
         manager.wait_until_finished()
         manager.save(2, args=SAVE)
         assert caplog.text.count(said) == 1
+
+
+def test_a_manager_that_is_made_lightly_reads_metrics_when_it_reloads(
+    tmp_path: Path,
+) -> None:
+    best: Any = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
+    with manager_of(tmp_path, **best) as manager:
+        for step, loss in enumerate([1.0, 0.5, 2.0]):
+            manager.save(step, args=SAVE, metrics={"loss": loss})
+    with manager_of(tmp_path, lightweight_initialize=True, **best) as manager:
+        assert (manager.all_steps(), manager.best_step()) == ([0, 1, 2], None)
+        manager.reload()
+        assert manager.best_step() == 1

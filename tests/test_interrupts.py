@@ -6,6 +6,7 @@ By default at some moments of each call, evenly spread; at all of them under the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import shutil
@@ -21,7 +22,9 @@ import pytest
 from orbax.checkpoint import future
 
 import cnr_jax as cnr
-from cnr_jax.errors import CnrError
+from cnr_jax.errors import CnrError, SaveError
+from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.inprocess import failing
 from cnr_jax.testing.interrupts import Interrupt, interrupting
 
 from .conftest import case_of
@@ -212,3 +215,46 @@ def test_after_an_interrupt_at_any_moment_the_manager_goes_on(
         if not interrupt.where:
             return
         nth += 1
+
+
+def test_an_interrupt_while_a_failure_is_noted_does_not_hide_it(
+    tiny_run: Any, tmp_path: Path, unsynced: None
+) -> None:
+    """Told once, by the wait that was interrupted or the next; and what is due stays right."""
+    run = tiny_run()
+    manager = run.open(tmp_path)
+    run.run(manager, [0])
+    nth, step, raised = 1, 0, False
+    while not raised:
+        for fails in (True, False):
+            step += 1
+            run.train(step)
+            fault = Fault("rename", action="EIO", match=f"{step}.orbax")
+            with failing(tmp_path, fault) if fails else contextlib.nullcontext():
+                run.save(manager, step)
+                while manager.is_saving_in_progress():
+                    time.sleep(0.001)
+            told = list[str]()
+            with contextlib.suppress(KeyboardInterrupt), noting(told):
+                with interrupting(nth) as interrupt:
+                    manager.wait_until_finished()
+            # From here on the failure is on its way out, and the interrupt takes its place.
+            raised = raised or "_raise_failure, c_return" in interrupt.where
+            raised = raised or (fails and not interrupt.where)
+            for _ in range(2):
+                with noting(told):
+                    manager.wait_until_finished()
+            assert len(told) == fails or raised, f"{nth}: {interrupt.where}"
+            assert manager.should_save(step) == fails, f"{nth}: {interrupt.where}"
+        nth += 7
+    manager.close()
+    assert nth > 100
+
+
+@contextlib.contextmanager
+def noting(told: list[str]) -> Iterator[None]:
+    """Notes which error of a save is raised."""
+    try:
+        yield
+    except SaveError as error:
+        told.append(str(error))

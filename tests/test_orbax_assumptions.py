@@ -572,6 +572,12 @@ def test_a_save_waits_for_nothing_that_another_one_was_promised(
     assert time.monotonic() - started < 60
 
 
+keeps_tasks = pytest.mark.skipif(
+    ocp.__version__ == "0.12.3", reason="it lets go of the task, whatever happens"
+)
+
+
+@keeps_tasks
 def test_an_interrupt_in_a_handler_leaves_its_task_on_the_thread() -> None:
     """With the frames that the interrupt went through, and what they hold."""
 
@@ -592,6 +598,7 @@ def test_an_interrupt_in_a_handler_leaves_its_task_on_the_thread() -> None:
     assert not hasattr(threading.current_thread(), "main_task")
 
 
+@keeps_tasks
 def test_a_second_interrupt_puts_the_task_of_the_first_back() -> None:
     """So that ending one of them is not enough."""
 

@@ -36,7 +36,10 @@ _AROUND_CALLS = {
 def _run(*runs: dict[str, Any]) -> None:
     """Does runs in a process of their own, whose arguments `strict_worker.tried` has."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    # What jax allows does not depend on how fast it is, and most of the time compiles.
+    environment["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    )
     done = subprocess.run(
         [sys.executable, os.fspath(_WORKER), json.dumps(runs)],
         env=environment,

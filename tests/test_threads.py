@@ -234,6 +234,79 @@ def test_a_callback_of_orbax_may_ask_for_steps_while_a_save_waits_for_it(
     manager.close()
 
 
+def of_two_handlers(asks: Callable[[], None], where: str) -> Any:
+    """Arguments of an item whose handler asks where it saves, or where it ends that."""
+
+    class Handler(ocp.CheckpointHandler):
+        def save(self, directory: Any, args: Any = None) -> None:
+            if where == "handler":
+                asks()
+
+        def restore(self, directory: Any, args: Any = None) -> Any: ...
+
+        def finalize(self, directory: Any) -> None:
+            if where == "finalize":
+                asks()
+
+    class Arguments(ocp.args.CheckpointArgs): ...
+
+    ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)(Arguments)
+    return Arguments()
+
+
+@pytest.mark.parametrize("where", ["callback", "policy", "handler", "finalize"])
+def test_what_a_save_waits_for_is_told_that_it_cannot_call(
+    where: str, tiny_run: Any, tmp_path: Path
+) -> None:
+    run, told = tiny_run(), list[str]()
+
+    def asks() -> None:
+        given = cnr.args.Save(run.state, run.touched)
+        for call in (
+            lambda: manager.save(9, args=given),
+            lambda: manager.restore(0),
+            lambda: manager.delete(0),
+            lambda: manager.verify(),
+            lambda: manager.all_steps(read=True),
+            lambda: manager.close(),
+        ):
+            with pytest.raises(CallError, match="a save of the same manager waits for"):
+                call()
+        told.append(where)
+
+    class Policy:
+        def should_preserve(self, steps: Any, *, context: Any) -> list[bool]:
+            if where == "policy":
+                asks()
+            return [True] * len(steps)
+
+    callback = asks if where == "callback" else None
+    manager = cnr.CheckpointManager(
+        tmp_path,
+        tables=run.tables,
+        options=cnr.Options(codec="raw", policy=cnr.Consecutive()),
+        orbax_options=ocp.CheckpointManagerOptions(
+            async_options=ocp.AsyncOptions(post_finalization_callback=callback),
+            preservation_policy=Policy(),
+        ),
+        item="state",
+    )
+    other = of_two_handlers(asks, where)
+    for step in range(2):
+        run.train(step)
+        state = cnr.args.Save(run.state, run.touched)
+        args = ocp.args.Composite(state=state, other=other)
+        errors = in_threads(
+            lambda step=step, args=args: manager.save(step, args=args),
+            manager.wait_until_finished,
+        )
+        assert not errors
+        manager.wait_until_finished()
+    assert told == [where] * 2
+    assert manager.all_steps() == [0, 1]
+    manager.close()
+
+
 def test_saves_and_exports_begin_in_any_threads(
     tiny_run: Any, tmp_path: Path, unsynced: None
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import time
@@ -27,7 +26,7 @@ from cnr_jax.format.manifest import (
     joined_motion,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,
@@ -40,48 +39,32 @@ from cnr_jax.repository.store import (
 from cnr_jax.repository.store.checked import file_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of a save once it is decided, before anything of it is written.
-
-    Attributes:
-        plan: the same on all processes.
-        tables: of the state, as the manifest lists them.
-        dense_leaves: of the state, which belong to no table, as the manifest lists them.
-        tracking: how changed rows were found.
-        recorded_clock: of the touched rows, if there are any.
-        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
-        encoding: of the rows of its run, codecs of single saves aside.
-        inherited: what of it options did not give, as `SaveReport.inherited`.
-        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
-        fingerprint_secs: that looking for changed rows took.
-        find_secs: from when the save was asked for until it was decided.
-        started_secs: reading of `time.perf_counter` when the save was asked for.
-    """
-
-    plan: Plan
-    tables: tuple[TableEntry, ...]
-    dense_leaves: tuple[DenseLeaf, ...]
-    tracking: Tracking
-    recorded_clock: int | None
-    fingerprint_clock: int | None
-    encoding: EncodingEntry
-    inherited: tuple[str, ...]
-    doubts: tuple[str, ...]
-    fingerprint_secs: float
-    find_secs: float
-    started_secs: float
-
-
 def write_manifest(
-    directory: AnyPath, facts: Facts, own: Written
+    directory: AnyPath,
+    plan: SavePlan,
+    own: Written,
+    *,
+    tables: tuple[TableEntry, ...],
+    dense_leaves: tuple[DenseLeaf, ...],
+    tracking: Tracking,
+    recorded_clock: int | None,
+    fingerprint_clock: int | None,
+    encoding: EncodingEntry,
+    started_secs: float,
 ) -> tuple[Manifest, int, list[ProcessManifest]]:
     """Checks that all processes have written their part, and commits it.
 
     Args:
         directory: of the item.
-        facts: of the save.
+        plan: of the save.
         own: what this process has written.
+        tables: of the state, as the manifest lists them.
+        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any that were used.
+        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
+        encoding: of the rows of its run, codecs of single saves aside.
+        started_secs: reading of `time.perf_counter` when the save was asked for.
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before Orbax renames the directory.
@@ -93,12 +76,11 @@ def write_manifest(
         IntegrityError: if a process manifest is missing or belongs to another save.
         ManifestError: if what all have written is not all of the state.
     """
-    plan = facts.plan
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
-    check_cover(facts.tables, tiles, os.fspath(directory))
+    check_cover(tables, tiles, os.fspath(directory))
     dense = (tile for each in processes for tile in each.dense_tiles)
-    check_dense_cover(facts.dense_leaves, dense, os.fspath(directory))
+    check_dense_cover(dense_leaves, dense, os.fspath(directory))
     totals = _totals(processes, digests)
     features = sorted({each for process in processes for each in process.features})
     manifest = Manifest(
@@ -107,26 +89,26 @@ def write_manifest(
         kind=plan.kind,
         generation=plan.generation,
         lineage=plan.lineage,
-        tracking=facts.tracking,
-        recorded_clock=facts.recorded_clock,
-        fingerprint_clock=facts.fingerprint_clock,
+        tracking=tracking,
+        recorded_clock=recorded_clock,
+        fingerprint_clock=fingerprint_clock,
         parent=plan.parent,
         processes=digests,
         dense_files=(),
-        dense_leaves=facts.dense_leaves,
-        tables=facts.tables,
+        dense_leaves=dense_leaves,
+        tables=tables,
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=_history(plan, totals, facts.started_secs),
+        history=_history(plan, totals, started_secs),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
         required_features=tuple(features),
         run=plan.run or None,
         forks=plan.forks,
-        encoding=facts.encoding,
-        motion=_motion(processes, facts.encoding),
+        encoding=encoding,
+        motion=_motion(processes, encoding),
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
@@ -205,7 +187,7 @@ def _motion(
 
 
 def _history(
-    plan: Plan, totals: Totals, started_secs: float
+    plan: SavePlan, totals: Totals, started_secs: float
 ) -> tuple[HistoryEntry, ...]:
     """The history of the branch, this save the last of it."""
     saved = HistoryEntry(

@@ -48,29 +48,21 @@ NEWEST_RULES = (("repository/index/chains.py", "Chains.newest"),)
 KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 # Objects that hold something of the save in flight, or of "the last" one, and where in them.
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
-    ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("last", "doubt"),
+    ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("open", "doubt"),
     ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
     ("checkpointer/saving/saves.py", "Saves"): ("_begun", "_failures"),
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),
-    ("repository/index/planner.py", "Plan"): ("committed",),
     ("checkpointer/tracking/tracker.py", "Tracker"): ("_last", "_prints"),
     ("rows/gather/host.py", "Buffers"): ("_idle",),
 }
 # Types of which one is made for each save, to describe it.
 TYPES_OF_A_SAVE = (
-    ("repository/index/planner.py", "Request"),
-    ("repository/index/runs.py", "Origin"),
-    ("repository/index/planner.py", "Plan"),
-    ("repository/commit.py", "Facts"),
+    ("repository/index/planner.py", "SavePlan"),
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
-    ("checkpointer/saving/check.py", "CheckedState"),
-    ("checkpointer/saving/launch.py", "PlannedSave"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),
-    ("checkpointer/saving/saves.py", "Request"),
-    ("checkpointer/saving/saves.py", "StepSave"),
 )
 
 # A number of no file.

@@ -113,6 +113,14 @@ CHANGES = (
         lambda d: "/dense/" in d.where or bool(re.match(_OF_DENSE_LEAVES, d.field)),
     ),
     Change(
+        "one file in the folder of a step says that it is committed, none in its item",
+        lambda d: d.where.endswith("/default/commit_success.txt") and d.new is False,
+    ),
+    Change(
+        "what a killed save leaves is in a folder of the attempt's own name",
+        lambda d: ".orbax-checkpoint-tmp" in d.where,
+    ),
+    Change(
         "claims say which boot, namespaces and start their process has",
         _new("cnr_jax.writer.json", "boot_id|namespaces|started_ticks"),
     ),

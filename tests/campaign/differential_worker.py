@@ -93,16 +93,16 @@ class Killer:
         if not names or event not in ("os.mkdir", "os.rename", "open"):
             return False
         path, to = Path(names[0]), Path(names[1] if event == "os.rename" else names[0])
-        temporary, is_renamed = (
-            f"{self._step}.orbax-checkpoint-tmp",
-            event == "os.rename",
-        )
+        # The attempt may follow.
+        temporary = f"{self._step}.orbax-checkpoint-tmp"
+        is_renamed = event == "os.rename"
         match self._moment:
             case "begin":
-                return event == "os.mkdir" and path.name == temporary
+                return event == "os.mkdir" and path.name.startswith(temporary)
             case "manifest":
                 is_manifest = path.name.startswith("manifest.json")
-                return event == "open" and is_manifest and temporary in path.parts
+                within = any(part.startswith(temporary) for part in path.parts)
+                return event == "open" and is_manifest and within
             case "commit":
                 return is_renamed and to.name == str(self._step)
             case "committed" if is_renamed and to.name == str(self._step):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.launch import write_in_background
-from cnr_jax.repository.layout import Place
+from cnr_jax.repository.committer import Attempt
 
-FACTS: Any = SimpleNamespace(plan=SimpleNamespace(uuid="0" * 32))
+ATTEMPT = Attempt(Path("root"), "3", "0" * 32)
 
 
 class Write:
@@ -37,7 +36,7 @@ class Write:
 
 
 def begin(write: Write, directories: Any = None) -> SaveInFlight:
-    flight = SaveInFlight(place=Place(Path("root"), "3", "default"), facts=FACTS)
+    flight = SaveInFlight(attempt=ATTEMPT, item="default")
     there, release = directories or Directories(), write.released.set
     write_in_background(flight, there, write, release, Channel(60.0))
     if directories is None:

@@ -82,7 +82,7 @@ class Files:
     def note(self, what: str) -> None:
         self.writer.events.append((what, self.step))
 
-    def stage(self, folder: Any) -> Sequence[Any]:
+    def stage(self, save: Any, folder: Any) -> Sequence[Any]:
         self.at["stage"].pass_()
         return [self.writer.pool.submit(self._write, Path(folder))]
 
@@ -94,40 +94,40 @@ class Files:
                 raise concurrent.futures.CancelledError
             file.write(str(self.step))
 
-    def cancel(self, why: BaseException) -> None:
+    def cancel(self, save: Any, why: BaseException) -> None:
         self.why = self.why or why
         self.at["stage"].open(self.at["stage"].error)
         self.at["write"].open(self.at["write"].error)
 
-    def seal(self, folder: Any) -> list[str]:
+    def seal(self, save: Any, folder: Any) -> list[str]:
         self.at["seal"].pass_()
         held = sorted(path.name for path in (Path(folder) / ITEM).iterdir())
         (Path(folder) / ITEM / "whole").write_text(" ".join(held))
         return []
 
-    def published(self) -> Any:
+    def published(self, save: Any) -> Any:
         self.note("published")
         self.at["published"].pass_()
         return {"goes": self.writer.superfluous(self)}
 
-    def committed(self, told: Any) -> None:
+    def committed(self, save: Any, told: Any) -> None:
         self.note("committed" if told is not None else "committed, unheard")
 
-    def retire(self, told: Any) -> Any:
+    def retire(self, save: Any, told: Any) -> Any:
         self.at["retire"].pass_()
         for step in told["goes"]:
             self.writer.remove(step)
             self.note(f"removed {step}")
         return told
 
-    def retired(self, told: Any) -> None:
+    def retired(self, save: Any, told: Any) -> None:
         self.note("retired" if told is not None else "retired, unheard")
 
-    def failed(self, error: errors.CnrError) -> None:
+    def failed(self, save: Any, error: errors.CnrError) -> None:
         self.error = error
         self.note("failed")
 
-    def ended(self) -> None:
+    def ended(self, save: Any) -> None:
         self.note("ended")
 
 
@@ -152,7 +152,9 @@ class Writer:
             if kind == "rename"
             else MarkerCommitter()
         )
-        self.pipeline = SavePipeline(self.committer, channel or Channel(30.0), most)
+        self.pipeline = SavePipeline[PipelinedSave](
+            self.committer, channel or Channel(30.0), most
+        )
         self.saves: list[PipelinedSave] = []
 
     def save(
@@ -167,7 +169,9 @@ class Writer:
         attempt = Attempt(self.root, str(step), nonce or secrets.token_hex(16))
 
         def plan() -> PipelinedSave:
-            save = PipelinedSave(step, attempt, [ITEM], work, rests_on=rests_on)
+            save = PipelinedSave(
+                attempt=attempt, items=[ITEM], work=work, rests_on=rests_on
+            )
             self.saves.append(save)
             return save
 
@@ -195,7 +199,10 @@ class Writer:
 
     def end(self) -> list[PipelinedSave]:
         self.pipeline.wait()
-        return self.pipeline.take_ended()
+        found = self.pipeline.ended()
+        for save in found:
+            self.pipeline.forget(save)
+        return found
 
     def close(self) -> None:
         self.pipeline.wait()
@@ -245,7 +252,7 @@ def test_a_save_goes_through_all_its_stages_in_order(writer: Any) -> None:
     assert saving.of(1) == stages
     held = sorted(path.name for path in (saving.root / "1" / ITEM).iterdir())
     assert held == ["0.txt", "whole"] and saving.left() == []
-    assert not saving.pipeline.is_busy and saving.pipeline.take_ended() == []
+    assert not saving.pipeline.is_busy and saving.pipeline.ended() == []
 
 
 def test_saves_written_at_once_are_committed_in_the_order_of_their_beginning(
@@ -358,9 +365,9 @@ def test_a_failure_takes_down_what_rests_on_it_and_no_other(writer: Any) -> None
     saving.save(4)
     stop.open(NO_SPACE)
     first.over.wait()
-    found = saving.pipeline.take_ended()
+    found = saving.pipeline.ended()
     while len(found) < 4:
-        found += saving.pipeline.take_ended()
+        found = saving.pipeline.ended()
         assert [save.step for save in found[:3]] == [1, 2, 3], "all that fell, at once"
     assert [save.is_committed for save in found] == [False, False, False, True]
     assert "no space" in str(found[0].error)
@@ -548,7 +555,7 @@ def test_a_second_interrupt_leaves_the_rest_to_the_next_call(writer: Any) -> Non
 
     def prepare(work: Files) -> None:
         work.at["stage"] = stop
-        work.cancel = lambda why: told.set()  # type: ignore[method-assign]
+        work.cancel = lambda save, why: told.set()  # type: ignore[method-assign]
 
     def shoot() -> None:
         assert stop.reached.wait(30)
@@ -771,7 +778,7 @@ def test_threads_of_a_save_see_what_the_caller_has_set(writer: Any) -> None:
     saving, seen = writer(), list[str]()
 
     def prepare(work: Files) -> None:
-        work.seal = lambda folder: seen.append(asked.get())  # type: ignore[method-assign]
+        work.seal = lambda save, folder: seen.append(asked.get())  # type: ignore[method-assign]
 
     asked.set("the caller")
     saving.save(1, prepare)

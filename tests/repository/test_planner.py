@@ -11,7 +11,7 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import HistoryEntry, Totals, bounded_history
 from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
 from cnr_jax.repository.index.entries import Entry, records
-from cnr_jax.repository.index.planner import Plan, Planner, Request
+from cnr_jax.repository.index.planner import Planner, SavePlan
 
 from ..conftest import each_of
 
@@ -40,31 +40,21 @@ class Run:
     def __init__(self, root: Any, table: Any, policy: Any = None) -> None:
         self.root, self.ledger, self.table = root, root.ledger, table
         self.policy = policy or Asked()
-        self.planner = Planner(self.policy, nonce=NONCE)
+        self.planner = self.planner_of(self.policy)
 
-    def request(
-        self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
-    ) -> Request:
-        fields: dict[str, Any] = {
-            "step": step,
-            "directory": str(step),
-            "lineage": lineage,
-            "clock": clock,
-            "at_limit": False,
-            "tables": (self.table,),
-            "guarded": True,
-        }
-        return Request(**{**fields, **changes})
+    def planner_of(self, policy: Any, min_fulls: int = 1) -> Planner:
+        planner = Planner(policy, NONCE, min_fulls, (self.table,))
+        planner.guarded = True
+        return planner
 
     def plan(
         self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
-    ) -> Plan:
-        request = self.request(step, clock, lineage, **changes)
-        return self.planner.plan(self.ledger, request, None)
+    ) -> SavePlan:
+        return self.planner.plan(self.ledger, str(step), (lineage, clock), **changes)
 
     def save(
         self, step: int, clock: int, lineage: str = LINEAGE, **changes: Any
-    ) -> Plan:
+    ) -> SavePlan:
         """Plans and commits; what stands in the way is moved aside."""
         plan = self.plan(step, clock, lineage, **changes)
         for directory in plan.abandoned:
@@ -216,12 +206,6 @@ def test_clock_that_went_back_and_caught_up_while_a_save_failed_is_full(
     assert run.plan(3, clock=12).kind == "full"
 
 
-def test_clock_at_its_limit_makes_the_save_full(run: Run) -> None:
-    run.save(0, clock=3)
-    plan = run.plan(1, clock=2**30, at_limit=True)
-    assert plan.kind == "full" and "limit" in plan.reason
-
-
 def test_doubt_about_the_stamps_makes_the_save_full(run: Run) -> None:
     run.save(0, clock=1)
     plan = run.plan(1, clock=2, doubt="no audit was possible")
@@ -230,13 +214,14 @@ def test_doubt_about_the_stamps_makes_the_save_full(run: Run) -> None:
 
 def test_unguarded_saves_are_full(run: Run) -> None:
     run.save(0, clock=3)
-    plan = run.plan(1, clock=4, guarded=False)
+    run.planner.guarded = False
+    plan = run.plan(1, clock=4)
     assert plan.kind == "full" and "retention" in plan.reason
 
 
 def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) -> None:
     full = Asked(Decision(kind="full", parent=None, reason="asked"))
-    run.planner = Planner(full, nonce=NONCE)
+    run.planner = run.planner_of(full)
     assert run.save(0, 0).kind == "full"
     assert run.save(10, 1).kind == "full"
     plan = run.plan(20, 2, urgent=True)
@@ -251,7 +236,7 @@ def test_urgent_save_is_a_delta_if_one_is_legal_whatever_the_policy(run: Run) ->
 
 
 def test_the_last_save_is_a_delta_though_full_ones_are_too_few(run: Run) -> None:
-    run.planner = Planner(OneShot(), nonce=NONCE, min_fulls=2)
+    run.planner = run.planner_of(OneShot(), min_fulls=2)
     assert run.save(0, 0).kind == "full"
     assert run.plan(10, 1, urgent=True).kind == "delta"
     plan = run.save(10, 1)
@@ -261,7 +246,8 @@ def test_the_last_save_is_a_delta_though_full_ones_are_too_few(run: Run) -> None
 
 def test_changed_tables_make_the_save_full(run: Run, make_table: Any) -> None:
     run.save(0, clock=3)
-    plan = run.plan(1, clock=4, tables=(make_table(16),))
+    run.planner.tables = (make_table(16),)
+    plan = run.plan(1, clock=4)
     assert plan.kind == "full" and "tables are not those" in plan.reason
 
 
@@ -440,8 +426,8 @@ def test_restores_of_a_state_from_elsewhere_are_counted_on(run: Run) -> None:
 def test_uuids_are_of_the_run_and_never_repeat(run: Run) -> None:
     uuids = [run.plan(0, 1).uuid for _ in range(3)]
     assert uuids == [f"{NONCE}{i:08x}" for i in (1, 2, 3)]
-    request = run.request(0, 1)
-    others = [Planner(Asked()).plan(run.ledger, request, None).uuid for _ in range(2)]
+    stamps = LINEAGE, 1
+    others = [Planner(Asked()).plan(run.ledger, "0", stamps).uuid for _ in range(2)]
     assert len({uuid[: len(NONCE)] for uuid in (*others, *uuids)}) == 3
 
 

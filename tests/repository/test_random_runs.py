@@ -21,9 +21,9 @@ from cnr_jax.policy import Consecutive, Full, OneShot
 from cnr_jax.repository.index.entries import Entry, branch_of, entry_of
 from cnr_jax.repository.index.folders import Folder
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Planner, Request
+from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation
-from cnr_jax.repository.index.runs import Origin, RestoredRun
+from cnr_jax.repository.index.runs import note_restored
 
 from .conftest import make_manifest, table
 
@@ -59,6 +59,8 @@ class Root:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.ledger = Ledger()
+        # Nothing is there: the ledger alone is asked.
+        self.path = self.ledger.root = Path("root")
         self.policy = self.random.choice(POLICIES)
         # By uuid: the run that saved it, and its step.
         self.run_of: dict[str, int] = {}
@@ -87,13 +89,17 @@ class Root:
     def open(self) -> None:
         """Another process, with a state made anew."""
         min_fulls = self.random.choice([1, 2, 3])
+        new_run = self.random.random() < 0.3
         self.program = Program(
-            planner=Planner(self.policy, min_fulls=min_fulls),
+            planner=Planner(
+                self.policy, min_fulls=min_fulls, tables=(table(),), new_run=new_run
+            ),
             min_fulls=min_fulls,
-            new_run=self.random.random() < 0.3,
+            new_run=new_run,
             keep=self.random.choice([None, 1, 2, 3]),
             lineage=secrets.token_hex(16),
         )
+        self.program.planner.guarded = True
         # Nothing of another process's memory is left.
         self.restored = {}
 
@@ -157,21 +163,9 @@ class Root:
         step = self.random.choice([self._next(), self._next(), 0, 1, 5, 20, 35])
         program.clock += 1
         known = self.restored.get(program.lineage)
-        request = Request(
-            step=step,
-            directory=str(step),
-            lineage=program.lineage,
-            clock=program.clock,
-            at_limit=False,
-            tables=(table(),),
-            guarded=True,
-            origin=Origin(
-                root="root",
-                touched=(program.lineage, program.clock),
-                restored=RestoredRun("root", known[0], None) if known else None,
-                new_run=program.new_run,
-            ),
-        )
+        if known:
+            note_restored(self.path, program.lineage, known[0], None)
+        stamps = program.lineage, program.clock
         # Whether the run that the program is in has got as far as this step, or farther.
         own = [
             e for e in self.ledger.committed() if self.run_of[e.uuid] == program.joined
@@ -184,7 +178,7 @@ class Root:
             and bool(before)
         )
         try:
-            plan = program.planner.plan(self.ledger, request, None)
+            plan = program.planner.plan(self.ledger, str(step), stamps, stamps)
         except errors.UsedRootError:
             assert must_be_refused
             self.counts["refused"] += 1

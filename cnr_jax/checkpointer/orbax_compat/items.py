@@ -62,8 +62,13 @@ class Items:
             self.name(item, kind, handler)
         return handler
 
-    def begin(self, args: Any, metrics: Any) -> StepItems:
+    def begin(self, args: Any, metrics: Any, custom_metadata: str) -> StepItems:
         """What is to be saved as one step, in named items.
+
+        Args:
+            args: of all items.
+            metrics: of the step, saved as an item; None: none are.
+            custom_metadata: of the user, as JSON.
 
         Raises:
             ValueError: if one item without a name was saved before and now there are several, or
@@ -77,7 +82,9 @@ class Items:
         if metrics is not None:
             given[METRICS] = ocp.args.JsonSave(metrics)
         handlers = {item: self._handler(item, given[item]) for item in sorted(given)}
-        return StepItems(given, handlers, self._root, self._next_operation)
+        return StepItems(
+            given, handlers, custom_metadata, self._root, self._next_operation
+        )
 
     def _check_form(self, args: Any) -> None:
         if args is None:
@@ -178,6 +185,7 @@ class StepItems:
     Args:
         args: of each item.
         handlers: of each.
+        custom_metadata: of the user, as JSON.
         root: that they are saved to.
         next_operation: takes a number of Orbax for the save.
 
@@ -189,11 +197,13 @@ class StepItems:
         self,
         args: Mapping[str, Any],
         handlers: Mapping[str, Any],
+        custom_metadata: str,
         root: epath.Path,
         next_operation: Callable[[], None],
     ) -> None:
         self._args: Mapping[str, Any] | None = args
         self.handlers, self._root = handlers, root
+        self._custom_metadata = custom_metadata
         self._next_operation = next_operation
         self._begun_nsecs = time.time_ns()
         self._cancel: Callable[[], Any] | None = None
@@ -246,13 +256,8 @@ class StepItems:
             with contextlib.suppress(RuntimeError):  # it is over
                 cancel()
 
-    def finalize(self, folder: AnyPath, custom_metadata: str) -> None:
-        """Ends the save of each item, once all of it is written, and describes the step.
-
-        Args:
-            folder: of the step.
-            custom_metadata: of the user, as JSON.
-        """
+    def finalize(self, folder: AnyPath) -> None:
+        """Ends the save of each item, once all is written to this folder; describes the step."""
         with as_storage_allows(self._root):
             for item, handler in self.handlers.items():
                 directory: Any = folder / item
@@ -263,7 +268,7 @@ class StepItems:
             "performance_metrics": {},
             "init_timestamp_nsecs": self._begun_nsecs,
             "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": json.loads(custom_metadata),
+            "custom_metadata": json.loads(self._custom_metadata),
         }
         data = json.dumps(document).encode()
         write_durably(folder / names.ORBAX_METADATA, data)

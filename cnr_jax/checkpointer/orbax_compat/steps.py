@@ -69,14 +69,19 @@ class Steps:
 
     # Which there are.
 
-    def reload(self) -> None:
+    def reload(self, *, numbers_only: bool = False) -> None:
         """Reads again which there are.
 
         What Orbax wrote beside the state (times and metrics) may be damaged: it is left out then,
         with a warning. So is a step that is deleted meanwhile, without one.
+
+        Args:
+            numbers_only: whether times and metrics are left for the next time.
         """
         steps = list(self._names.find_all(self.root)) if exists(self.root) else []
-        if len(steps) < _FEW:
+        if numbers_only:
+            found = [StepInfo(step.step, datetime.datetime.min) for step in steps]
+        elif len(steps) < _FEW:
             found = list(map(_info_of, steps))
         else:
             with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -31,7 +31,7 @@ class Calls:
 
     Args:
         is_in_on_save: whether this thread is in the listener of the manager.
-        is_writing_here: whether this thread is one that writes a save.
+        is_writing_here: whether this thread is one that begins or ends a save.
 
     Attributes:
         lock: held during calls; reentrant, for those that calls make of their own.
@@ -51,10 +51,25 @@ class Calls:
     def asking(self) -> contextlib.AbstractContextManager[Any]:
         """What a question about steps is asked in: the lock.
 
-        A thread that writes a save, with a callback of the user in it, must not wait for who waits
-        for it; meanwhile nothing changes either.
+        A thread of a save, with a callback of the user in it, must not wait for who waits for it;
+        meanwhile nothing changes either.
         """
         return contextlib.nullcontext() if self._is_writing_here() else self.lock
+
+    def refuse_inside(self, name: str) -> None:
+        """Checks that a call waits neither for `on_save` nor for a save that waits for the call.
+
+        Raises:
+            CallError: if it does.
+        """
+        self.refuse_in_on_save(name)
+        if self._is_writing_here():
+            raise errors.CallError(
+                f"{name}() was called inside a handler or a callback that a save of the same"
+                " manager waits for, and would wait for that save\n"
+                "  hint: note there what is to be done, and do it in the train loop",
+                kind="nested",
+            )
 
     def refuse_in_on_save(self, name: str) -> None:
         """Checks that a call does not wait for the listener that makes it.
@@ -80,7 +95,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
     @functools.wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         calls: Calls = self._calls
-        calls.refuse_in_on_save(name)
+        calls.refuse_inside(name)
         # Nothing of Python runs between these lines and the blocks that undo them: an interrupt
         # leaves neither the lock held nor the mark set.
         with calls.lock:

@@ -16,7 +16,7 @@ from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -36,7 +36,9 @@ def is_dropped(error: BaseException | None) -> TypeGuard[errors.SaveError]:
     return isinstance(error, errors.SaveError) and error.kind == _KIND
 
 
-def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def kept_for(
+    plan: SavePlan, ledger: Ledger
+) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The chain that a save rests on, and the newest other full checkpoints of its branch."""
     parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
     chain = ledger.chain(parent) if parent else []
@@ -47,7 +49,7 @@ def kept_for(plan: Plan, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry
 
 def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
     """Why a save must not be committed: what it rests on is not there. None: it is."""
-    gap = writer.gaps.look(flight.place, flight.rests_on, dense=False)
+    gap = writer.gaps.look(flight.place, flight.chain, dense=False)
     if gap is None:
         return None
     return errors.SaveError(
@@ -85,8 +87,8 @@ def look_after(
         stay = stay[: min_fulls - 1]
     itself = entry_of(flight.place.directory, flight.manifest)
     known = len(writer.gaps.found)
-    writer.gaps.look(flight.place, (itself, *flight.rests_on, *stay))
-    chain = {entry.directory for entry in flight.rests_on}
+    writer.gaps.look(flight.place, (itself, *flight.chain, *stay))
+    chain = {entry.directory for entry in flight.chain}
     for gap in writer.gaps.found[known:]:
         if gap.directory == itself.directory or (
             gap.directory in chain and gap.harms_chain

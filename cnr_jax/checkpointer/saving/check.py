@@ -5,7 +5,6 @@ The checks are all those that a process can make alone, before anything is decid
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.saving.dense import Piece, pieces_of
 from cnr_jax.format.manifest import (
     DenseLeaf,
     LeafEntry,
@@ -25,36 +23,21 @@ from cnr_jax.format.manifest import (
 )
 from cnr_jax.integers import NOT_IN_JIT
 from cnr_jax.repository.store.plain_arrays import zarr_holds
+from cnr_jax.rows.tiling import Arrays
 from cnr_jax.rows.touched import Touched
 from cnr_jax.state.structure import Form, differences
 from cnr_jax.state.table import Path, Tables, flatten_paths, split
 from cnr_jax.texts import count_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedState:
-    """A train state that can be saved, split.
-
-    Attributes:
-        arrays: tables and their slots, by table and leaf.
-        dense: everything else, as nested dicts.
-        dense_leaves: how the manifest describes that.
-    """
-
-    arrays: dict[str, dict[str, jax.Array]]
-    dense: dict[str, Any]
-    dense_leaves: tuple[DenseLeaf, ...]
-
-    def pieces(self) -> list[Piece]:
-        """The parts of dense leaves that this process saves."""
-        # Both in the order of the tree, of which paths are slow to make once more.
-        return pieces_of(self.dense_leaves, jax.tree.leaves(self.dense))
-
-
 def check(
     state: Any, touched: Touched | None, tables: Tables, tracking: Tracking
-) -> CheckedState:
+) -> tuple[Arrays, list[tuple[DenseLeaf, Any]]]:
     """All checks of form that a process can do alone, before anything is decided or written.
+
+    Returns:
+        Tables and their slots, by table and leaf; and every other leaf, in the order of the tree,
+        with how the manifest describes it.
 
     Raises:
         StateMismatchError, TouchedError, TableError: if the state cannot be saved.
@@ -78,6 +61,7 @@ def check(
     leaves = dense_leaves(of_dense)
     if tables.forms is not None:
         _check_structure(of_dense, tables.forms)
+    values = [value for _, value in of_dense]
     if tracking != "fingerprint":
         if touched is None:
             raise errors.TouchedError(
@@ -87,7 +71,7 @@ def check(
             )
         _check_alive(touched, "touched")
         _check_touched(touched, tables)
-    return CheckedState(arrays=arrays, dense=dense, dense_leaves=leaves)
+    return arrays, list(zip(leaves, values, strict=True))
 
 
 def _check_structure(
@@ -107,19 +91,6 @@ def _check_structure(
             + "\n  hint: save what the train step returns, whole; where the model or the"
             " optimizer changed, make a manager with find_tables of the new state"
         )
-
-
-def is_alive(tree: Any) -> bool:
-    """Whether all leaves are arrays that hold something, none donated or being traced."""
-    leaves = jax.tree.leaves(tree)
-    alive = [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and not leaf.is_deleted()
-    ]
-    return len(alive) == len(leaves)
 
 
 def check_concrete(state: Any, touched: Any) -> None:

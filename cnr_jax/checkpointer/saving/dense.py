@@ -71,18 +71,17 @@ def _key_data(leaf: jax.Array) -> jax.Array:
     return leaf
 
 
-def pieces_of(leaves: Sequence[DenseLeaf], values: Sequence[Any]) -> list[Piece]:
+def pieces_of(leaves: Sequence[tuple[DenseLeaf, Any]]) -> list[Piece]:
     """The parts of dense leaves that this process saves: together all save each element once.
 
     Nothing is communicated: what all processes have, the first one of them saves.
 
     Args:
-        leaves: as the manifest lists them.
-        values: of each.
+        leaves: as the manifest lists them, each with its value.
     """
     found: list[Piece] = []
     offset = 0
-    for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+    for i, (leaf, value) in enumerate(leaves):
         if leaf.kind == "text" or (is_host_local(value) and jax.process_index() != 0):
             continue
         for box, data, nbytes in _parts(leaf, value):

@@ -7,49 +7,53 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
+from cnr_jax.checkpointer.orbax_compat.items import StepItems
+from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.format.manifest import Manifest
-from cnr_jax.format.names import step_number
+from cnr_jax.checkpointer.saving.pipeline import STOP_SECS, PipelinedSave
+from cnr_jax.encoding import Encoding
+from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.format.tiles import ProcessManifest
-from cnr_jax.repository.commit import Facts
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store.checked import means_damage
-from cnr_jax.texts import logger
-
-_log = logger(__name__)
-# How long a failed save is waited for to stop writing; it does within a chunk or two.
-STOP_SECS = 60.0
 
 
 def _do_nothing() -> None:
     """Nobody waits for a save of which nothing is being written."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class SaveInFlight:
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class SaveInFlight(PipelinedSave):
     """One save, and all that is known of it: what Orbax takes for its future.
 
     It is made by the thread that saves; the thread that writes it fills in what it has written.
-    What became of it is found out once, by `Lifecycle`.
+    What became of it is found out once, by `Lifecycle`. Under a plain manager of Orbax it is in no
+    pipeline.
 
     Attributes:
-        place: where it will be once it is committed.
-        facts: what was decided; None if no state is part of it, but other items.
-        is_open: whether its state is being written, or was and nobody has found out what became
-            of it.
+        item: that holds the state.
+        decided: how its state is saved; None if none is part of it, but other items.
+        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        tracking: how changed rows were found.
+        recorded_clock: of the touched rows, if there are any that were used.
+        encoding: of rows, codecs of single saves aside.
+        info: of the step, as policies are told of it until it is one of the root; None under a
+            plain manager.
+        step_items: that a manager of ours saves, as long as it is not over.
+        started_secs: reading of `time.perf_counter` when the save was asked for.
+        find_secs: from then until it was decided.
+        fingerprint_secs: of these, for looking for changed rows.
         blocking_secs: for which training waited.
         gather_secs: of these, for rows.
         writing: of its state, by a thread of its own.
-        timeout_secs: how long that thread may wait for other processes.
         release: ends the writing of rows, and frees whoever waits for it to go on.
         launched: opened when the blocking part of the save is over.
         returned: opened when training goes on.
@@ -65,26 +69,29 @@ class SaveInFlight:
         is_synced: whether it was committed, and synced or found impossible to sync, before
             anything was deleted in its favour.
         is_unwanted: whether retention is to delete this very step.
-        rests_on: committed checkpoints that it cannot be restored without, its parent first.
+        chain: committed checkpoints that it cannot be restored without, its parent first.
         beside: newest full ones of its branch that it does not rest on.
-        gap: why it is not committed though all was written: what it rests on is not there.
         harm: what was found missing of it, or of what it rests on, once it was committed.
         made: the manifest that this process has written of it, for all.
         manifest: of the save, once it is seen to be committed.
         is_reported: whether its report is handed over.
         is_failure_told: whether the log says why it failed.
-        outcome: what became of it, once that is known. `"dropped"`: committed, but retention
-            did not keep it; or not committed because of a gap.
-        failure: why it failed, until someone takes it to raise it.
     """
 
-    place: Place
-    facts: Facts | None = None
-    is_open: bool = False
+    item: str
+    decided: SavePlan | None = None
+    dense_leaves: tuple[DenseLeaf, ...] = ()
+    tracking: Tracking = "recorded"
+    recorded_clock: int | None = None
+    encoding: Encoding = dataclasses.field(default_factory=Encoding)
+    info: StepInfo | None = None
+    step_items: StepItems | None = None
+    started_secs: float = 0.0
+    find_secs: float = 0.0
+    fingerprint_secs: float = 0.0
     blocking_secs: float = 0.0
     gather_secs: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
-    timeout_secs: float = 0.0
     release: Callable[[], None] = _do_nothing
     launched: Gate = dataclasses.field(default_factory=Gate)
     returned: Gate = dataclasses.field(default_factory=Gate)
@@ -98,27 +105,24 @@ class SaveInFlight:
     manifest_bytes: int | None = None
     is_synced: bool = False
     is_unwanted: bool = False
-    rests_on: tuple[Entry, ...] = ()
+    chain: tuple[Entry, ...] = ()
     beside: tuple[Entry, ...] = ()
-    gap: errors.SaveError | None = None
     harm: Gap | None = None
     made: Manifest | None = None
     manifest: Manifest | None = None
     is_reported: bool = False
     is_failure_told: bool = False
-    outcome: Literal["committed", "dropped", "failed"] | None = None
-    failure: errors.SaveError | None = None
 
     @property
-    def step(self) -> int:
-        """Of the save."""
-        return step_number(self.place.directory)
+    def place(self) -> Place:
+        """Where it will be once it is committed."""
+        return Place(self.attempt.root, self.attempt.directory, self.item)
 
     @property
-    def plan(self) -> Plan:
-        """Of its state, the same on all processes."""
-        assert self.facts is not None
-        return self.facts.plan
+    def plan(self) -> SavePlan:
+        """How its state is saved."""
+        assert self.decided is not None
+        return self.decided
 
     # What Orbax asks of a future.
 
@@ -156,7 +160,7 @@ class SaveInFlight:
         if not self.writing.give_up():
             self.writing.wait(STOP_SECS)
 
-    def error(self) -> errors.SaveError:
+    def reason(self) -> errors.SaveError:
         """Why the save was not committed, as far as this process knows."""
         reason = self.write_error or RuntimeError("it was not committed")
         return save_error(reason, self.step, os.fspath(self.place.path))
@@ -171,14 +175,12 @@ class SaveInFlight:
             return self.made if self.is_synced and means_damage(error) else None
         return manifest if manifest.uuid == self.plan.uuid else None
 
-    def end(self, outcome: Literal["committed", "dropped", "failed"]) -> None:
-        """Notes what became of it, and frees what only its writing needed."""
-        self.outcome = outcome
+    def free(self) -> None:
+        """Frees what only its writing, and finding out what became of it, needed."""
         self.written = self.made = self.manifest = None
         self.stopped = self.write_error = None
-        self.processes, self.rests_on, self.beside = (), (), ()
+        self.processes, self.chain, self.beside = (), (), ()
         self.release = _do_nothing
-        self.is_open = False
 
     def note_commit(self) -> None:
         """Notes how long it took to commit what all processes have written."""

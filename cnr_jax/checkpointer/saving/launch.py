@@ -22,14 +22,13 @@ from cnr_jax.checkpointer.multihost import Channel, agree, raise_if_told
 from cnr_jax.checkpointer.orbax_compat.places import Directories
 from cnr_jax.checkpointer.save_errors import free_frames, save_error
 from cnr_jax.checkpointer.saving import capture, dense
-from cnr_jax.checkpointer.saving.check import CheckedState
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
 from cnr_jax.repository.staging import Stage
 from cnr_jax.repository.store import AnyPath
@@ -54,21 +53,6 @@ _WAYS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSave:
-    """A save that is decided but not begun; it holds the state, so nothing may keep it.
-
-    Attributes:
-        flight: what is known of it from now on.
-        checked: the state.
-        changed: its rows that changed.
-    """
-
-    flight: SaveInFlight
-    checked: CheckedState
-    changed: ChangedRows
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Launcher:
     """Starts the saves of a handler.
@@ -91,7 +75,7 @@ class Launcher:
         self._coding: capture.Coding | None = None
 
     def _coding_of(
-        self, changed: ChangedRows, plan: Plan, encoding: Encoding
+        self, changed: ChangedRows, plan: SavePlan, encoding: Encoding
     ) -> capture.Coding:
         """How rows of a save are encoded; the same object as long as that is the same."""
         made_of = (
@@ -106,7 +90,8 @@ class Launcher:
 
     def launch(
         self,
-        planned: PlannedSave,
+        flight: SaveInFlight,
+        changed: ChangedRows,
         directory: AnyPath,
         directories: Directories | None,
     ) -> None:
@@ -117,13 +102,13 @@ class Launcher:
         background, on all processes alike.
 
         Args:
-            planned: the save; its `flight` gets what goes on in the background.
+            flight: the save; it gets what goes on in the background.
+            changed: its state, which nothing may keep.
             directory: of the item.
             directories: tell when it is there, where Orbax makes it; None: it is, and whoever
                 carries out the save settles it on all processes.
         """
-        flight, changed, options = planned.flight, planned.changed, self._options
-        plan, started = flight.plan, time.perf_counter()
+        plan, options, started = flight.plan, self._options, time.perf_counter()
         try:
             encoding = self._widening.encoding_of(plan)
             followed = self._tracker.followed
@@ -131,7 +116,7 @@ class Launcher:
             chosen = self._tracker.choose(changed, parent_clock)
             # The writing thread gets this alone: it must not hold the state.
             rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
-            pieces = planned.checked.pieces()
+            pieces = dense.pieces_of(changed.dense)
             tiles = [piece.tile for piece in pieces]
             sources, sample = rows.sources(changed.shards), None
             on_host = all(isinstance(each, HostRows) for each in sources)
@@ -263,7 +248,7 @@ def write_in_background(
         release: ends `write`, and frees whoever waits for it to go on.
         channel: to the other processes.
     """
-    flight.release, flight.timeout_secs = release, channel.timeout_secs
+    flight.release = release
     flight.writing.start(
         "cnr_write_rows", _in_background, flight, directories, write, channel
     )
@@ -276,7 +261,7 @@ def _in_background(
     channel: Channel,
 ) -> None:
     """Waits for directories, writes, and waits for all processes."""
-    topic, failure = f"{flight.plan.uuid}/saved", None
+    topic, failure = flight.topic("saved"), None
 
     def check() -> None:
         raise_if_told(channel, topic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -42,16 +43,17 @@ class Lifecycle:
         writer: where saves go.
         planner: is told of committed saves.
         options: of the run.
+        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
 
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
             `look_before` when all of a step is synced, closer to its commit than the handler of
             the state can.
-        last: the save that was decided last, also one without a state; None if there is none.
+        open: saves of a state that have begun and of which it is not known what became, in order.
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
         listener: is told of committed saves.
-        doubt: why the last save may not survive a power cut, though it is committed.
+        doubt: why the save committed last may not survive a power cut, though it is committed.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Lifecycle:
         writer: RootWriter,
         planner: Planner,
         options: Options,
+        doubts: tuple[str, ...],
     ) -> None:
-        self._writer, self._planner = writer, planner
+        self._writer, self._planner, self._doubts = writer, planner, doubts
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
         self.listener = Listener(options.on_save, metrics=options.metrics)
@@ -68,24 +71,15 @@ class Lifecycle:
         self.last_failure: errors.CnrError | None = None
         self.doubt = ""
         self.managed = False
-        self.last: SaveInFlight | None = None
-
-    @property
-    def flight(self) -> SaveInFlight | None:
-        """The save of a state that has begun and of which it is not known what became."""
-        return self.last if self.last is not None and self.last.is_open else None
-
-    def prepare(self, flight: SaveInFlight) -> None:
-        """A save is decided; whether it begins is Orbax's to say."""
-        self.last = flight
+        self.open: list[SaveInFlight] = []
 
     def begin(self, flight: SaveInFlight) -> None:
         """The state of a save is about to be written."""
         assert self._writer.ledger is not None
         plan = flight.plan
-        flight.rests_on, flight.beside = kept_for(plan, self._writer.ledger)
+        flight.chain, flight.beside = kept_for(plan, self._writer.ledger)
         # First: what is noted in the ledger is found out about with it.
-        self.last, flight.is_open = flight, True
+        self.open.append(flight)
         self._writer.ledger.begin(
             Entry(
                 directory=plan.directory,
@@ -98,36 +92,34 @@ class Lifecycle:
             )
         )
 
-    def look_before(self) -> None:
-        """Right before the commit of the save in flight: looks whether what it rests on is there.
+    def look_before(self, flight: SaveInFlight) -> None:
+        """Right before the commit of a save: looks whether what it rests on is there.
 
         On the process that commits.
 
         Raises:
             SaveError: if a file is missing or cut short; it is told of already.
         """
-        flight = self.flight
-        error = chain_error(self._writer, flight) if flight is not None else None
+        error = chain_error(self._writer, flight) if flight in self.open else None
         if error is not None:
-            self.fail(error)
+            self.fail(flight, error)
             raise error
 
-    def look_after(self, leaving: Collection[int]) -> None:
-        """After the commit of the save in flight: looks whether it, and what it rests on, is there.
+    def look_after(self, flight: SaveInFlight, leaving: Collection[int]) -> None:
+        """After the commit of a save: looks whether it, and what it rests on, is there.
 
         On the process that commits, in the background; before it is reported.
 
         Args:
+            flight: the save.
             leaving: steps that retention is about to delete.
         """
-        if self.flight is not None and self._see(self.flight) is not None:
-            look_after(self._writer, self.flight, leaving, self._min_fulls)
+        if flight in self.open and self._see(flight) is not None:
+            look_after(self._writer, flight, leaving, self._min_fulls)
 
-    def synced(self, error: OSError | None) -> None:
+    def synced(self, flight: SaveInFlight, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
-        flight = self.flight
-        if flight is not None:
-            flight.is_synced = True
+        flight.is_synced = True
         if error is None:
             self.doubt = ""
             self._writer.committed()
@@ -137,21 +129,15 @@ class Lifecycle:
                 self._writer.ledger.doomed.clear()
             self.doubt = f"the save before may not be durable: {error}"
 
-    def report_commit(self) -> bool:
-        """Reports the save in flight if it is seen to be committed; returns whether it is.
-
-        In doubt it is not, and `settle` looks again.
-        """
-        flight = self.flight
-        if flight is None or flight.is_unwanted:
-            return False
+    def report_commit(self, flight: SaveInFlight) -> None:
+        """Reports a save if it is seen to be committed; in doubt `settle_one` looks again."""
+        if flight not in self.open or flight.is_unwanted:
+            return
         if not flight.is_reported:
             flight.note_commit()
         manifest = self._see(flight)
-        if manifest is None:
-            return False
-        self._report(flight, manifest)
-        return True
+        if manifest is not None:
+            self._report(flight, manifest)
 
     def _see(self, flight: SaveInFlight) -> Manifest | None:
         """The manifest of a save, if it is seen to be committed; kept."""
@@ -162,21 +148,19 @@ class Lifecycle:
             _log.debug("cannot look for step %d", flight.step, exc_info=True)
         return flight.manifest
 
-    def fail(self, error: errors.CnrError) -> None:
-        """Says in the log why the save in flight, or what comes after its commit, failed."""
-        self.last_failure, flight = without_frames(error), self.flight
-        if flight is None or not flight.is_failure_told:
+    def fail(self, flight: SaveInFlight, error: errors.CnrError) -> None:
+        """Says in the log why a save, or what comes after its commit, failed."""
+        self.last_failure = without_frames(error)
+        if not flight.is_failure_told:
             _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
-        if flight is not None:
-            flight.is_failure_told = True
-        if flight is not None and is_dropped(error):
-            flight.gap = error
+        flight.is_failure_told, flight.error = True, flight.error or error
+        if is_dropped(error):
             self._report_dropped(flight, error.problem, error.path)
 
-    def report_unwanted(self) -> None:
-        """Reports the save in flight if retention has not kept it."""
-        flight, ledger = self.flight, self._writer.ledger
-        if flight is None or ledger is None or not flight.is_unwanted:
+    def report_unwanted(self, flight: SaveInFlight) -> None:
+        """Reports a save if retention has not kept it."""
+        ledger = self._writer.ledger
+        if flight not in self.open or ledger is None or not flight.is_unwanted:
             return
         if flight.place.directory in ledger.doomed:
             self._tell_unwanted(flight)
@@ -196,39 +180,51 @@ class Lifecycle:
             )
         self._report_dropped(flight, problem, None)
 
-    def end_writing(self) -> None:
-        """Lets other managers write: the save is committed, or it has failed."""
+    def end_writing(self, *flights: SaveInFlight) -> None:
+        """Lets other managers write: these saves are committed, or have failed."""
         if self._writer.writes:
-            flight = self.flight
-            if flight is not None:
+            for flight in flights:
                 flight.stop()
             self._writer.end_writing()
 
     def withdraw(self) -> None:
-        """Undoes what was prepared for a save that Orbax then refused."""
-        self.end_writing()
-        if self.flight is None:
+        """Undoes what was prepared for a save that then did not begin."""
+        self.end_writing(*self.open)
+        if not self.open:
             self._writer.undo()
 
     def settle(self, committed: str | None = None) -> str | None:
-        """Finds out whether the last save is committed and notes it if so.
+        """Settles all saves; see `settle_one`, which says the rest.
 
-        Only to be called when no save is being written.
+        Returns:
+            The uuid of the newest that this call found to be committed.
+        """
+        found = None
+        for flight in tuple(self.open):
+            found = self.settle_one(flight, committed) or found
+        return found
+
+    def settle_one(
+        self, flight: SaveInFlight, committed: str | None = None
+    ) -> str | None:
+        """Finds out whether a save is committed and notes it if so.
+
+        Only to be called when it is not being written.
 
         Args:
+            flight: the save; nothing is done if it is settled already, or has not begun.
             committed: uuid that process 0 found to be committed; on process 0 itself, None.
 
         Returns:
             Its uuid if this call found it to be committed.
         """
-        flight = self.flight
-        if flight is None:
+        if flight not in self.open:
             return None
         try:
             found = self._settle(flight, committed)
         except Exception:
             # Once: it must not come out of every call. What an interrupt cuts short is done again.
-            flight.is_open = False
+            self.open.remove(flight)
             raise
         if jax.process_count() == 1:
             # Of several, all note them with the next plan: retention must decide alike.
@@ -246,7 +242,7 @@ class Lifecycle:
         if entry is None and dropped:
             self._writer.committed()
             self._tell_unwanted(flight)
-            flight.end("dropped")
+            self._end(flight)
             return None
         if entry is None or (committed is not None and entry.uuid != committed):
             self._undo(flight)
@@ -255,37 +251,35 @@ class Lifecycle:
         self._planner.saved(plan, entry)
         assert entry.manifest is not None
         self._report(flight, entry.manifest)
-        flight.end("committed")
+        self._end(flight)
         return entry.uuid
+
+    def _end(self, flight: SaveInFlight) -> None:
+        """Notes that it is known what became of a save."""
+        flight.free()
+        self.open.remove(flight)
 
     def settle_as(self, committed: str | None) -> None:
         """Notes what process 0 found, though this process' view of the root may be older."""
         place, ledger = self._writer.place, self._writer.ledger
         assert ledger is not None and place is not None
-        self.settle(committed)
-        facts = self.last.facts if self.last is not None else None
-        if facts is not None and committed == facts.plan.uuid:
-            if facts.plan.directory not in ledger.entries:
-                ledger.read(place.root, facts.plan.directory, place.item)
-
-    def take_failure(self) -> errors.SaveError | None:
-        """The error of the last save, if it failed; once."""
-        if self.last is None:
-            return None
-        failure, self.last.failure = self.last.failure, None
-        return failure
+        for flight in tuple(self.open):
+            self.settle_one(flight, committed)
+            directory = flight.attempt.directory
+            if committed == flight.plan.uuid and directory not in ledger.entries:
+                ledger.read(place.root, directory, place.item)
 
     def _undo(self, flight: SaveInFlight) -> None:
-        """Keeps the error of a save until someone takes it, and removes what it wrote."""
+        """Notes why a save failed, and removes what it wrote."""
         flight.stop()
-        if flight.gap is None:
-            flight.failure = flight.error()
-            if not flight.is_failure_told:
-                self.fail(flight.failure)
+        if flight.error is None:
+            flight.error = flight.reason()
+        if not flight.is_failure_told:
+            self.fail(flight, flight.error)
         if not self.managed:
             self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
         self._writer.undo()
-        flight.end("failed" if flight.gap is None else "dropped")
+        self._end(flight)
 
     def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
         if flight.is_reported:
@@ -294,20 +288,26 @@ class Lifecycle:
         if flight.harm is not None:
             self._report_dropped(flight, flight.harm.text, flight.harm.path)
         else:
-            self._tell(flight, lambda: report_of_committed(flight, manifest))
+            self._tell(
+                flight,
+                lambda: report_of_committed(flight, self._planner.tables, manifest),
+            )
 
     def _report_dropped(
         self, flight: SaveInFlight, problem: str, damaged: str | None
     ) -> None:
-        self._tell(flight, lambda: report_of_dropped(flight, problem, damaged))
+        self._tell(
+            flight,
+            lambda: report_of_dropped(flight, self._planner.tables, problem, damaged),
+        )
 
     def _tell(self, flight: SaveInFlight, make: Callable[[], SaveReport]) -> None:
         """Hands over the report of a save, once."""
-        if flight.is_reported or flight.facts is None:
+        if flight.is_reported or flight.decided is None:
             return
         flight.is_reported = True
         try:
-            report = make()
+            report = dataclasses.replace(make(), doubts=self._doubts)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.

@@ -25,7 +25,8 @@ import functools
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
@@ -39,6 +40,7 @@ from cnr_jax.checkpointer.multihost import (
 )
 from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import after_commit, free_frames, save_error
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import logger
@@ -51,9 +53,9 @@ STOP_SECS = 60.0
 
 
 class Work(Protocol):
-    """What is done for one save. Nothing of it runs in the training thread."""
+    """What is done for a save of a pipeline. Nothing of it runs in the training thread."""
 
-    def stage(self, folder: AnyPath) -> Sequence[Any]:
+    def stage(self, save: Any, folder: AnyPath) -> Sequence[Any]:
         """Starts to write what is saved into a folder, so that training may go on.
 
         Returns:
@@ -61,11 +63,11 @@ class Work(Protocol):
         """
         ...
 
-    def cancel(self, why: BaseException) -> None:
+    def cancel(self, save: Any, why: BaseException) -> None:
         """Ends staging and writing soon; from any thread, more than once, or when they are over."""
         ...
 
-    def seal(self, folder: AnyPath) -> Collection[str]:
+    def seal(self, save: Any, folder: AnyPath) -> Collection[str]:
         """On process 0, once all have written: the last before the commit.
 
         Returns:
@@ -73,40 +75,39 @@ class Work(Protocol):
         """
         ...
 
-    def published(self) -> Any:
+    def published(self, save: Any) -> Any:
         """On process 0, right after the commit; what it returns, of JSON types, all are told."""
         ...
 
-    def committed(self, told: Any) -> None:
+    def committed(self, save: Any, told: Any) -> None:
         """On all processes: it is committed. `told` is None where process 0 was not heard."""
         ...
 
-    def retire(self, told: Any) -> Any:
+    def retire(self, save: Any, told: Any) -> Any:
         """On process 0: removes what nobody needs any more; what it returns all are told."""
         ...
 
-    def retired(self, told: Any) -> None:
+    def retired(self, save: Any, told: Any) -> None:
         """On all processes: what was to go is gone, or stays."""
         ...
 
-    def failed(self, error: errors.CnrError) -> None:
+    def failed(self, save: Any, error: errors.CnrError) -> None:
         """On all processes: it failed, or what comes after its commit did, as the kind says."""
         ...
 
-    def ended(self) -> None:
+    def ended(self, save: Any) -> None:
         """On all processes, last of all: nothing is written or removed for it any more."""
         ...
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class PipelinedSave:
     """One save, and all that the pipeline knows of it.
 
     Attributes:
-        step: of the save.
         attempt: where it is written; its nonce names what processes tell of it.
         items: whose folders are made before it is staged.
-        work: what is done for it, as long as it is not over.
+        work: what is done for it, as long as it is in a pipeline and not over.
         rests_on: a save that it is worth nothing without; None where all of that is committed.
         before: the one that is committed before it.
         futures: of what is being written.
@@ -117,10 +118,9 @@ class PipelinedSave:
         thread: that does it.
     """
 
-    step: int
     attempt: Attempt
-    items: Sequence[str]
-    work: Work
+    items: Sequence[str] = ()
+    work: Work | None = None
     rests_on: PipelinedSave | None = None
     before: PipelinedSave | None = None
     futures: Sequence[Any] = ()
@@ -129,6 +129,11 @@ class PipelinedSave:
     is_committed: bool = False
     over: Gate = dataclasses.field(default_factory=Gate)
     thread: Job = dataclasses.field(default_factory=Job)
+
+    @property
+    def step(self) -> int:
+        """Of the save."""
+        return step_number(self.attempt.directory)
 
     def topic(self, what: str) -> str:
         """What processes call something that they tell each other of this save."""
@@ -141,7 +146,10 @@ class PipelinedSave:
         return below is not None and below.over.is_open and not below.is_committed
 
 
-class SavePipeline:
+S = TypeVar("S", bound=PipelinedSave)
+
+
+class SavePipeline(Generic[S]):
     """The saves in flight of one manager.
 
     Args:
@@ -153,14 +161,18 @@ class SavePipeline:
     def __init__(self, committer: Committer, channel: Channel, most: int = 1) -> None:
         self.committer, self._channel, self._most = committer, channel, most
         # In their order, until somebody has taken note of their ends.
-        self._saves: list[PipelinedSave] = []
-        self._beginning: _Beginning | None = None
+        self._saves: list[S] = []
+        self._beginning: _Beginning[S] | None = None
         # One thread for all beginnings: jax opens files for each thread that it is new to.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_begin_save")
 
     # The thread that calls.
 
-    def begin(self, plan: Callable[[], PipelinedSave]) -> PipelinedSave:
+    def begin(
+        self,
+        plan: Callable[[], S],
+        settings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> S:
         """Begins a save, once there is room; returns when it is staged.
 
         Who is interrupted waits on, as staging ends soon then, and raises: the save is in flight
@@ -169,6 +181,7 @@ class SavePipeline:
         Args:
             plan: decides on the save, in a thread of its own. What it raises is raised here; with
                 several processes it must be raised on all.
+            settings: that the save is decided and staged in.
 
         Raises:
             Exception: as `plan` or, of one process, as staging. With several what fails later comes
@@ -176,9 +189,9 @@ class SavePipeline:
         """
         self.end_beginning()
         self.make_room()
-        beginning = self._beginning = _Beginning()
+        beginning = self._beginning = _Beginning[S]()
         context = contextvars.copy_context()
-        run: Any = functools.partial(beginning.run, self._begin, plan)
+        run: Any = functools.partial(beginning.run, self._begin, plan, settings)
         run = functools.partial(context.run, run)
         del plan  # which holds what is saved
         try:
@@ -229,7 +242,7 @@ class SavePipeline:
         """Ends the thread of beginnings, once all saves are over."""
         self._pool.shutdown()
 
-    def in_flight(self) -> list[PipelinedSave]:
+    def in_flight(self) -> list[S]:
         """Saves that are not over, in their order."""
         return [save for save in tuple(self._saves) if not save.over.is_open]
 
@@ -251,29 +264,29 @@ class SavePipeline:
             return True
         return any(save.thread.is_here for save in tuple(self._saves))
 
-    def take_ended(self) -> list[PipelinedSave]:
-        """Saves that have ended since this was asked last, in their order.
+    def ended(self) -> list[S]:
+        """Saves that have ended and are not forgotten, in their order.
 
         None comes before all that began earlier. With one that failed come those that rest on it,
         which are waited for: else they would look like failures of their own.
         """
-        found: list[PipelinedSave] = []
+        found: list[S] = []
         for save in tuple(self._saves):
             if save.has_fallen:
                 save.over.wait()
             if not save.over.is_open:
                 break
             found.append(save)
-        for save in found:
-            self._saves.remove(save)
-            save.rests_on = None  # or saves would chain up
         return found
+
+    def forget(self, save: S) -> None:
+        """What became of a save is noted: who is interrupted before is shown it again."""
+        save.rests_on = None  # or saves would chain up
+        self._saves.remove(save)
 
     # The beginning.
 
-    def _begin(
-        self, beginning: _Beginning, plan: Callable[[], PipelinedSave]
-    ) -> PipelinedSave:
+    def _begin(self, beginning: _Beginning[S], plan: Callable[[], S]) -> S:
         save = plan()
         beginning.stages(save)
         try:
@@ -283,10 +296,10 @@ class SavePipeline:
                 lambda: self.committer.prepare(save.attempt, save.items),
                 topic=save.topic("folders"),
             )
-            save.futures = save.work.stage(folder)
+            save.futures = _work(save).stage(save, folder)
             beginning.is_staged()
         except BaseException as error:
-            save.work.cancel(error)
+            _work(save).cancel(save, error)
             if jax.process_count() == 1:
                 self._stop(save)
                 self._fail(save, error)
@@ -299,21 +312,21 @@ class SavePipeline:
         self._drive(save)
         return save
 
-    def _stop(self, save: PipelinedSave) -> None:
+    def _stop(self, save: S) -> None:
         """Waits until nothing is written for a save that is cancelled."""
         for future in save.futures:
             with contextlib.suppress(BaseException):
                 future.result(timeout=STOP_SECS)
         save.futures = ()
 
-    def _drive(self, save: PipelinedSave) -> None:
+    def _drive(self, save: S) -> None:
         """Starts the thread of a save, unless it is."""
         context = contextvars.copy_context()
         save.thread.start(f"cnr_save_{save.step}", context.run, lambda: self._run(save))
 
     # The thread of a save.
 
-    def _run(self, save: PipelinedSave) -> None:
+    def _run(self, save: S) -> None:
         try:
             self._write(save)
             told = self._commit(save)
@@ -323,7 +336,7 @@ class SavePipeline:
         finally:
             self._over(save)
 
-    def _write(self, save: PipelinedSave) -> None:
+    def _write(self, save: S) -> None:
         """Waits until all processes have written their part; raises the same on all."""
         failure = save.staging_error
         for future in save.futures:
@@ -334,12 +347,12 @@ class SavePipeline:
             except BaseException as error:
                 free_frames(error)
                 failure = failure or error
-                save.work.cancel(error)
+                _work(save).cancel(save, error)
         save.futures, save.staging_error = (), None
         mine = failure and _told(failure, save)
         agree(self._channel, mine, topic=save.topic("saved"))
 
-    def _commit(self, save: PipelinedSave) -> Any:
+    def _commit(self, save: S) -> Any:
         """Waits for its turn, and has process 0 commit it; returns what that has told."""
         if save.before is not None:
             save.before.over.wait()
@@ -356,14 +369,14 @@ class SavePipeline:
 
         def publish() -> Any:
             try:
-                durable = save.work.seal(self.committer.folder(save.attempt))
+                durable = _work(save).seal(save, self.committer.folder(save.attempt))
                 self._publish(save.attempt, durable)
             except Exception as error:
                 raise _told(error, save) from error
             # From here on it is committed, whatever fails.
             save.is_committed = True
             try:
-                return save.work.published()
+                return _work(save).published(save)
             except Exception as error:
                 save.error = after_commit(error, save.step)
                 return None
@@ -376,7 +389,7 @@ class SavePipeline:
             if not self._is_published(save.attempt):
                 raise
         save.is_committed = True
-        save.work.committed(told)
+        _work(save).committed(save, told)
         return told
 
     def _publish(self, attempt: Attempt, durable: Collection[str]) -> None:
@@ -392,14 +405,14 @@ class SavePipeline:
         except OSError:
             return False
 
-    def _retire(self, save: PipelinedSave, told: Any) -> None:
+    def _retire(self, save: S, told: Any) -> None:
         """After all were told of the commit: removing may take long, and may fail."""
 
         def retire() -> Any:
             if save.error is not None:
                 raise save.error  # nothing goes in favour of what may not last
             try:
-                return save.work.retire(told)
+                return _work(save).retire(save, told)
             except Exception as error:
                 raise after_commit(error, save.step) from error
 
@@ -410,9 +423,9 @@ class SavePipeline:
                 raise
             _log.info("step %d: what else process 0 does is not known", save.step)
             found = None
-        save.work.retired(found)
+        _work(save).retired(save, found)
 
-    def _fail(self, save: PipelinedSave, error: BaseException) -> None:
+    def _fail(self, save: S, error: BaseException) -> None:
         """Notes why a save failed, or what comes after its commit; takes its files away."""
         free_frames(error)
         if save.is_committed:
@@ -421,11 +434,11 @@ class SavePipeline:
             save.error = _told(error, save)
             self._abandon(save, save.error)
         try:
-            save.work.failed(save.error)
+            _work(save).failed(save, save.error)
         except Exception:
             _log.exception("step %d: what follows its failure", save.step)
 
-    def _abandon(self, save: PipelinedSave, error: errors.CnrError) -> None:
+    def _abandon(self, save: S, error: errors.CnrError) -> None:
         """On process 0, when no process writes any more; one that is silent may still do."""
         if jax.process_index() != 0 or getattr(error, "kind", None) in UNHEARD:
             return
@@ -434,19 +447,19 @@ class SavePipeline:
         except Exception as failure:
             _log.warning("what step %d has written stays: %s", save.step, failure)
 
-    def _over(self, save: PipelinedSave) -> None:
+    def _over(self, save: S) -> None:
         try:
-            save.work.ended()
+            _work(save).ended(save)
         except Exception:
             _log.exception("step %d: what ends its save", save.step)
         finally:
             save.before = None
             # Whoever keeps an error keeps the frames that it has passed, and what called these.
-            del save.work
+            save.work = None
             save.over.open()
 
 
-class _Beginning:
+class _Beginning(Generic[S]):
     """The beginning of one save, in a thread of its own.
 
     Attributes:
@@ -457,32 +470,34 @@ class _Beginning:
 
     def __init__(self) -> None:
         self.job = Job()
-        self.found: PipelinedSave | None = None
+        self.found: S | None = None
         self.error: BaseException | None = None
-        # What is being staged; why that is to end.
-        self._staging: Work | None = None
+        # Ends what is being staged; why that is to end.
+        self._cancel: Callable[[BaseException], None] | None = None
         self._why: BaseException | None = None
 
     def run(
         self,
-        begin: Callable[[_Beginning, Callable[[], PipelinedSave]], PipelinedSave],
-        plan: Callable[[], PipelinedSave],
+        begin: Callable[[_Beginning[S], Callable[[], S]], S],
+        plan: Callable[[], S],
+        settings: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Begins; in its thread."""
         try:
-            self.found = begin(self, plan)
+            with settings():
+                self.found = begin(self, plan)
         except BaseException as error:
             self.error = error
 
-    def stages(self, save: PipelinedSave) -> None:
+    def stages(self, save: S) -> None:
         """Staging begins."""
-        self._staging = save.work
+        self._cancel = functools.partial(_work(save).cancel, save)
         if self._why is not None:
-            save.work.cancel(self._why)
+            self._cancel(self._why)
 
     def is_staged(self) -> None:
         """Staging is over: from here on no interrupt ends the save; raises one that has come."""
-        self._staging = None
+        self._cancel = None
         if self._why is not None:
             raise self._why
 
@@ -490,9 +505,14 @@ class _Beginning:
         """Ends staging soon; from another thread."""
         # First the reason: either this sees what is staged, or that sees the reason.
         self._why = KeyboardInterrupt()
-        staging = self._staging
-        if staging is not None:
-            staging.cancel(self._why)
+        cancel = self._cancel
+        if cancel is not None:
+            cancel(self._why)
+
+
+def _work(save: PipelinedSave) -> Work:
+    assert save.work is not None, "it is over"
+    return save.work
 
 
 def wait_for(future: Any, check: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -20,18 +20,19 @@ from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.dense import digest_of_local, is_host_local
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
+from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format.encodings import encoding_told
-from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef, SampledMotion
+from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
+from cnr_jax.format.names import step_number
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan, Planner, Request, motion_of
+from cnr_jax.repository.index.planner import Planner, SavePlan, motion_of
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.state.table import flatten_paths
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -56,7 +57,6 @@ class Planning:
         lifecycle: is settled by each plan.
         planner: decides, on process 0.
         widening: puts the width of codes into the plan.
-        begins: a run begins here, whatever the root holds, unless one is restored.
     """
 
     _channel: Channel
@@ -64,7 +64,6 @@ class Planning:
     _lifecycle: Lifecycle
     _planner: Planner
     _widening: Widening
-    _begins: bool
     # Of checkpoints that a delta of all bits was to rest on, whether they hold all bits.
     _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
@@ -80,7 +79,7 @@ class Planning:
         restores, motion = planner.restores, planner.motion
         before = planner.motion_before
         runs = self._planner.runs
-        if ledger is not None and runs.current is None and not self._begins:
+        if ledger is not None and runs.current is None and not runs.new_run:
             found = [entry for entry in ledger.restorable() if entry.manifest]
             if found and (newest := found[-1].manifest):
                 # What does not go together is an error of the restore.
@@ -115,24 +114,31 @@ class Planning:
         """Tells the other processes, which prepare a save, that this one does not."""
         if jax.process_count() > 1:
             with contextlib.suppress(errors.CnrError):
-                self.agree(obstacle, {}, "", "", None)
+                self._agree({}, obstacle)
+
+    def raise_on_all(self, obstacle: errors.CnrError) -> NoReturn:
+        """Raises on all processes why this one cannot save, or what keeps another from it."""
+        self._agree({}, obstacle)
+        raise obstacle
 
     def agree(
         self,
-        obstacle: errors.CnrError | None,
-        dense: Mapping[str, Any],
-        tracking: str,
-        doubt: str,
-        request: Request | None,
-    ) -> Plan:
+        directory: str,
+        found: ChangedRows,
+        *,
+        urgent: bool,
+        full: bool,
+        exact: bool,
+    ) -> SavePlan:
         """The plan of process 0, which first finds out what became of the last save.
 
         Args:
-            obstacle: why this process cannot save, if it cannot.
-            dense: of the state; leaves that are not global must be the same everywhere.
-            tracking: how this process finds changed rows; all must do it alike.
-            doubt: why this process doubts its stamps; empty if it does not.
-            request: what is asked for; None with an obstacle.
+            directory: of the step.
+            found: what this process has to save. Leaves that are not global must be the same
+                everywhere, and rows that changed be found in the same way.
+            urgent: as in `Planner.plan`.
+            full: the same.
+            exact: the same.
 
         Raises:
             CnrError: the same on all processes, if one has an obstacle or nothing can be
@@ -142,43 +148,73 @@ class Planning:
             OptionError: if processes find changed rows in different ways, or are asked for
                 different saves.
         """
-        said = {_TRACKING: tracking, _DOUBT: doubt, _ASKED: ""}
-        if request is not None:
-            said[_ASKED] = f"full={request.full}, exact={request.exact}"
-        if jax.process_count() > 1 and obstacle is None:
+        said = {
+            _TRACKING: found.mode,
+            _DOUBT: found.doubt,
+            _ASKED: f"full={full}, exact={exact}",
+        }
+        if jax.process_count() > 1:
             said |= {
-                "/".join(path): digest_of_local(leaf)
-                for path, leaf in flatten_paths(dense)
-                if is_host_local(leaf)
+                "/".join(leaf.path): digest_of_local(value)
+                for leaf, value in found.dense
+                if is_host_local(value)
             }
 
-        def decide(told: Sequence[Mapping[str, str]]) -> Plan:
-            assert request is not None
+        def decide(told: Sequence[Mapping[str, str]]) -> dict[str, Any]:
             try:
                 check_told(told)
                 doubts = filter(None, (each[_DOUBT] for each in told))
-                return self._decide(request, next(doubts, ""))
+                committed = self._lifecycle.settle()
+                ledger = self._claimed(directory, found)
+                gaps = self._writer.note_gaps()
+                plan = self._planner.plan(
+                    ledger,
+                    directory,
+                    found.stamps,
+                    found.touched,
+                    doubt=next(doubts, self._lifecycle.doubt),
+                    urgent=urgent,
+                    full=full,
+                    exact=exact,
+                    is_exact=self._is_exact,
+                )
+                return {
+                    "plan": self._prepared(plan),
+                    "committed": committed,
+                    "known": sorted(ledger.directories()),
+                    "changed": self._writer.changed,
+                    "gaps": gaps,
+                }
             except errors.CnrError:
                 raise
             except Exception as error:
                 # Whatever it is, such as a folder that cannot be renamed.
-                raise save_error(error, request.step) from error
+                raise save_error(error, step_number(directory)) from error
 
+        told = self._agree(said, None, decide)
+        # Who lists steps for its manager looks at it.
+        self._writer.changed = self._lifecycle.managed and told["changed"]
+        if jax.process_index() == 0:
+            return told["plan"]
+        plan = _plan_of(told["plan"])
+        self._widening.inherit(plan.encoding)
+        self._lifecycle.settle_as(told["committed"])
+        self._writer.know(told["known"], told["gaps"])
+        return plan
+
+    def _agree(
+        self,
+        said: Mapping[str, str],
+        obstacle: errors.CnrError | None,
+        decide: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
         try:
-            plan = agree(self._channel, obstacle, said, decide)
+            return agree(self._channel, obstacle, said, decide)
         except errors.AuditError as error:
             explained = self._explained(error)
             if explained is error:
                 raise
             raise explained from error
-        if not isinstance(plan, Plan):
-            plan = _plan_of(plan)
-            self._widening.inherit(plan.encoding)
-        self._writer.changed = False
-        if jax.process_index() != 0:
-            self._lifecycle.settle_as(plan.committed)
-            self._writer.know(plan.known, plan.gaps)
-        return plan
 
     def _explained(self, error: errors.AuditError) -> errors.CnrError:
         """The error that says which steps may lack rows, as process 0 alone knows."""
@@ -202,9 +238,10 @@ class Planning:
         clocks = dict(branch.parents) if branch else {}
         committed = ledger.committed()
         # Under a plain manager of Orbax the last save is settled by the next plan only.
-        flight = self._lifecycle.flight
-        manifest = flight.committed_manifest() if flight else None
-        if flight and manifest:
+        for flight in self._lifecycle.open:
+            manifest = flight.committed_manifest()
+            if manifest is None:
+                continue
             entry = entry_of(flight.place.directory, manifest)
             committed = [*committed, entry]
             committed = [e for e in committed if e.directory not in ledger.doomed]
@@ -212,29 +249,28 @@ class Planning:
                 clocks[entry.uuid] = flight.plan.clock
         suspects.explain(error, place.root, committed, clocks)
 
-    def _decide(self, request: Request, doubt: str) -> Plan:
-        committed = self._lifecycle.settle()
+    def _claimed(self, directory: str, found: ChangedRows) -> Ledger:
+        """What is in the root, once it is claimed for a save."""
         if self._planner.runs.current is None:
             # First: who claims a root ends the saves of the run that is at work there.
-            self._planner.runs.check_origin(self._writer.refreshed(), request.origin)
+            self._planner.runs.check_origin(self._writer.refreshed(), found.touched)
         # A plain manager of Orbax is making the folder of this save by now.
-        own = None if self._lifecycle.managed else request.directory
-        ledger = self._writer.claim(own)
+        ledger = self._writer.claim(None if self._lifecycle.managed else directory)
         if self._writer.place is not None:
-            check_is_free(self._writer.place.root, request.directory)
-        self._look_again(ledger, request)
-        gaps = self._writer.note_gaps()
-        asked = dataclasses.replace(request, doubt=doubt or self._lifecycle.doubt)
-        plan = self._planner.plan(ledger, asked, committed, self._is_exact)
+            check_is_free(self._writer.place.root, directory)
+        self._look_again(ledger, found.stamps.lineage)
+        return ledger
+
+    def _prepared(self, plan: SavePlan) -> SavePlan:
+        """A plan with the widths of its codes, for which there is room in the root."""
         self._widening.inherit(plan.encoding)
         self._widening.say_inherited("in the run that goes on")
-        plan = self._widening.widened(plan)
-        plan = dataclasses.replace(plan, changed=self._writer.changed, gaps=gaps)
+        plan = self._widening.widened(plan, self._planner.branches[plan.lineage])
         # Before other processes hear of the plan, and of an error here instead.
         self._writer.move_aside(plan)
         return plan
 
-    def _look_again(self, ledger: Ledger, request: Request) -> None:
+    def _look_again(self, ledger: Ledger, lineage: str) -> None:
         """Looks at the chain that a save may rest on, where the save before has not.
 
         Training waits: in an object store, where each file is a request, only if it has to. What
@@ -243,7 +279,7 @@ class Planning:
         place = self._writer.place
         if place is None:
             return
-        branch = self._planner.branches.get(request.lineage)
+        branch = self._planner.branches.get(lineage)
         tip = (
             ledger.entries.get(branch.tip.directory) if branch and branch.tip else None
         )
@@ -302,24 +338,17 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _plan_of(document: dict[str, Any]) -> Plan:
+def _plan_of(document: dict[str, Any]) -> SavePlan:
     """The plan that process 0 sent."""
     parent, forks = document["parent"], document["forks"]
     encoding = document["encoding"]
-    motions = {
-        name: document[name] and SampledMotion(**document[name])
-        for name in ("motion", "motion_before")
-    }
-    return Plan(
+    return SavePlan(
         **{
             **document,
             "parent": ParentRef(**parent) if parent else None,
             "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
             "abandoned": tuple(document["abandoned"]),
-            "known": tuple(document["known"]),
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
-            "gaps": tuple((path, text) for path, text in document["gaps"]),
             "encoding": encoding and encoding_told(encoding),
-            **motions,
         }
     )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.format.manifest import Manifest, dump
+from cnr_jax.format.manifest import Manifest, TableEntry, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.describe import state_bytes
 from cnr_jax.repository.step import held_tables
 from cnr_jax.telemetry import SaveReport
 
 
-def report_of_committed(flight: SaveInFlight, manifest: Manifest) -> SaveReport:
+def report_of_committed(
+    flight: SaveInFlight, tables: Sequence[TableEntry], manifest: Manifest
+) -> SaveReport:
     """What a save did that is committed."""
     totals = manifest.totals
     own, written = flight.manifest_bytes, flight.written
@@ -22,7 +25,7 @@ def report_of_committed(flight: SaveInFlight, manifest: Manifest) -> SaveReport:
     if own is None:  # another process has written it
         own = len(dump(manifest))
     return dataclasses.replace(
-        report_of_dropped(flight, ""),
+        report_of_dropped(flight, tables, ""),
         outcome="committed",
         rows=totals.rows,
         table_bytes=totals.table_bytes,
@@ -38,23 +41,26 @@ def report_of_committed(flight: SaveInFlight, manifest: Manifest) -> SaveReport:
 
 
 def report_of_dropped(
-    flight: SaveInFlight, problem: str, damaged: str | None = None
+    flight: SaveInFlight,
+    tables: Sequence[TableEntry],
+    problem: str,
+    damaged: str | None = None,
 ) -> SaveReport:
     """What a save did of which nothing stays; the same on all processes, but for seconds.
 
     Args:
         flight: the save.
+        tables: of its state.
         problem: why nothing stays, in a line.
         damaged: the file because of which, below the root.
     """
-    assert flight.facts is not None
     plan, written = flight.plan, flight.written
     encode_secs = written.encode_secs if written else 0.0
     waiting_secs = written.waiting_secs if written else 0.0
     return SaveReport(
         step=plan.step,
         kind=plan.kind,
-        tracking=flight.facts.tracking,
+        tracking=flight.tracking,
         parent=step_number(plan.parent.directory) if plan.parent else None,
         generation=plan.generation,
         rows=0,
@@ -62,21 +68,20 @@ def report_of_dropped(
         slot_bytes=0,
         dense_bytes=0,
         manifest_bytes=0,
-        state_bytes=state_bytes(flight.facts.tables, flight.facts.dense_leaves),
+        state_bytes=state_bytes(tables, flight.dense_leaves),
         blocking_secs=flight.blocking_secs,
-        fingerprint_secs=flight.facts.fingerprint_secs,
-        find_secs=flight.facts.find_secs,
+        fingerprint_secs=flight.fingerprint_secs,
+        find_secs=flight.find_secs,
         gather_secs=flight.gather_secs,
         encode_secs=encode_secs,
         write_secs=max(0.0, flight.written_secs - encode_secs - waiting_secs),
         commit_secs=flight.commit_secs,
-        total_secs=time.perf_counter() - flight.facts.started_secs,
+        total_secs=time.perf_counter() - flight.started_secs,
         reason=plan.reason,
         restores=plan.restores,
         run=plan.run or None,
-        doubts=flight.facts.doubts,
         auto_bits=plan.auto_bits,
-        inherited=flight.facts.inherited,
+        inherited=flight.encoding.inherited,
         outcome="dropped",
         problem=problem,
         damaged=damaged,

@@ -13,21 +13,21 @@ from typing import Any
 from cnr_jax import errors
 from cnr_jax.args import Save, planned_args
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed
-from cnr_jax.checkpointer.orbax_compat.items import Items, StepItems
+from cnr_jax.checkpointer.orbax_compat.items import Items
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps, now
 from cnr_jax.checkpointer.save_errors import as_save_errors, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.checkpointer.saving.launch import PlannedSave
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
-from cnr_jax.checkpointer.saving.pipeline import PipelinedSave, SavePipeline
+from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
+from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
 from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
 from cnr_jax.repository.store import AnyPath, exists
 from cnr_jax.repository.upkeep.claim import called_at, calling_line
@@ -36,29 +36,6 @@ from cnr_jax.rows.tiling import settings_here
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One call of `save`.
-
-    Attributes:
-        step: of the save.
-        item: that holds the state.
-        args: of all items.
-        state: of these, the state; None if other items alone are saved.
-        metrics: of the step.
-        custom_metadata: of the step, as JSON.
-        urgent: whether it is the last of a run.
-    """
-
-    step: int
-    item: str
-    args: Any
-    state: Save | None
-    metrics: Any
-    custom_metadata: str
-    urgent: bool
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -71,7 +48,7 @@ class Saves:
         pipeline: that they go through.
         steps: of the root.
         items: say how each is written.
-        lifecycle: knows the save that began last.
+        lifecycle: finds out what became of each.
         writer: of the root.
         retirement: of steps that they make superfluous.
         course: is told of saves that begin and fail.
@@ -82,7 +59,7 @@ class Saves:
         before_commit: of the user; called when a save is about to be committed.
     """
 
-    pipeline: SavePipeline
+    pipeline: SavePipeline[SaveInFlight]
     steps: Steps
     _items: Items
     _lifecycle: Lifecycle
@@ -91,14 +68,14 @@ class Saves:
     _course: Course
     _calls: Calls
     _channel: Channel
-    _plan_state: Callable[[Place, Save, bool], PlannedSave]
-    _warm_up: Callable[[Plan], None]
+    _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
+    _warm_up: Callable[[SavePlan], None]
     before_commit: Callable[[], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
     # What has begun and of which it is not known what became.
-    _begun: list[StepSave] = dataclasses.field(default_factory=list, init=False)
+    _begun: list[SaveInFlight] = dataclasses.field(default_factory=list, init=False)
     # Why saves failed, until somebody raises it.
     _failures: list[errors.CnrError] = dataclasses.field(
         default_factory=list, init=False
@@ -109,20 +86,33 @@ class Saves:
         """What the root holds; nothing, until the first save names the item."""
         return self._writer.ledger or Ledger()
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the save that began last was not committed, for want of what it rests on."""
-        last = self._lifecycle.last
-        return last is not None and last.gap is not None
-
     def flying(self) -> list[StepInfo]:
         """Steps that are being saved, as policies are told of them."""
-        return [each.info for each in tuple(self._begun) if not each.is_committed]
+        return [info for save in tuple(self._begun) if (info := save.info) is not None]
 
     # Beginning.
 
-    def begin(self, request: Request) -> None:
+    def begin(
+        self,
+        step: int,
+        item: str,
+        args: Any,
+        state: Save | None,
+        *,
+        metrics: Any,
+        custom_metadata: str,
+        urgent: bool,
+    ) -> SaveInFlight:
         """Plans and begins a save.
+
+        Args:
+            step: of the save.
+            item: that holds the state.
+            args: of all items.
+            state: of these, the state; None if other items alone are saved.
+            metrics: of the step.
+            custom_metadata: of the step, as JSON.
+            urgent: whether it is the last of a run.
 
         Raises:
             CnrError: if it cannot be saved; nothing has changed then.
@@ -131,13 +121,20 @@ class Saves:
         settings, where = settings_here(), str(self.steps.root)
         called = called_at.set(calling_line())
 
-        def plan() -> PipelinedSave:
-            with settings():
-                return self._plan(request, settings)
+        def plan() -> SaveInFlight:
+            save, planned = self._plan(step, item, state, urgent)
+            save.info = StepInfo(step, now(), metrics)
+            self._note_begun(save, state)
+            own = planned_args(args, state, planned)
+            save.step_items = self._items.begin(
+                own, self._metrics_of(save.info), custom_metadata
+            )
+            save.items, save.work = tuple(save.step_items.handlers), self
+            return save
 
         try:
-            with as_save_errors(request.step, where):
-                self.pipeline.begin(plan)
+            with as_save_errors(step, where):
+                return self.pipeline.begin(plan, settings)
         except BaseException:
             self._inside = None
             # What an interrupt keeps this from, the next call does.
@@ -148,55 +145,44 @@ class Saves:
         finally:
             self._inside = None
             called_at.reset(called)
-            last = self._lifecycle.last
-            if last is not None:
-                last.returned.open()
+            for save in tuple(self._lifecycle.open):
+                save.returned.open()
 
-    def _plan(self, request: Request, settings: Callable[[], Any]) -> PipelinedSave:
-        """Decides on a save, on all processes or none; in a thread of the pipeline."""
-        step, state, planned = request.step, request.state, None
-        directory = self.steps.new_directory(step)
-        place = Place(self.steps.root, directory, request.item)
+    def _plan(
+        self, step: int, item: str, state: Save | None, urgent: bool
+    ) -> tuple[SaveInFlight, Any]:
+        """Decides on a save, on all processes or none; also what `planned_args` takes of it."""
+        root, directory = self.steps.root, self.steps.new_directory(step)
         if state is not None:
             # The root may be such that it cannot be read or claimed.
-            with as_save_errors(step, str(self.steps.root)):
-                planned = self._plan_state(place, state, request.urgent)
-        flight = planned.flight if planned else SaveInFlight(place=place)
-        info = StepInfo(step, now(), request.metrics)
-        work = StepSave(self, flight, info, request.custom_metadata, settings)
-        self._begun.append(work)
-        self._course.begin(step, state.touched if state else None)
-        self._lifecycle.prepare(flight)
-        nonce = self._nonce(planned)
-        abandoned = flight.plan.abandoned if planned else ()
-        # What was moved aside is not in the way of the new steps.
-        self.steps.forget_named(abandoned)
-        work.moves = bool(abandoned)
-        if planned and flight.plan.changed:
-            all_succeed(self._channel, self.steps.reload)
-        self.steps.check_is_new(step)
-        if planned is None:
-            check_not_in_the_way(step, place)
-        args = planned_args(request.args, state, planned)
-        metrics = request.metrics if self._writes_metrics else None
-        if self.steps.has_best and request.metrics is None:
-            _log.warning("step %d is ranked by metrics, but has none", step)
-        work.items = self._items.begin(args, metrics)
-        work.attempt = Attempt(self.steps.root, directory, nonce)
-        return PipelinedSave(step, work.attempt, tuple(work.items.handlers), work)
-
-    def _nonce(self, planned: PlannedSave | None) -> str:
-        """What no other save is called, alike on all processes."""
-        if planned is not None:
-            return planned.flight.plan.uuid
+            with as_save_errors(step, str(root)):
+                planned = self._plan_state(Place(root, directory, item), state, urgent)
+            return planned[0], planned
         # Not by its step: it may find what is left of another save of that, which failed.
-        drawn = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
-        return str(drawn)
+        nonce = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
+        return SaveInFlight(
+            attempt=Attempt(root, directory, str(nonce)), item=item
+        ), None
 
-    @property
-    def _writes_metrics(self) -> bool:
-        options = self.steps.options
-        return self.steps.has_best and not options.prevent_write_metrics
+    def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
+        """Notes a save that is decided, and what goes out of its way."""
+        self._begun.append(save)
+        self._course.begin(save.step, state.touched if state else None)
+        # What was moved aside is not in the way of the new steps.
+        self.steps.forget_named(save.decided.abandoned if save.decided else ())
+        if save.decided and self._writer.changed:
+            all_succeed(self._channel, self.steps.reload)
+            self._writer.changed = False
+        self.steps.check_is_new(save.step)
+        if not save.decided:
+            check_not_in_the_way(save.step, save.place)
+
+    def _metrics_of(self, info: StepInfo) -> Any:
+        """Those that are written with a step; None: none are."""
+        options, has_best = self.steps.options, self.steps.has_best
+        if has_best and info.metrics is None:
+            _log.warning("step %d is ranked by metrics, but has none", info.step)
+        return info.metrics if has_best and not options.prevent_write_metrics else None
 
     # Waiting.
 
@@ -223,6 +209,8 @@ class Saves:
         if not is_inner:
             # Without the lock: `on_save` may ask for the steps there are.
             self._lifecycle.listener.wait()
+        # Last: an interrupt in what comes before must not take its place.
+        self._raise_failure()
 
     def check(self) -> None:
         """Raises what the last save raised, if it has ended; as `wait`, but does not wait."""
@@ -232,14 +220,18 @@ class Saves:
         with self._calls.lock:
             if not self.pipeline.is_busy:
                 self._wait()
+                self._raise_failure()
 
     def _wait(self) -> None:
-        if self._is_inside():
-            return
-        self.pipeline.wait()
-        self._settle()
-        if self._failures:
-            raise self._failures.pop(0)
+        if not self._is_inside():
+            self.pipeline.wait()
+            self._settle()
+
+    def _raise_failure(self) -> None:
+        """Raises why a save failed, if nobody has."""
+        with self._calls.lock:
+            if self._failures and not self._is_inside():
+                raise self._failures.pop(0)
 
     def _is_inside(self) -> bool:
         """Whether this is asked in the middle of a call that begins a save."""
@@ -252,38 +244,41 @@ class Saves:
 
     def _settle(self) -> None:
         self.pipeline.end_beginning()
-        for save in self.pipeline.take_ended():
-            self._note(save.step, save.error, is_committed=save.is_committed)
+        for save in self.pipeline.ended():
+            self._note(save)
+            failure = save.error
+            if failure is not None and not is_dropped(failure):
+                self._lifecycle.last_failure = without_frames(failure)
+                if failure not in self._failures:
+                    self._failures.append(failure)
+            self.pipeline.forget(save)
         if self.pipeline.is_busy:
             return
         # What is left failed in its beginning, which has raised why, or was interrupted.
-        for work in tuple(self._begun):
-            self._note(work.info.step, None, is_committed=False)
-        if self._lifecycle.flight is None and self._writer.is_prepared:
+        for save in tuple(self._begun):
+            self._note(save)
+        if not self._lifecycle.open and self._writer.is_prepared:
             self._lifecycle.withdraw()
         if self.steps.is_stale:
             self.reread()
 
-    def _note(
-        self, step: int, error: errors.CnrError | None, *, is_committed: bool
-    ) -> None:
-        """Finds out what became of a save, whatever is known of it in the background."""
-        work = next(each for each in self._begun if each.info.step == step)
-        is_seen = is_committed
-        if self._lifecycle.flight is not None:
-            is_seen = self._lifecycle.settle() is not None
-        unseen = self._lifecycle.take_failure()
+    def _note(self, save: SaveInFlight) -> None:
+        """Finds out what became of a save, whatever is known of it in the background.
+
+        Done again from its beginning if an interrupt ends it.
+        """
+        if save not in self._begun:
+            return
+        is_seen = save.is_committed
+        if save in self._lifecycle.open:
+            is_seen = self._lifecycle.settle_one(save) is not None
         if not is_seen:
             self._course.failed()
-        if not is_committed:
+        if not save.is_committed:
             self._lifecycle.withdraw()
-            if work.moves:
+            if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
-        self._begun.remove(work)
-        failure = error or (unseen if is_committed else None)
-        if failure is not None and not is_dropped(failure):
-            self._lifecycle.last_failure = without_frames(failure)
-            self._failures.append(failure)
+        self._begun.remove(save)
 
     def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
@@ -298,144 +293,85 @@ class Saves:
             _log.warning("%s cannot be read now: %s", self.steps.root, error)
             self.steps.is_stale = True
 
-    # In the threads of the pipeline.
+    # In the threads of the pipeline, as its `Work`.
 
-    def staged(self, work: StepSave, folder: AnyPath) -> Sequence[Any]:
+    def stage(self, save: SaveInFlight, folder: AnyPath) -> Sequence[Any]:
         """Starts to write all items of a step."""
-        if work.flight.facts is not None:
+        if save.decided is not None:
             # Not before: of several processes this one alone may fail in it.
-            self._warm_up(work.flight.plan)
-        return work.items.stage(folder)
+            self._warm_up(save.decided)
+        assert save.step_items is not None
+        return save.step_items.stage(folder)
 
-    def needed_later(self, work: StepSave) -> set[int]:
-        """Steps that later saves in flight rest on."""
-        flying = self.pipeline.in_flight()
-        later = False
-        found = set[int]()
-        for save in flying:
-            if later and save.rests_on is not None:
-                found.add(save.rests_on.step)
-            later = later or save.work is work
-        return found
+    def cancel(self, save: SaveInFlight, why: BaseException) -> None:
+        """Ends staging and writing soon."""
+        items = save.step_items
+        if items is not None:
+            items.cancel()
+        save.give_up(why)
 
-    def sealed(self, work: StepSave, folder: AnyPath) -> list[str]:
+    def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
         """Ends what is written of a step; names what of it is durable already."""
-        work.flight.agreed_at_secs = time.perf_counter()
-        work.items.finalize(folder, work.custom_metadata)
+        save.agreed_at_secs = time.perf_counter()
+        assert save.step_items is not None
+        save.step_items.finalize(folder)
         self.before_commit()
-        self._lifecycle.look_before()
-        return [work.flight.place.item, names.ORBAX_METADATA]
+        self._lifecycle.look_before(save)
+        return [save.item, names.ORBAX_METADATA]
 
-    def published(self, work: StepSave) -> list[int]:
+    def published(self, save: SaveInFlight) -> Any:
         """Makes a commit durable; says which steps go."""
         try:
-            self.pipeline.committer.settle(work.attempt)
+            self.pipeline.committer.settle(save.attempt)
         except OSError as error:
-            self._lifecycle.synced(error)
+            self._lifecycle.synced(save, error)
             raise
-        self._lifecycle.synced(None)
-        infos = [each for each in self.steps.infos() if each.step != work.info.step]
-        infos = sorted([*infos, work.info], key=lambda info: info.step)
-        leaving = self.retirement.decide(infos, self.needed_later(work))
-        self._lifecycle.look_after(leaving)
-        return leaving
+        self._lifecycle.synced(save, None)
+        infos = [each for each in self.steps.infos() if each.step != save.step]
+        infos += [save.info] if save.info is not None else []
+        infos = sorted(infos, key=lambda info: info.step)
+        leaving = self.retirement.decide(infos, self._needed_later(save))
+        self._lifecycle.look_after(save, leaving)
+        return {"leaving": leaving}
 
-    def committed(self, work: StepSave, leaving: Sequence[int]) -> None:
+    def _needed_later(self, save: SaveInFlight) -> set[int]:
+        """Steps that later saves in flight rest on."""
+        flying = self.pipeline.in_flight()
+        below = (later.rests_on for later in flying[flying.index(save) + 1 :])
+        return {each.step for each in below if each is not None}
+
+    def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
-        work.is_committed = True
-        self.steps.add(work.info)
+        leaving = told["leaving"] if told else ()
+        info, save.info = save.info, None
+        assert info is not None
+        self.steps.add(info)
         self.retirement.note(leaving)
-        work.flight.is_unwanted = work.info.step in leaving
-        self._lifecycle.report_commit()
+        save.is_unwanted = save.step in leaving
+        self._lifecycle.report_commit(save)
 
-    def retired(self, gone: Sequence[int], stay: Sequence[int]) -> None:
-        """Notes which steps are gone, and which stay though they were to go."""
-        self.retirement.stayed(stay)
-        self.steps.forget(gone)
-
-    def failed(self, work: StepSave, error: errors.CnrError) -> None:
-        """Says why a save failed, or what comes after its commit."""
-        self._lifecycle.end_writing()
-        self._lifecycle.fail(error)
-
-    def ended(self, work: StepSave) -> None:
-        """Lets other managers write."""
-        self._lifecycle.end_writing()
-        self._lifecycle.report_unwanted()
-
-
-class StepSave:
-    """What the pipeline does for one save of a manager.
-
-    Args:
-        saves: of the manager.
-        flight: what is known of its state.
-        info: of the step.
-        custom_metadata: of the step, as JSON.
-        settings: of the thread that has called `save`.
-
-    Attributes:
-        items: that are saved.
-        attempt: at the step.
-        moves: whether steps were moved aside for it.
-        is_committed: whether it is known to be.
-    """
-
-    items: StepItems
-    attempt: Attempt
-
-    def __init__(
-        self,
-        saves: Saves,
-        flight: SaveInFlight,
-        info: StepInfo,
-        custom_metadata: str,
-        settings: Callable[[], Any],
-    ) -> None:
-        self._saves, self.flight, self.info = saves, flight, info
-        self.custom_metadata, self._settings = custom_metadata, settings
-        self.moves = self.is_committed = False
-
-    def stage(self, folder: AnyPath) -> Sequence[Any]:
-        """Starts to write all items."""
-        with self._settings():
-            return self._saves.staged(self, folder)
-
-    def cancel(self, why: BaseException) -> None:
-        """Ends staging and writing soon."""
-        self.items.cancel()
-        self.flight.give_up(why)
-
-    def seal(self, folder: AnyPath) -> Collection[str]:
-        """Ends what is written; names what of it is durable already."""
-        return self._saves.sealed(self, folder)
-
-    def published(self) -> Any:
-        """Makes the commit durable; says which steps go."""
-        return {"leaving": self._saves.published(self)}
-
-    def committed(self, told: Any) -> None:
-        """Notes the commit."""
-        self._saves.committed(self, told["leaving"] if told else ())
-
-    def retire(self, told: Any) -> Any:
+    def retire(self, save: SaveInFlight, told: Any) -> Any:
         """Removes the steps that go."""
-        stay = self._saves.retirement.remove(told["leaving"])
+        stay = self.retirement.remove(told["leaving"])
         gone = [step for step in told["leaving"] if step not in stay]
         return {"gone": gone, "stay": stay}
 
-    def retired(self, told: Any) -> None:
-        """Notes what went."""
+    def retired(self, save: SaveInFlight, told: Any) -> None:
+        """Notes which steps are gone, and which stay though they were to go."""
         if told is not None:
-            self._saves.retired(told["gone"], told["stay"])
+            self.retirement.stayed(told["stay"])
+            self.steps.forget(told["gone"])
 
-    def failed(self, error: errors.CnrError) -> None:
-        """Says why it failed."""
-        self._saves.failed(self, error)
+    def failed(self, save: SaveInFlight, error: errors.CnrError) -> None:
+        """Says why a save failed, or what comes after its commit."""
+        self._lifecycle.end_writing(save)
+        self._lifecycle.fail(save, error)
 
-    def ended(self) -> None:
+    def ended(self, save: SaveInFlight) -> None:
         """Lets other managers write."""
-        self._saves.ended(self)
+        save.step_items = None  # which may hold the state still
+        self._lifecycle.end_writing(save)
+        self._lifecycle.report_unwanted(save)
 
 
 def check_not_in_the_way(step: int, place: Place) -> None:

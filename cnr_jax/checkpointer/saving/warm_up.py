@@ -16,7 +16,7 @@ from cnr_jax.checkpointer.saving.capture import Codecs, is_dithered
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
@@ -105,9 +105,9 @@ class WarmUp:
         }
         self._tiles = own_tiles(tables, shardings, stamps)
 
-    def compile_for(self, plan: Plan) -> None:
+    def compile_for(self, plan: SavePlan) -> None:
         """Compiles for a plan that was not foreseen, as where touched rows were made anew."""
-        self.compile(plan.auto_bits, self._widening.dither_of(plan).most_bits)
+        self.compile(plan.auto_bits, plan.dithered_bits)
 
     def hashes(self) -> Iterator[Program]:
         """Programs that find changed rows."""

@@ -24,7 +24,8 @@ from cnr_jax.policy.bits import (
     small_tables,
     width_told,
 )
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.entries import Branch
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.rows.codecs import bytes_of
 from cnr_jax.rows.codecs.dither import Dither
 from cnr_jax.state.table import Tables
@@ -91,19 +92,18 @@ class Widening:
             if text and jax.process_index() == 0:
                 _log.info("%s %s: %s", line, where, text)
 
-    def encoding_of(self, plan: Plan) -> Encoding:
+    def encoding_of(self, plan: SavePlan) -> Encoding:
         """Of one save: with the codec that its policy names, or with none that rounds."""
         if plan.exact:
             return self.encoding.exact()
         return self.encoding.with_codec(plan.codec)
 
-    def dither_of(self, plan: Plan) -> Dither:
+    def dither_of(self, plan: SavePlan) -> Dither:
         """Which codes are dithered in one save.
 
         Of one width the same in all saves of a lineage, so that rows that stay keep their codes.
         """
-        most_bits = self.dithered_bits(plan.restores, plan.motion_before)
-        return Dither(plan.lineage, most_bits)
+        return Dither(plan.lineage, plan.dithered_bits)
 
     def dithered_bits(self, restores: int, before: SampledMotion | None) -> int:
         """The widest codes that are dithered in saves after so many restores; 0: none are.
@@ -141,23 +141,30 @@ class Widening:
             else None
         )
 
-    def widened(self, plan: Plan) -> Plan:
-        """A plan with its width, and the reason where that is not the one for the expectation.
+    def widened(self, plan: SavePlan, branch: Branch) -> SavePlan:
+        """A plan with its widths, and the reason where that is not the one for the expectation.
 
         Called on the process that plans: other processes are told, so that all encode alike.
+
+        Args:
+            plan: without them.
+            branch: that it is of, which knows how far rows move from restore to restore.
         """
+        motion = branch.motion()
+        dithered = self.dithered_bits(plan.restores, branch.motion_before)
+        plan = dataclasses.replace(plan, dithered_bits=dithered)
         if plan.exact:
-            self._say_bytes(plan)
+            self._say_bytes(plan, motion)
             return plan
-        bits = self.bits(plan.restores, plan.motion, plan.codec)
-        self._warn_of_harm(plan)
+        bits = self.bits(plan.restores, motion, plan.codec)
+        self._warn_of_harm(plan, motion)
         if bits is None:
             return plan
         reason, usual = plan.reason, self.encoding.auto_bits(0)
         expected = self.encoding.assumed_restores
         width = width_told(bits)
         if bits != usual:
-            why = self._why_wider(plan, bits)
+            why = self._why_wider(plan, motion, bits)
             reason += f"; {width}: {why}, {expected:g} expected"
             if bits != self._said:
                 # Of the restore alone by which the run was restored too often.
@@ -185,9 +192,11 @@ class Widening:
         self._said = bits
         return dataclasses.replace(plan, auto_bits=bits, reason=reason)
 
-    def _why_wider(self, plan: Plan, bits: int) -> str:
+    def _why_wider(
+        self, plan: SavePlan, motion: SampledMotion | None, bits: int
+    ) -> str:
         """Why a save takes more bits than for the restores that are expected."""
-        motion, usual = plan.motion, self.encoding.auto_bits(0)
+        usual = self.encoding.auto_bits(0)
         if motion is None or bits == self.encoding.auto_bits(plan.restores):
             return f"restored {_times(plan.restores)}"
         moved = _moved_by(motion, usual)
@@ -196,9 +205,8 @@ class Widening:
         when = "before or since" if plan.restores == 1 else "between restores"
         return f"restored {_times(plan.restores)}, {when} {moved}"
 
-    def _warn_of_harm(self, plan: Plan) -> None:
+    def _warn_of_harm(self, plan: SavePlan, motion: SampledMotion | None) -> None:
         """Warns, once, of codes that are too short for how little rows move between restores."""
-        motion = plan.motion
         # After one restore nobody knows how soon others come.
         if self._has_warned or motion is None or plan.restores < 2:
             return
@@ -233,12 +241,12 @@ class Widening:
             self._fixed[codec] = bits
         return self._fixed[codec]
 
-    def _say_bytes(self, plan: Plan) -> None:
+    def _say_bytes(self, plan: SavePlan, motion: SampledMotion | None) -> None:
         """Says how many bytes all rows take if all of their bits are saved."""
         if plan.kind != "full":
             return
         exact = usual = 0
-        auto_bits = self.bits(plan.restores, plan.motion)
+        auto_bits = self.bits(plan.restores, motion)
         widths = self.widths(auto_bits)
         for name, table in self._tables.items():
             for leaf in table.leaves:

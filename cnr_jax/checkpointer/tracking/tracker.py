@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 from cnr_jax.checkpointer.tracking.audit import unrecorded_error
-from cnr_jax.format.manifest import Tracking
+from cnr_jax.format.manifest import DenseLeaf, Tracking
 from cnr_jax.options import Options
 from cnr_jax.rows.fingerprints.rotation import Glimpse, Rotation, stamps_of
 from cnr_jax.rows.fingerprints.watch import Differing, Look, RowWatch
@@ -50,35 +51,35 @@ _NEVER = Moment("", -1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRows:
-    """What was found out about the rows of a state that is to be saved.
+    """A state that is to be saved, and what was found out about its rows.
 
     Attributes:
         mode: how rows that changed are found.
-        shards: what this process saves of the state.
+        shards: what this process saves of the tables.
+        dense: every leaf of no table, all of which is saved, with how the manifest describes it.
         stamps: those that choose rows; the lineage is empty if they are the first.
-        recorded: of `touched`; None in fingerprint mode.
-        by_fingerprints: whether stamps made from fingerprints choose rows.
+        touched: of the touched rows that go with the state, used or not; None without any.
         look: at all rows; None where none was needed.
         glimpse: at some rows; None where none was needed.
-        doubt: why an audit that was due could not be made, so that a delta might miss rows;
-            empty otherwise.
+        doubt: why a delta might miss rows: an audit that was due could not be made, or the clock
+            has stopped; empty otherwise.
         secs: that the look, or glimpse, took.
     """
 
     mode: Tracking
     shards: Shards
+    dense: Sequence[tuple[DenseLeaf, Any]]
     stamps: Moment
-    recorded: Moment | None
-    by_fingerprints: bool
+    touched: Moment | None
     look: Look | None
     glimpse: Glimpse | None
     doubt: str
     secs: float
 
     @property
-    def at_limit(self) -> bool:
-        """Whether the clock has stopped, and tells rows apart no more."""
-        return not self.by_fingerprints and self.stamps.clock >= CLOCK_LIMIT
+    def recorded(self) -> Moment | None:
+        """Of touched rows that are used; None in fingerprint mode."""
+        return None if self.mode == "fingerprint" else self.touched
 
 
 class Tracker:
@@ -116,7 +117,12 @@ class Tracker:
         return asked or ("fingerprint" if touched is None else "recorded")
 
     def find(
-        self, state: Any, touched: Touched | None, tables: Tables, arrays: Arrays
+        self,
+        state: Any,
+        touched: Touched | None,
+        tables: Tables,
+        arrays: Arrays,
+        dense: Sequence[tuple[DenseLeaf, Any]] = (),
     ) -> ChangedRows:
         """Looks for changed rows; nothing is changed here until `keep`.
 
@@ -125,15 +131,17 @@ class Tracker:
             touched: that goes with it; needed unless the mode is fingerprint.
             tables: of the state.
             arrays: their leaves.
+            dense: all other leaves of the state, as the manifest describes them.
 
         Raises:
             AuditError: if a row changed that was not recorded.
             TableError: if no process holds both rows and their stamps.
         """
         mode = self.mode(touched)
-        recorded = None if mode == "fingerprint" else _moment(touched)
+        given = moment_of(touched)
+        recorded = None if mode == "fingerprint" else given
         if recorded is None and touched is not None:
-            self._say_unused(touched)
+            self._say_unused(given)
         stamps = touched.stamps if touched is not None and recorded else None
         tiling = self._tiling_of(tables, arrays, stamps)
         shards = Shards(tiling, arrays, stamps)
@@ -151,23 +159,26 @@ class Tracker:
                     assert touched is not None
                     self._audit(look, glimpse, state, shards, touched, tables)
             secs = time.perf_counter() - started
-        by_fingerprints = self._by_fingerprints(mode)
         chosen_by = Moment(self._prints.lineage, self._prints.clock + 1)
-        if recorded is not None and not by_fingerprints:
+        if self.by_fingerprints(mode):
+            doubt = ""
+        elif recorded is not None:
             chosen_by = recorded
+            if recorded.clock >= CLOCK_LIMIT:
+                doubt = "the clock of the stamps has reached its limit"
         return ChangedRows(
             mode=mode,
             shards=shards,
+            dense=dense,
             stamps=chosen_by,
-            recorded=recorded,
-            by_fingerprints=by_fingerprints,
+            touched=given,
             look=look,
             glimpse=glimpse,
-            doubt="" if by_fingerprints else doubt,
+            doubt=doubt,
             secs=secs,
         )
 
-    def _say_unused(self, touched: Touched) -> None:
+    def _say_unused(self, given: Moment | None) -> None:
         """Says once that touched rows are not used, unless that was asked for.
 
         Those of a restore, into which nobody has recorded, are not worth a word: each restore
@@ -175,7 +186,7 @@ class Tracker:
         """
         if self._options.tracking is not None or self._has_said_unused:
             return
-        if touched.clock.is_deleted() or _moment(touched) != self._given:
+        if given != self._given:
             self._has_said_unused = True
             _log.warning(
                 "the touched rows of Save(state, touched) are not used: this run finds rows"
@@ -188,7 +199,7 @@ class Tracker:
                 else "because its first save had no touched rows",
             )
 
-    def _by_fingerprints(self, mode: Tracking) -> bool:
+    def by_fingerprints(self, mode: Tracking) -> bool:
         """Whether fingerprints choose the rows; else those that were recorded.
 
         In an audited run these are the rows that both found: others stop it.
@@ -198,7 +209,7 @@ class Tracker:
     def _watching(self, mode: Tracking) -> RowWatch:
         if self._watch is None:
             self._watch = RowWatch(
-                stamped=self._by_fingerprints(mode), tagged=mode != "fingerprint"
+                stamped=self.by_fingerprints(mode), tagged=mode != "fingerprint"
             )
         return self._watch
 
@@ -323,7 +334,7 @@ class Tracker:
             stamps: `found.stamps`, as all processes agreed on it.
         """
         self._mode = found.mode
-        if self._by_fingerprints(found.mode):
+        if self.by_fingerprints(found.mode):
             self._prints = stamps
         if found.look is not None and self._watch is not None:
             self._watch.keep(found.look, stamps.clock)
@@ -346,7 +357,7 @@ class Tracker:
         tiling = found.shards.tiling
         if parent_clock is None:
             return Chosen(tiling, [None] * len(tiling.ranges))
-        if not found.by_fingerprints:
+        if not self.by_fingerprints(found.mode):
             return Chosen(tiling, touched_positions(found.shards, parent_clock))
         # At equal clocks nothing would be chosen, whatever has changed.
         watch = self._watch
@@ -408,6 +419,23 @@ class Tracker:
         self._prints = self._last
 
 
-def _moment(touched: Touched | None) -> Moment:
-    assert touched is not None
+def moment_of(touched: Any) -> Moment | None:
+    """The lineage and clock of touched rows; None without any, or if they hold nothing."""
+    # Others are refused elsewhere, or do not matter where fingerprints choose the rows.
+    if not isinstance(touched, Touched) or not _is_alive(touched):
+        return None
+    return _moment(touched)
+
+
+def _moment(touched: Touched) -> Moment:
     return Moment(lineage_hex(touched), clock_of(touched))
+
+
+def _is_alive(touched: Touched) -> bool:
+    """Whether all leaves are arrays that hold something, none donated or being traced."""
+    return all(
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and not leaf.is_deleted()
+        for leaf in jax.tree.leaves(touched)
+    )

@@ -14,7 +14,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.index.chains import Chains
 from cnr_jax.repository.index.entries import Entry, entry_of, orbax_entry
-from cnr_jax.repository.index.folders import Folder
+from cnr_jax.repository.index.folders import Folder, other_checkpoints
 from cnr_jax.repository.layout import Place, step_directories
 from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.step import read_committed, read_step, without_collections
@@ -33,6 +33,7 @@ class Ledger(Chains):
         says: whether it is said in the log what cannot be read.
 
     Attributes:
+        root: that holds them; None as long as none was read.
         doomed: step directories that are deleted once the save that is being written is committed.
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
@@ -51,6 +52,7 @@ class Ledger(Chains):
         self.is_step, self.adopts = is_step or names.may_be_step, adopts
         super().__init__()
         self._says = says
+        self.root: AnyPath | None = None
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
         self.crowded = False
@@ -90,6 +92,7 @@ class Ledger(Chains):
             OSError: if the root cannot be seen or listed.
         """
         ledger = cls(is_step, adopts=adopts)
+        ledger.root = root
         if not exists(root):
             return ledger
         # Joining names to paths of Orbax takes longer than to read.
@@ -247,6 +250,14 @@ class Ledger(Chains):
         found = [name for name, each in self._folders.items() if each.is_checkpoint]
         unknown = sorted(found, reverse=True)
         return [*unknown, *(entry.directory for entry in reversed(self.committed()))]
+
+    def others(self) -> tuple[str, ...]:
+        """Checkpoints of the root that this does not know of, as they are named otherwise.
+
+        Raises:
+            OSError: if the root cannot be seen or listed.
+        """
+        return other_checkpoints(self.root, self.is_step) if self.root else ()
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""

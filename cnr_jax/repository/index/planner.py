@@ -35,7 +35,7 @@ from cnr_jax.repository.index.entries import (
     records,
 )
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.runs import Origin, Runs
+from cnr_jax.repository.index.runs import Runs, Stamps
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -44,39 +44,38 @@ ALL_BITS = "all bits were asked for"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One save, the same on every process.
+class SavePlan:
+    """One save as it was decided, the same on every process.
 
     Attributes:
+        uuid: of the save.
+        directory: of the step.
         lineage: of the stamps that choose rows.
         clock: of the stamps that choose rows, in this save.
-        committed: uuid of the save before this one if it was committed, else None.
-        abandoned: step directories to rename aside before this one is written.
+        parent: that a delta rests on; None: the save is full.
+        generation: of its branch.
+        codec: that the policy names; None: the one of the options.
+        policy: name of the one that decided.
+        reason: why the save is what it is.
         history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
+        run: that this save belongs to; empty: the one of steps whose manifests name none.
+        forks: where the branch of this save leaves older ones.
+        exact: rows are stored raw, whatever their codecs.
+        encoding: of the run that goes on, for what options do not give; None: none does.
         auto_bits: width of codes that options leave to the number of restores, but for small
             tables; None if they leave none to it.
-        known: step directories of the root, before this save moves any aside.
-        changed: whether steps have come to the root, or gone, by another process.
-        run: that this save belongs to; empty: the one of steps whose manifests name none.
+        dithered_bits: width of the widest codes that are dithered; 0: none are. The same for all
+            saves of a lineage.
+        abandoned: step directories to rename aside before this one is written.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
-        exact: rows are stored raw, whatever their codecs.
-        forks: where the branch of this save leaves older ones.
-        gaps: files that earlier checkpoints lack, as paths below the root, each with a line that
-            says what is wrong with it.
-        encoding: of the run that goes on, for what options do not give; None: none does.
-        motion: of rows from restore to restore, as far as that is known; None: it is not.
-        motion_before: of rows until the last restore, since the one before; None: it is not known,
-            or there was none. The same for all saves of a lineage.
     """
 
     uuid: str
-    step: int
     directory: str
     lineage: str
     clock: int
-    kind: Kind
     parent: ParentRef | None
     generation: int
     codec: str | None
@@ -84,52 +83,24 @@ class Plan:
     reason: str
     history: tuple[HistoryEntry, ...]
     restores: int
-    abandoned: tuple[str, ...]
-    committed: str | None
-    known: tuple[str, ...]
-    changed: bool = False
+    run: str
+    forks: tuple[Fork, ...] | None
+    exact: bool
+    encoding: EncodingEntry | None
     auto_bits: int | None = None
-    run: str = ""
-    earlier: str = ""
-    exact: bool = False
-    forks: tuple[Fork, ...] | None = None
-    gaps: tuple[tuple[str, str], ...] = ()
-    encoding: EncodingEntry | None = None
-    motion: SampledMotion | None = None
-    motion_before: SampledMotion | None = None
+    dithered_bits: int = 0
+    abandoned: tuple[str, ...]
+    earlier: str
 
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+        return names.step_number(self.directory)
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is about to be saved.
-
-    Attributes:
-        lineage: of the stamps that choose rows, 32 hex digits; empty if there were none
-            before, and then one is drawn.
-        clock: of the stamps that choose rows.
-        at_limit: the clock has reached its limit and tells rows apart no more.
-        doubt: why a delta might miss rows, as far as the stamps themselves are in doubt;
-            empty if they are not.
-        tables: as the manifest will list them.
-        guarded: retention is known to keep parents.
-        urgent: the run is about to end: a delta, where one is legal.
-        origin: of the state.
-        full: a full save, whatever the policy says and however urgent it is.
-        exact: all bits, whatever the codecs: full, unless a chain holds all bits already.
-    """
-
-    step: int
-    directory: str
-    lineage: str
-    clock: int
-    at_limit: bool
-    tables: tuple[TableEntry, ...]
-    guarded: bool
-    urgent: bool = False
-    doubt: str = ""
-    origin: Origin = dataclasses.field(default_factory=Origin)
-    full: bool = False
-    exact: bool = False
+    @property
+    def kind(self) -> Kind:
+        """Full, or a delta on its parent."""
+        return "full" if self.parent is None else "delta"
 
 
 class Planner:
@@ -139,98 +110,119 @@ class Planner:
         policy: proposes full or delta.
         nonce: 24 hex digits that are unique to this run of the program.
         min_fulls: saves are full until a branch has so many full ones.
+        tables: that are saved, as manifests list them.
+        new_run: a run begins here, whatever the root holds, unless one is restored.
 
     Attributes:
+        tables: that are saved, as manifests list them.
+        guarded: retention is known to keep parents.
         runs: tells of which run a save is.
         branches: of each lineage that may go on, what is known of it.
     """
 
     def __init__(
-        self, policy: Policy, nonce: str | None = None, min_fulls: int = 1
+        self,
+        policy: Policy,
+        nonce: str | None = None,
+        min_fulls: int = 1,
+        tables: tuple[TableEntry, ...] = (),
+        *,
+        new_run: bool = False,
     ) -> None:
-        self._policy, self._min_fulls = policy, min_fulls
+        self._policy, self._min_fulls, self.tables = policy, min_fulls, tables
         self._nonce = nonce or secrets.token_hex(12)
         self._attempt = 0
         self._most_restores = 0
-        self.runs = Runs(self._nonce)
+        self.guarded = False
+        self.runs = Runs(self._nonce, new_run=new_run)
         self.branches: dict[str, Branch] = {}
 
     def plan(
         self,
         ledger: Ledger,
-        request: Request,
-        committed: str | None,
+        directory: str,
+        stamps: Stamps,
+        touched: Stamps | None = None,
+        *,
+        doubt: str = "",
+        urgent: bool = False,
+        full: bool = False,
+        exact: bool = False,
         is_exact: Callable[[Sequence[Entry]], bool] = lambda chain: False,
-    ) -> Plan:
+    ) -> SavePlan:
         """Decides about one save.
 
         Args:
             ledger: of the root.
-            request: what is about to be saved.
-            committed: uuid of the save before this one if it was committed, else None.
+            directory: of the step.
+            stamps: lineage (32 hex digits) and clock of those that choose rows; the lineage is
+                empty if there were none before, and then one is drawn.
+            touched: lineage and clock of the touched rows that go with the state, whether they
+                choose rows or not; None without any.
+            doubt: why a delta might miss rows; empty: it would not.
+            urgent: the run is about to end: a delta, where one is legal.
+            full: a full save, whatever the policy says and however urgent it is.
+            exact: all bits, whatever the codecs: full, unless a chain holds all bits already.
             is_exact: whether a chain holds all bits; asked only where that matters.
 
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
             UsedRootError: if the root holds a run that this save is not known to go on with.
         """
-        if not request.lineage:
-            request = dataclasses.replace(request, lineage=secrets.token_hex(16))
+        step, (lineage, clock) = names.step_number(directory), stamps
+        lineage = lineage or secrets.token_hex(16)
         self._attempt += 1
         uuid = f"{self._nonce}{self._attempt:08x}"
-        run, left = self.runs.of_save(ledger, request.origin, request.step, uuid)
-        self.runs.tries(request.directory)
-        branch = self._branch(request)
+        run, left = self.runs.of_save(ledger, touched, step, uuid)
+        self.runs.tries(directory)
+        branch = self._branch(lineage, clock)
         branch.forget_parents(ledger.entries)
         generation = self._generation(ledger, branch)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
         abandoned = [*left]
-        if all(entry.directory != request.directory for entry in left):
-            abandoned += self._in_the_way(ledger, branch, request, generation, run)
+        if all(entry.directory != directory for entry in left):
+            abandoned += self._in_the_way(ledger, branch, directory, generation, run)
         gone = {entry.directory for entry in abandoned}
-        decision = self._decide(ledger, branch, request, begins)
+        if full:
+            decision = full_because("a full save was asked for")
+        else:
+            decision = self._decide(ledger, branch, step, doubt, urgent, begins)
         parent = self._parent(ledger, branch, decision)
-        if request.exact:
+        if exact:
             reason = f"{decision.reason}; {ALL_BITS}"
             if parent and not is_exact(ledger.chain(ledger.entries[parent.directory])):
                 reason = f"{ALL_BITS}, and the chain has rounded rows"
                 decision, parent = full_because(reason), None
             decision = dataclasses.replace(decision, reason=reason)
-        return Plan(
+        return SavePlan(
             uuid=uuid,
-            step=request.step,
-            directory=request.directory,
-            lineage=request.lineage,
-            clock=request.clock,
-            kind=decision.kind,
+            directory=directory,
+            lineage=lineage,
+            clock=clock,
             parent=parent,
             generation=generation,
             codec=decision.codec,
             policy=self._policy.name,
             reason=decision.reason,
-            history=branch.history if decision.kind == "delta" else (),
+            history=branch.history if parent is not None else (),
             restores=branch.restores,
             abandoned=tuple(e.directory for e in abandoned),
-            committed=committed,
-            known=tuple(sorted(ledger.directories())),
             run=run,
             earlier=names.earlier_run(uuid) if left and is_first else "",
-            exact=request.exact,
+            exact=exact,
             forks=forks_of_next(
                 branch.tip,
                 [e for e in ledger.committed() if e.directory not in gone],
                 run=run,
-                lineage=request.lineage,
+                lineage=lineage,
                 generation=generation,
-                step=request.step,
+                step=step,
             ),
             encoding=self.runs.encoding_of(run),
-            motion=branch.motion(),
-            motion_before=branch.motion_before,
         )
 
-    def saved(self, plan: Plan, entry: Entry) -> None:
+    def saved(self, plan: SavePlan, entry: Entry) -> None:
         """Notes a committed save: from now on it may be a parent in its lineage."""
         assert entry.manifest is not None
         branch = self.branches.setdefault(plan.lineage, Branch())
@@ -324,7 +316,7 @@ class Planner:
         known = [b.motion_before for b in self.branches.values() if b.motion_before]
         return known[-1] if known else None
 
-    def _branch(self, request: Request) -> Branch:
+    def _branch(self, lineage: str, clock: int) -> Branch:
         """The branch of a lineage; a fresh one where the state went back in memory.
 
         Rows of the time in between then have stamps that say nothing about the checkpoints
@@ -332,16 +324,13 @@ class Planner:
         """
         # Whether a lineage from nowhere goes on with what was restored cannot be seen.
         unknown = Branch(restores=self._most_restores)
-        branch = self.branches.setdefault(request.lineage, unknown)
-        if request.clock < branch.last_clock:
-            why = (
-                f"the clock of the stamps went back, from {branch.last_clock}"
-                f" to {request.clock}"
-            )
+        branch = self.branches.setdefault(lineage, unknown)
+        if clock < branch.last_clock:
+            why = f"the clock of the stamps went back, from {branch.last_clock} to {clock}"
             branch = dataclasses.replace(
                 branch, parents={}, tip=None, history=(), last_clock=-1, no_parents=why
             )
-            self.branches[request.lineage] = branch
+            self.branches[lineage] = branch
         return branch
 
     def _generation(self, ledger: Ledger, branch: Branch) -> int:
@@ -371,28 +360,29 @@ class Planner:
         self,
         ledger: Ledger,
         branch: Branch,
-        request: Request,
+        directory: str,
         generation: int,
         run: str,
     ) -> list[Entry]:
         """Abandoned steps that must go aside, dependents first."""
-        folder = ledger.folders.get(request.directory)
+        step = names.step_number(directory)
+        folder = ledger.folders.get(directory)
         if folder is not None and folder.is_foreign:
             raise errors.DependentsExistError(
-                f"step {request.step} cannot be saved: the folder {request.directory}"
+                f"step {step} cannot be saved: the folder {directory}"
                 " holds something that cnr_jax did not write\n"
                 "  hint: save into another root, or move that folder away",
                 kind="step_exists",
             )
         if folder is not None:
-            return [ledger.movable(request.directory)]
-        entry = ledger.entries.get(request.directory)
+            return [ledger.movable(directory)]
+        entry = ledger.entries.get(directory)
         if entry is None:
             return []
         # One that nobody can restore, say a delta copied here without its parent, goes aside.
         if not entry.is_of(run) and ledger.is_whole(entry):
             raise errors.DependentsExistError(
-                f"step {request.step} cannot be saved: the folder {request.directory} holds"
+                f"step {step} cannot be saved: the folder {directory} holds"
                 " a step of another run, which is left alone\n"
                 f"  got run {entry.run or 'without an id'}, expected {run}\n"
                 "  hint: save another step, save into another root, or delete that one",
@@ -400,15 +390,15 @@ class Planner:
             )
         if entry.generation >= generation:
             raise errors.DependentsExistError(
-                f"step {request.step} was saved already, in the branch that goes on here",
+                f"step {step} was saved already, in the branch that goes on here",
                 kind="step_exists",
             )
-        dependents = ledger.dependents(request.directory)
+        dependents = ledger.dependents(directory)
         own = {e.uuid for e in ledger.chain(branch.tip)} if branch.tip else set[str]()
         kept = [e for e in (*dependents, entry) if e.uuid in own]
         if kept:
             raise errors.DependentsExistError(
-                f"step {request.step} cannot be saved: the folder {request.directory}"
+                f"step {step} cannot be saved: the folder {directory}"
                 f" is in use\n  it belongs to generation {entry.generation} and"
                 f" {named(kept)} of the restored chain needs it\n"
                 f"  hint: go on with a step number after {branch.tip.step if branch.tip else 0}"
@@ -416,26 +406,30 @@ class Planner:
         return [*dependents, entry]
 
     def _decide(
-        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
+        self,
+        ledger: Ledger,
+        branch: Branch,
+        step: int,
+        doubt: str,
+        urgent: bool,
+        begins: bool,
     ) -> Decision:
-        if request.full:
-            return full_because("a full save was asked for")
-        reason = self._obstacle(ledger, branch, request, begins)
+        reason = self._obstacle(ledger, branch, doubt, begins)
         if reason is None:
             decision = self._policy.decide(self._seen(ledger, branch))
-            if request.urgent and decision.kind == "full" and branch.tip is not None:
-                urgent = dataclasses.replace(
+            if urgent and decision.kind == "full" and branch.tip is not None:
+                sooner = dataclasses.replace(
                     decision,
                     kind="delta",
                     parent=branch.tip.step,
                     reason="the run is about to end, and a delta is written sooner",
                 )
-                if self._parent(ledger, branch, urgent) is not None:
-                    return urgent
+                if self._parent(ledger, branch, sooner) is not None:
+                    return sooner
             if decision.kind == "full":
                 return decision
             legal = self._parent(ledger, branch, decision) is not None
-            if legal and (request.urgent or not self._lacks_fulls(ledger, branch)):
+            if legal and (urgent or not self._lacks_fulls(ledger, branch)):
                 return decision
             reason = self._why_no_parent(ledger, branch, decision)
             if legal:
@@ -443,7 +437,7 @@ class Planner:
                     f"min_fulls={self._min_fulls}, and the branch has fewer full ones that"
                     " restore"
                 )
-        _log.info("step %d is saved full: %s", request.step, reason)
+        _log.info("step %d is saved full: %s", step, reason)
         return full_because(reason)
 
     def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
@@ -469,7 +463,7 @@ class Planner:
         return f"step {decision.parent} is not a legal parent any more"
 
     def _obstacle(
-        self, ledger: Ledger, branch: Branch, request: Request, begins: bool
+        self, ledger: Ledger, branch: Branch, doubt: str, begins: bool
     ) -> str | None:
         """Why no delta is possible, whatever the policy says; None if one is."""
         if not branch.parents:
@@ -480,14 +474,12 @@ class Planner:
             if begins:
                 return "a new run begins"
             return "the stamps are not counted from any checkpoint here"
-        if not request.guarded:
+        if not self.guarded:
             return "retention might delete parents: no policy of cnr_jax was asked yet"
-        if request.at_limit:
-            return "the clock of the stamps has reached its limit"
-        if request.doubt:
-            return request.doubt
+        if doubt:
+            return doubt
         tip = branch.tip
-        if tip is None or tip.manifest is None or tip.manifest.tables != request.tables:
+        if tip is None or tip.manifest is None or tip.manifest.tables != self.tables:
             return "the tables are not those of the checkpoint before"
         return None
 

@@ -7,7 +7,6 @@ checkpoints, unless that is asked for.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,6 +36,8 @@ class RestoredRun(NamedTuple):
     encoding: EncodingEntry | None
 
 
+# The lineage of stamps, and their clock.
+Stamps = tuple[str, int]
 # Of all restores of this process: a state may be restored by one manager and saved by another.
 # By lineage; the oldest go first.
 _restored_runs: dict[str, RestoredRun] = {}
@@ -52,38 +53,19 @@ def note_restored(
         del _restored_runs[next(iter(_restored_runs))]
 
 
-def run_restored(root: AnyPath, lineage: str) -> RestoredRun | None:
+def run_restored(root: AnyPath | None, lineage: str) -> RestoredRun | None:
     """The run of the step of a root that was restored with touched rows of this lineage.
 
     None if it was not restored from there in this process.
     """
     known = _restored_runs.get(lineage)
-    return known if known is not None and known.root == _real(root) else None
+    if known is None or root is None:
+        return None
+    return known if known.root == _real(root) else None
 
 
 def _real(root: AnyPath) -> str:
     return store_of(root).real(root)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a state comes from that is about to be saved, as far as that is known.
-
-    Attributes:
-        root: that it is saved to, for errors.
-        touched: lineage and clock of the touched rows that go with it; None without any.
-        restored: of the step of this root that a restore in this process gave these touched
-            rows with; None if none did.
-        new_run: it begins a new run, though the root holds checkpoints.
-        others: step directories that the ledger does not know, for their names are formed in
-            another way.
-    """
-
-    root: str = ""
-    touched: tuple[str, int] | None = None
-    restored: RestoredRun | None = None
-    new_run: bool = False
-    others: tuple[str, ...] = ()
 
 
 class Runs:
@@ -91,13 +73,15 @@ class Runs:
 
     Args:
         nonce: that uuids of saves of this process begin with.
+        new_run: a run begins here, though the root holds checkpoints, unless one is restored.
 
     Attributes:
         current: the run that was restored or saved last; None: neither was done here.
+        new_run: as it was given.
     """
 
-    def __init__(self, nonce: str) -> None:
-        self._nonce = nonce
+    def __init__(self, nonce: str, *, new_run: bool = False) -> None:
+        self._nonce, self.new_run = nonce, new_run
         self.current: str | None = None
         # How rows are stored in runs that were taken over; none of those that began here.
         self._encodings: dict[str, EncodingEntry | None] = {}
@@ -127,8 +111,13 @@ class Runs:
         """Notes that a save to this step directory is planned."""
         self._tried.add(directory)
 
-    def check_origin(self, ledger: Ledger, origin: Origin) -> None:
-        """Makes sure that a save of a state from there is of a run that may save here.
+    def check_origin(self, ledger: Ledger, touched: Stamps | None) -> None:
+        """Makes sure that a save of a state is of a run that may save here.
+
+        Args:
+            ledger: of the root.
+            touched: lineage and clock of the touched rows that go with the state; None without
+                any.
 
         Raises:
             UsedRootError: if the root holds checkpoints, and neither was one restored, nor
@@ -144,17 +133,17 @@ class Runs:
                 f"nothing can be saved: storage does not say whether the save of step {name},"
                 f" with which this run began, is committed\n  {ledger.folders[name].why}\n"
                 "  hint: save again once storage is well; what is committed is untouched",
-                path=f"{origin.root}/{name}",
+                path=f"{ledger.root}/{name}",
             )
-        if origin.new_run:
+        if self.new_run:
             return
-        there = [*origin.others, *ledger.checkpoints()]
-        if there and self._joinable(ledger, origin) is None:
-            hint = hint_of_names(origin.others)
-            raise _used_root(ledger, origin.root, there, hint)
+        others = ledger.others()
+        there = [*others, *ledger.checkpoints()]
+        if there and self._joinable(ledger, touched) is None:
+            raise _used_root(ledger, there, hint_of_names(others))
 
     def of_save(
-        self, ledger: Ledger, origin: Origin, step: int, uuid: str
+        self, ledger: Ledger, touched: Stamps | None, step: int, uuid: str
     ) -> tuple[str, list[Entry]]:
         """The run of a save, and the steps that go aside because it is a new one.
 
@@ -163,45 +152,46 @@ class Runs:
         Raises:
             UsedRootError, SaveError: see `check_origin`.
         """
-        self.check_origin(ledger, origin)
+        self.check_origin(ledger, touched)
         if self.current is None:
-            if origin.new_run and not self._own(ledger):
-                there = [*origin.others, *ledger.checkpoints()]
+            if self.new_run and not self._own(ledger):
+                there = [*ledger.others(), *ledger.checkpoints()]
                 return uuid, [ledger.movable(name) for name in there]
-            known = self._joinable(ledger, origin)
+            known = self._joinable(ledger, touched)
             if known is None:
                 return uuid, []
-            self._encodings[known] = _encoding_of(ledger, origin)
+            self._encodings[known] = _encoding_of(ledger, touched)
             return known, []
-        if origin.new_run and self._is_restored and not self._is_new_run_refused:
+        if self.new_run and self._is_restored and not self._is_new_run_refused:
             _log.warning(
                 "new_run=True is ignored: a step of %s was restored, and its run goes on",
-                origin.root,
+                ledger.root,
             )
             self._is_new_run_refused = True
-        whose = self._whose(ledger, origin)
+        whose = self._whose(ledger, touched)
         if whose is not None and whose not in (self.current, *self._encodings):
-            self._encodings[whose] = _encoding_of(ledger, origin)
-        if whose is not None or origin.touched is None:
+            self._encodings[whose] = _encoding_of(ledger, touched)
+        if whose is not None or touched is None:
             return (self.current if whose is None else whose), []
         later = self._later(ledger, step)
         return (uuid if later else self.current), later
 
-    def _whose(self, ledger: Ledger, origin: Origin) -> str | None:
+    def _whose(self, ledger: Ledger, touched: Stamps | None) -> str | None:
         """The run that touched rows belong to; None if it is not known."""
-        if origin.touched is None:
+        if touched is None:
             return None
-        if origin.touched[0] in self._known:
-            return self._known[origin.touched[0]]
-        if origin.restored is not None:
-            return origin.restored.run
-        saved = _saved_with(ledger, *origin.touched)
+        if touched[0] in self._known:
+            return self._known[touched[0]]
+        restored = run_restored(ledger.root, touched[0])
+        if restored is not None:
+            return restored.run
+        saved = _saved_with(ledger, *touched)
         return None if saved is None else saved.run
 
-    def _joinable(self, ledger: Ledger, origin: Origin) -> str | None:
+    def _joinable(self, ledger: Ledger, touched: Stamps | None) -> str | None:
         """The run that a first save joins; None if there is none that it goes on with."""
         own = self._own(ledger)
-        return own[-1] if own else self._whose(ledger, origin)
+        return own[-1] if own else self._whose(ledger, touched)
 
     def _own(self, ledger: Ledger) -> list[str]:
         """Runs of the saves of this process that storage did not show at first."""
@@ -222,11 +212,14 @@ class Runs:
         return sorted(found.values(), key=order, reverse=True)
 
 
-def _encoding_of(ledger: Ledger, origin: Origin) -> EncodingEntry | None:
+def _encoding_of(ledger: Ledger, touched: Stamps | None) -> EncodingEntry | None:
     """How rows are stored in the run that a save joins; None if it joins none."""
-    if origin.restored is not None:
-        return origin.restored.encoding
-    saved = _saved_with(ledger, *origin.touched) if origin.touched else None
+    if touched is None:
+        return None
+    restored = run_restored(ledger.root, touched[0])
+    if restored is not None:
+        return restored.encoding
+    saved = _saved_with(ledger, *touched)
     return saved.manifest.encoding if saved and saved.manifest else None
 
 
@@ -240,15 +233,13 @@ def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
     return None
 
 
-def _used_root(
-    ledger: Ledger, root: str, found: Sequence[str], hint: str
-) -> errors.UsedRootError:
+def _used_root(ledger: Ledger, found: Sequence[str], hint: str) -> errors.UsedRootError:
     """The error for a save into a root of which nothing was restored."""
     ours = ledger.committed()
     steps = sorted(names.step_number(directory) for directory in found)
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
     lines = [
-        f"{root} holds checkpoints, and none was restored: a new run would mix with theirs",
+        f"{ledger.root} holds checkpoints, and none was restored: a new run would mix with theirs",
         f"  got {len(steps)} step{'s' * (len(steps) > 1)}, {span}",
         "  expected an empty root, or a restore before the first save; nothing was changed",
     ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.names import final_name
 from cnr_jax.repository.index.gaps import Gaps
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Plan
+from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.index.suspects import forget_gone
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.store import (
@@ -144,9 +144,7 @@ class RootWriter:
         assert self.place is not None and self.ledger is not None
         return self.place.root, self.place.item, self.ledger
 
-    def know(
-        self, directories: tuple[str, ...], gaps: tuple[tuple[str, str], ...]
-    ) -> None:
+    def know(self, directories: Sequence[str], gaps: Sequence[tuple[str, str]]) -> None:
         """Holds the same steps as the first process, whoever brought them to the root.
 
         Args:
@@ -257,7 +255,7 @@ class RootWriter:
         temporary = [n for n in found.temporary if alone and final_name(n) != own]
         clear(self.remover, found, temporary)
 
-    def move_aside(self, plan: Plan) -> None:
+    def move_aside(self, plan: SavePlan) -> None:
         """Makes room for a save, until it is committed or undone."""
         if not plan.abandoned:
             return
