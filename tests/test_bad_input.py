@@ -183,14 +183,6 @@ BAD_SAVES: dict[str, tuple[type[Exception], str, Callable[[Run], cnr.args.Save]]
             r.changed("w", to=np.array([None, {}], object)), r.touched
         ),
     ),
-    "leaves that Orbax would store in one place": (
-        STATE,
-        r"\['more', 'a', 'b'\] and \['more', 'a.b'\].* both would be 'more.a.b'\n  hint",
-        lambda r: cnr.args.Save(
-            r.changed("more", to={"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}),
-            r.touched,
-        ),
-    ),
     "array of a dtype that zarr lacks": (
         STATE,
         r"leaf w .*\n.* of uint4, expected an array",

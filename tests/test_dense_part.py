@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,8 +271,15 @@ def test_what_is_larger_than_a_chunk_is_let_go_of_when_the_next_may_come(
     kept = weakref.ref(data)
     writer.append(data)
     del data
+    stored = {path.name for path in tmp_path.rglob("c/*")}
+    # A thread of TensorStore lets go of it, right after it has said that all is stored.
+    deadline = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert kept() is None
-    assert writer.finish() is not None
+    part = writer.finish()
+    assert part is not None
+    assert stored == {str(i) for i in range(len(part.array.crc32c))}
 
 
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 300_000, 1])

@@ -315,7 +315,10 @@ def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
     kinds = {(p, widths[0]) for p, widths in (*found.values(), *told.values())}
     if told:
         kinds = {k for k in kinds if all(_is_of(k, form) for form in told.values())}
-    alike = {k: {n for n, form in found.items() if _is_of(k, form)} for k in kinds}
+    begun: dict[str, list[str]] = {}
+    for name, (prefix, _) in found.items():
+        begun.setdefault(prefix, []).append(name)
+    alike = {k: {n for n in begun.get(k[0], ()) if _is_of(k, found[n])} for k in kinds}
     most = sorted(alike, key=lambda kind: len(alike[kind]), reverse=True)
     if not most or (most[1:] and len(alike[most[0]]) == len(alike[most[1]])):
         return set()

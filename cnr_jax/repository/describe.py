@@ -25,7 +25,7 @@ from cnr_jax.repository.index.chains import Harm
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.step import (
-    check_dense_tiles,
+    check_dense,
     files_of,
     held_tables,
     read_processes,
@@ -204,8 +204,7 @@ def _look(
     except (errors.CnrError, OSError) as error:
         return step, Harm(str(error), itself_alone=False)
     try:
-        checked.check_dense_index(manifest, where)
-        check_dense_tiles(where, manifest, processes)
+        check_dense(where, manifest, processes)
         if store.can(root).cheap_looks:
             checked.check_files(where, files.dense)
             checked.refuse_misleading(where, manifest)

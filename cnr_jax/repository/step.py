@@ -37,6 +37,7 @@ from cnr_jax.repository.description import LeafDescription, TableDescription
 from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_all
 from cnr_jax.repository.store.checked import (
     about,
+    check_dense_index,
     damage,
     file_bytes,
     numpy_dtype,
@@ -287,18 +288,38 @@ def files_of(manifest: Manifest, processes: Sequence[ProcessManifest]) -> StepFi
     return StepFiles(tuple(rows), tuple(dense), tuple(told))
 
 
+def check_dense(
+    directory: AnyPath,
+    manifest: Manifest,
+    processes: Sequence[ProcessManifest] | None,
+) -> None:
+    """Checks that all dense leaves of a checkpoint item are stored, as its manifests tell.
+
+    That is no business of a step that rests on it: dense leaves come from the restored one alone.
+
+    Args:
+        directory: of the item.
+        manifest: of it.
+        processes: all of them; None: not known, and so no tiles are looked at.
+
+    Raises:
+        ManifestError: if tiles do not cover them.
+        IntegrityError: if Orbax, where it has written them, has not come to its end.
+    """
+    if not manifest.has_dense_tiles:
+        check_dense_index(manifest, directory)
+    elif processes is not None:
+        check_dense_tiles(directory, manifest, processes)
+
+
 def check_dense_tiles(
     directory: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
 ) -> None:
-    """Checks that tiles cover the dense leaves of a checkpoint item, if they are stored so.
-
-    That is no business of a step that rests on it: dense leaves come from the restored one alone.
+    """Checks that tiles cover the dense leaves of a checkpoint item.
 
     Raises:
         ManifestError: if they do not.
     """
-    if not manifest.has_dense_tiles:
-        return
     tiles = [tile for each in processes for tile in each.dense_tiles]
     check_dense_cover(manifest.dense_leaves, tiles, os.fspath(directory))
     for tile in tiles:

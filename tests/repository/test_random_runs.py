@@ -154,7 +154,6 @@ class Root:
                 item="state",
                 held=("state",),
                 below={"state": ("notes.txt",)},
-                kind="other",
                 why="not ours",
             )
             self.ledger.note_folder(name, folder)

@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.skeleton import array_folder
 from cnr_jax.format.manifest import (
     DenseLeaf,
     LeafEntry,
@@ -189,32 +188,9 @@ def dense_leaves(dense: Sequence[tuple[Path, Any]]) -> tuple[DenseLeaf, ...]:
     """Describes every leaf that is not part of a table, given by path.
 
     Raises:
-        StateMismatchError: if one is of a kind that cannot be saved, or two would be stored in one
-            place.
+        StateMismatchError: if one is of a kind that cannot be saved.
     """
-    leaves = tuple(_dense_leaf(path, leaf) for path, leaf in dense)
-    _check_places(leaves)
-    return leaves
-
-
-def _check_places(leaves: Sequence[DenseLeaf]) -> None:
-    """Checks that no two leaves are stored in one place, where one would take the other's.
-
-    Raises:
-        StateMismatchError: naming two that are.
-    """
-    places: dict[str, DenseLeaf] = {}
-    for leaf in leaves:
-        if leaf.kind == "text":  # the manifest holds it
-            continue
-        place = array_folder(leaf.path)
-        other = places.setdefault(place, leaf)
-        if other is not leaf:
-            raise errors.StateMismatchError(
-                f"leaves {list(other.path)} and {list(leaf.path)} of the state cannot be saved"
-                f" together: exported for plain Orbax both would be {place!r}\n"
-                "  hint: give one of them a key without a dot"
-            )
+    return tuple(_dense_leaf(path, leaf) for path, leaf in dense)
 
 
 @functools.lru_cache(maxsize=1 << 14)

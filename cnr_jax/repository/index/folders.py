@@ -6,6 +6,7 @@ A folder that cannot be seen is taken for whatever keeps it from harm.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -25,7 +26,7 @@ FolderKind = Literal["own", "orbax", "other"]
 """Who saved a folder: this library, plain Orbax, or neither."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
     """A folder of a root, by the names in it.
 
@@ -35,8 +36,6 @@ class Folder:
         held: names in it, or of these the item alone where that holds a manifest; None: it cannot
             be seen.
         below: of each of these that is a folder the names in that.
-        kind: who saved it. One that cannot be seen is taken for one of ours, and then said to be
-            unreadable.
         why: no manifest of it can be read; empty where none was asked for.
         doubt: what storage did when that was tried, and may not do again: `"withheld"`: it did
             not give the folder out, which may be whole; `"unread"`: it failed to read it.
@@ -46,7 +45,6 @@ class Folder:
     item: str | None
     held: tuple[str, ...] | None
     below: Mapping[str, tuple[str, ...]]
-    kind: FolderKind
     why: str = ""
     doubt: Literal["", "withheld", "unread"] = ""
 
@@ -75,10 +73,17 @@ class Folder:
             item=item,
             held=held,
             below=below,
-            kind=_kind_of(path, held, below),
             why=why,
             doubt=doubt,
         )
+
+    @functools.cached_property
+    def kind(self) -> FolderKind:
+        """Who saved it: found out when it is first asked, as a file may have to be read.
+
+        One that cannot be seen is taken for one of ours, and then said to be unreadable.
+        """
+        return _kind_of(self.path, self.held, self.below)
 
     @property
     def is_checkpoint(self) -> bool:

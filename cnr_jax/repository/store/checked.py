@@ -251,7 +251,7 @@ def mistakable_files(item: AnyPath, named: Collection[str] = ()) -> list[str]:
 
 
 def check_dense_index(manifest: Manifest, item: AnyPath) -> None:
-    """Checks that `dense/` has the files in which Orbax looks leaves up, if it has written it.
+    """Checks that `dense/`, which Orbax has written, has the files in which it looks leaves up.
 
     Orbax writes them last, and does not say so where it finds nothing to be looked up.
 
@@ -262,8 +262,6 @@ def check_dense_index(manifest: Manifest, item: AnyPath) -> None:
     Raises:
         IntegrityError: if a leaf cannot be looked up.
     """
-    if manifest.has_dense_tiles:
-        return
     stored = sum(leaf.kind != "text" for leaf in manifest.dense_leaves)
     named = {file.path for file in manifest.dense_files}
     missing = [path for path in names.DENSE_INDEX if path not in named]

@@ -25,7 +25,7 @@ from cnr_jax.format.tiles import (
     check_cover,
     lacking_rows,
 )
-from cnr_jax.repository.step import check_dense_tiles, files_of, read_process
+from cnr_jax.repository.step import check_dense, files_of, read_process
 from cnr_jax.repository.store import AnyPath, checked, names_in
 
 # What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
@@ -33,7 +33,7 @@ from cnr_jax.repository.store import AnyPath, checked, names_in
 if TYPE_CHECKING:
     from cnr_jax.repository.store.arrays import ArrayReader
 
-Harm = Literal["none", "step", "chain"]
+Reach = Literal["none", "step", "chain"]
 
 # Files that are read at the same time: enough to keep a disk busy while others are checked.
 _AT_ONCE = 8
@@ -60,11 +60,11 @@ class Finding:
     file: str
     kind: str
     message: str
-    harms: Harm
+    harms: Reach
 
     @classmethod
     def of(
-        cls, error: Exception, file: str, item: AnyPath, harms: Harm = "chain"
+        cls, error: Exception, file: str, item: AnyPath, harms: Reach = "chain"
     ) -> Finding:
         """An error that was met in `file`, or in another one that it names."""
         kind, path = "not_readable", None
@@ -78,7 +78,7 @@ class Finding:
 
 # A file, what cannot be restored if it is damaged, and a function that raises if it is; that may
 # also return what else it has found.
-Check = tuple[str, Harm, Callable[[], list[Finding] | None]]
+Check = tuple[str, Reach, Callable[[], list[Finding] | None]]
 
 
 def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Finding]:
@@ -98,10 +98,9 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         with _noted(found, item, names.MANIFEST):
             tiles = (tile for process in processes for tile in process.tiles)
             check_cover(manifest.tables, tiles, os.fspath(item))
-        with _noted(found, item, names.MANIFEST, "step"):
-            check_dense_tiles(item, manifest, processes)
-    with _noted(found, item, names.DENSE, "step"):
-        checked.check_dense_index(manifest, item)
+    with _noted(found, item, names.MANIFEST, "step"):
+        known = len(processes) == len(manifest.processes)
+        check_dense(item, manifest, processes if known else None)
     checks: list[Check] = []
     passed: list[tuple[str, int]] = []
     for process in processes:
@@ -182,7 +181,7 @@ def _findings(item: AnyPath, check: Check) -> list[Finding]:
 
 @contextlib.contextmanager
 def _noted(
-    found: list[Finding], item: AnyPath, file: str, harms: Harm = "chain"
+    found: list[Finding], item: AnyPath, file: str, harms: Reach = "chain"
 ) -> Iterator[None]:
     """Notes what is raised, and goes on."""
     try:
@@ -198,7 +197,7 @@ def _array_checks(
     entry: ArrayEntry,
     passed: list[tuple[str, int]],
     data: bool,
-    harms: Harm = "chain",
+    harms: Reach = "chain",
     holds: Callable[[int], str] = lambda chunk: "",
 ) -> Iterator[Check]:
     metadata = FileDigest(
@@ -236,7 +235,7 @@ def _check_chunks(
     readers: list[ArrayReader],
     passed: list[tuple[str, int]],
     data: bool,
-    harms: Harm,
+    harms: Reach,
     holds: Callable[[int], str],
 ) -> list[Finding]:
     """What is wrong with some chunks of an array, as far as that is listed."""
