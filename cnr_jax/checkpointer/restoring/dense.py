@@ -1,4 +1,4 @@
-"""The dense leaves of a step that is restored, as a state wants them, whoever has written them."""
+"""Dense leaves of a restored step, as a state wants them, whoever has written them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class DenseSource:
     """Reads the dense leaves of one step.
 
     Args:
-        reader: of the step.
-        orbax: reads those that Orbax has written.
-        is_read: whether any are wanted.
+        reader: reader of the step.
+        orbax: reader of dense leaves that Orbax has written.
+        is_read: whether any dense leaves are wanted.
 
     Raises:
-        IntegrityError: if files of them are missing or, as far as that costs no reading of them
-            all, not what they were.
+        IntegrityError: if files of them are missing or have changed, as far as that shows without
+            reading all of them.
     """
 
     def __init__(self, reader: StepReader, orbax: DenseStore, *, is_read: bool) -> None:
@@ -54,12 +54,12 @@ class DenseSource:
         return self._orbax.numbers(self._reader.directory, leaves, self._seal)
 
     def read(self, wanted: Wanted, *, everything: bool) -> dict[Path, Any]:
-        """All other leaves, by path.
+        """Reads all other leaves, by path.
 
         Args:
-            wanted: what was asked for.
-            everything: nobody has said how leaves are wanted: all come as they were saved, arrays
-                of jax on one device, or on all of several processes.
+            wanted: leaves that were asked for.
+            everything: whether no state was given: then all leaves come as they were saved, and
+                arrays of jax on one device, or on all devices of several processes.
 
         Raises:
             IntegrityError: if their data is missing or damaged.
@@ -96,7 +96,7 @@ class DenseSource:
 
 
 def _as_array(leaf: DenseLeaf, wanted: Wanted) -> tiles.Wanted | None:
-    """The array of jax that a leaf is wanted as; None: it is to stay on the host."""
+    """Abstract jax array that a leaf is wanted as; None: it stays on the host."""
     value = wanted.dense[leaf.path]
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None
@@ -105,7 +105,7 @@ def _as_array(leaf: DenseLeaf, wanted: Wanted) -> tiles.Wanted | None:
 
 
 def _as_saved(leaf: DenseLeaf) -> tiles.Wanted | None:
-    """The array of jax that a leaf was; None: it was none, or jax has no such dtype now."""
+    """Abstract jax array of a saved leaf; None: it was none, or jax lacks its dtype now."""
     if leaf.kind == "key":
         return tiles.Wanted(leaf.path, None, fallback_sharding())
     if leaf.kind == "scalar" or leaf.numpy:
