@@ -1,4 +1,4 @@
-"""How a run finds the rows that changed: recorded, by fingerprints, or both.
+"""Tracker of changed rows: recorded, by fingerprints, or both.
 
 Two sources of stamps stand behind one question, which rows are to be saved on top of a
 parent. Recorded stamps travel with the state and are tied to parents by their lineage;
@@ -39,7 +39,7 @@ _log = logger(__name__)
 
 
 class Moment(NamedTuple):
-    """A lineage of stamps, and its clock at one time."""
+    """Lineage of stamps, and its clock at one time."""
 
     lineage: str
     clock: int
@@ -50,19 +50,19 @@ _NEVER = Moment("", -1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRows:
-    """What was found out about the rows of a state that is to be saved.
+    """Findings about the rows of a state that is to be saved.
 
     Attributes:
-        mode: how rows that changed are found.
-        shards: what this process saves of the state.
-        stamps: those that choose rows; the lineage is empty if they are the first.
-        recorded: of `touched`; None in fingerprint mode.
+        mode: mode of tracking.
+        shards: the parts of the state that this process saves.
+        stamps: moment of the stamps that choose rows; its lineage is empty if they are the first.
+        recorded: moment of `touched`; None in fingerprint mode.
         by_fingerprints: whether stamps made from fingerprints choose rows.
-        look: at all rows; None where none was needed.
-        glimpse: at some rows; None where none was needed.
-        doubt: why an audit that was due could not be made, so that a delta might miss rows;
+        look: look at all rows; None if none was needed.
+        glimpse: look at some rows; None if none was needed.
+        doubt: reason why an audit that was due could not be made, so that a delta might miss rows;
             empty otherwise.
-        secs: that the look, or glimpse, took.
+        secs: seconds that the look, or glimpse, took.
     """
 
     mode: Tracking
@@ -77,7 +77,7 @@ class ChangedRows:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the clock has stopped, and tells rows apart no more."""
+        """Whether the clock has reached its limit, and cannot tell rows apart any more."""
         return not self.by_fingerprints and self.stamps.clock >= CLOCK_LIMIT
 
 
@@ -85,11 +85,11 @@ class Tracker:
     """Finds changed rows for one handler.
 
     Args:
-        options: of the run.
+        options: options of the run.
 
     Attributes:
-        followed: some rows of the tables that are saved, as they were when the run began or was
-            restored; None: nothing was saved or restored yet.
+        followed: some rows of the saved tables, as they were when the run began or was restored;
+            None: nothing was saved or restored yet.
     """
 
     def __init__(self, options: Options) -> None:
@@ -111,7 +111,7 @@ class Tracker:
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
-        """How changed rows are found: as asked for, as before, or as `touched` suggests."""
+        """Mode of tracking: asked for, else as before, else suggested by `touched`."""
         asked = self._options.tracking or self._mode
         return asked or ("fingerprint" if touched is None else "recorded")
 
@@ -121,10 +121,10 @@ class Tracker:
         """Looks for changed rows; nothing is changed here until `keep`.
 
         Args:
-            state: that is to be saved.
-            touched: that goes with it; needed unless the mode is fingerprint.
-            tables: of the state.
-            arrays: their leaves.
+            state: state that is to be saved.
+            touched: its touched rows; needed unless the mode is fingerprint.
+            tables: tables of the state.
+            arrays: leaves of the tables.
 
         Raises:
             AuditError: if a row changed that was not recorded.
@@ -170,8 +170,8 @@ class Tracker:
     def _say_unused(self, touched: Touched) -> None:
         """Says once that touched rows are not used, unless that was asked for.
 
-        Those of a restore, into which nobody has recorded, are not worth a word: each restore
-        gives some, and a program may hand on both that it was given.
+        For the touched rows of a restore, into which nobody has recorded, there is no warning: each
+        restore returns some, and a program may hand on both values that it was given.
         """
         if self._options.tracking is not None or self._has_said_unused:
             return
@@ -191,7 +191,7 @@ class Tracker:
     def _by_fingerprints(self, mode: Tracking) -> bool:
         """Whether fingerprints choose the rows; else those that were recorded.
 
-        In an audited run these are the rows that both found: others stop it.
+        In an audited run they choose the rows that both found: any others stop it.
         """
         return mode == "fingerprint" or self._options.drop_unchanged
 
@@ -213,7 +213,7 @@ class Tracker:
         arrays: Arrays,
         stamps: Mapping[str, jax.Array] | None,
     ) -> Tiling:
-        """What this process saves; rows lie as the stamps, or as they would.
+        """Tiling of this process's part; rows lie as the stamps do, or as they would.
 
         The same object as long as tables and stamps are sharded in the same way.
         """
@@ -247,10 +247,10 @@ class Tracker:
     def _doubt(
         self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
     ) -> str:
-        """Why rows cannot be compared with what they were; empty if they can.
+        """Reason why rows cannot be compared with what they were; empty if they can.
 
-        Such a save must be full: what was recorded since the save before is not known to be
-        all that changed. The next one is audited again.
+        Such a save must be full: the rows recorded since the save before are not known to be all
+        that changed. The next save is audited again.
         """
         last = self._last
         if last is None or last.lineage != recorded.lineage:
@@ -316,10 +316,10 @@ class Tracker:
         )
 
     def keep(self, found: ChangedRows, stamps: Moment) -> None:
-        """Takes what was found as known from now on: its save was decided.
+        """Notes that a save was decided: what was found is known from now on.
 
         Args:
-            found: by `find`, with nothing kept since.
+            found: result of `find`, with nothing kept since.
             stamps: `found.stamps`, as all processes agreed on it.
         """
         self._mode = found.mode
@@ -337,11 +337,11 @@ class Tracker:
             self.followed = FollowedRows(tiling, stamps.lineage)
 
     def choose(self, found: ChangedRows, parent_clock: int | None) -> Chosen:
-        """The rows of a save on a parent.
+        """Chooses the rows of a save on a parent.
 
         Args:
-            found: for this save, and kept.
-            parent_clock: of the stamps at the parent; None chooses all rows.
+            found: changed rows of this save, after `keep`.
+            parent_clock: clock of the stamps at the parent; None chooses all rows.
         """
         tiling = found.shards.tiling
         if parent_clock is None:
@@ -356,7 +356,7 @@ class Tracker:
         )
 
     def close(self) -> None:
-        """Frees what is remembered of rows, which would lie on their devices until a collection."""
+        """Frees the hashes of rows, which would stay on their devices until a collection."""
         self._watch, self._rotation, self._last = None, None, None
         self.followed = None
 
@@ -364,8 +364,9 @@ class Tracker:
         """Forgets all rows, because the state was replaced by one that was restored.
 
         Args:
-            touched: of that state; fingerprints go on in its lineage.
-            mode: of its run, in which this one goes on unless it has its own; None: it has none.
+            touched: touched rows of that state; fingerprints go on in its lineage.
+            mode: mode of its run, in which this one goes on unless options give another; None: it
+                has none.
         """
         self.close()
         # Past the clocks of all that `touched` may be compared with, so that a save that
@@ -388,7 +389,7 @@ class Tracker:
             tables: all tables, restored whole.
             arrays: their leaves.
             touched: the fresh touched rows of the state; fingerprints go on in its lineage.
-            stamps: of restored rows, int32.
+            stamps: stamps of the restored rows, int32.
         """
         self._last = _moment(touched)
         mode = self.mode(touched)
