@@ -1,4 +1,4 @@
-"""How rows of a run are stored: the codec of each leaf, its bits, and compression.
+"""Encoding of the rows of a run: the codec of each leaf, its bits, and compression.
 
 Some of it is given by options, some is inherited from the run that goes on, and the rest has
 defaults; the three come together here. The invariant to remember: what is given always wins,

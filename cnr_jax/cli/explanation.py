@@ -27,7 +27,7 @@ _SHOWN = 14
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a step is full or a delta.
+    """Explanation of a step: why it is full or a delta.
 
     Attributes:
         step: the step that is explained.
