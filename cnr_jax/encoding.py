@@ -265,6 +265,7 @@ class Encoding:
         return _CODEC if leaf == "table" else _SLOT_CODEC
 
     def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
+        # Bits of the table itself come before those of all tables.
         said = [b for t in (table, "") if _given(b := self._value(t, "bits"))]
         given = said[0] if said else _BITS
         bits = auto_bits if given == "auto" else given
@@ -339,6 +340,7 @@ class Encoding:
             for table, own in stored.tables.items()
             if table in tables
         }
+        # First with all of it: only then it shows which bits reach a codec.
         whole = self._with(found, of_tables)
         # Widths that no codec takes any more, because another one is given.
         for table, own in (("", found), *of_tables.items()):

@@ -283,6 +283,7 @@ class _Followed:
         decision = self._policy.decide(since_baseline(self._history))
         parent = save if decision.parent is None else decision.parent
         rows = id_bytes = 0
+        # A full save is its own parent; a delta has the rows looked up in a later interval.
         for seen in last.values():
             count = len(seen) if parent == save else int((seen > parent).sum())
             rows += count
@@ -296,7 +297,7 @@ class _Followed:
             kind=decision.kind,
             bytes=size,
             rows=rows,
-            secs=1.0,
+            secs=1.0,  # a trace tells no times
             depth=depth + 1,
             restore_bytes=restore_bytes + size,
         )

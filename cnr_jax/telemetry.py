@@ -307,6 +307,7 @@ class Laps:
     def end(self, phase: str) -> None:
         """Counts the time since the last call to a phase."""
         now = time.perf_counter()
+        # A Counter is typed for counts, and adds seconds as well.
         self.secs[phase] += now - self._last  # pyright: ignore[reportArgumentType]
         self._last = now
 

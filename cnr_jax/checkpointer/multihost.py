@@ -105,6 +105,7 @@ class Channel:
             client = distributed_client()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 heard = client.key_value_increment(f"{key}/heard", 1)
+                # The last one to hear the answer deletes all keys of the topic.
                 if heard == jax.process_count() - 1:
                     client.key_value_delete(f"{key}/")
 
@@ -305,7 +306,7 @@ def agree(
             return _decided(
                 channel, topic, lambda: decide and decide(of_all), named=named
             )
-        answer = min(failed, key=_is_damage)
+        answer = min(failed, key=_is_damage)  # False sorts first: no damage
         channel.answer(topic, json.dumps(answer))
     if error is not None and (answer == mine or not isinstance(error, Exception)):
         raise error

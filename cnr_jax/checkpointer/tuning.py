@@ -245,7 +245,7 @@ def _sample(table: Table, data: Any) -> np.ndarray:
         )
     count = max(_LEAST_ROWS, math.ceil(table.rows * _SHARE))
     count = min(table.rows, count, max(1, _MOST_ELEMENTS // table.dim))
-    rng = np.random.default_rng(table.rows)
+    rng = np.random.default_rng(table.rows)  # the same seed on all processes
     logical = rng.choice(table.rows, count, replace=False, shuffle=False)
     rows = np.asarray(table.layout.to_physical(logical.astype(np.int64)))
     found = np.zeros((len(rows), *data.shape[1:]), data.dtype)
@@ -273,6 +273,7 @@ def of_all(found: np.ndarray) -> np.ndarray:
     # Sums of bits, to which zeros add nothing: those of numbers would not keep -0.0. Without x64
     # jax has no more than 32 of them.
     bits = np.ascontiguousarray(found).view(f"u{min(found.itemsize, 4)}")
+    # One device of each process carries its values.
     firsts = [
         min((d for d in jax.devices() if d.process_index == p), key=lambda d: d.id)
         for p in range(processes)

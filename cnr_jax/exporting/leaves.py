@@ -155,6 +155,7 @@ def _of_table(
             stop = min(start + rows, table.rows)
             yield logical_rows(chain, table.name, leaf.name, start, stop)
 
+    # Every codec in the chain, and whether it rounds.
     codecs = {
         codec_text(named.name, named.configuration): named.name != Raw.name
         for reader in chain

@@ -128,6 +128,7 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
     out, offs = _in_chunks(codec, below, size, given)
     made = {each.device: each.data for each in out.addressable_shards}
     back = [jax.device_put(made[s.device], s.data.sharding) for s in shards]
+    # Of replicas only the first one counts, or errors would be added several times.
     counted = {each.device for each in shards if not each.replica_id}
     parts = (part for off in offs for part in off.addressable_shards)
     return Rounded(

@@ -154,6 +154,7 @@ class Tiling:
             spot = spot_on(sharding, leaf.shape, device)
             leaves.setdefault((table, leaf.name), []).append(spot.shard)
             firsts.append(tile.rows[0] - spot.first)
+            # Of the shard, which may have fewer columns than the leaf.
             rows, *row = sharding.shard_shape(leaf.shape)
             size, word = _row_words(tuple(row), leaf.dtype)
             nbytes = size * leaf.dtype.itemsize
@@ -180,7 +181,7 @@ class Tiling:
             shards.setdefault(table, []).append(spot.shard)
             boxes = local_shards_of(sharding, shape).items()
             device = next(d for d, (number, _) in boxes if number == spot.shard)
-            where = self.way(device, 4 * sharding.shard_shape(shape)[0])
+            where = self.way(device, 4 * sharding.shard_shape(shape)[0])  # int32 stamps
             found.append((where, rows[0] - spot.first))
         self.stamps = tuple(found)
         self._stamps = [
@@ -191,6 +192,7 @@ class Tiling:
         is_small = on_host & (self.range_rows <= _SMALL_RANGE)
         small = np.flatnonzero(is_small)
         large = np.flatnonzero(on_host & ~is_small)
+        # All small ranges are one part, each large one is a part of its own.
         self.parts = [small] * bool(len(small)) + [np.array([each]) for each in large]
         self.part_of = np.full(len(found), -1, np.int64)
         for part, numbers in enumerate(self.parts):

@@ -288,6 +288,7 @@ def own_settings() -> Iterator[None]:
     program: one that was compiled in here is found again only in here, from any thread.
     """
     with (
+        # An empty mesh, as if none were set.
         jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())),
         jax.transfer_guard("allow"),
         jax.debug_nans(False),

@@ -347,6 +347,7 @@ class Mirrors:
             words = slot.parts[-1].split("_")
             if slot.parts[-1] in names:
                 return None  # a tree that repeats the model's
+            # The longest name of a parameter with which the slot's name begins.
             ends = range(len(words) - 1, 0, -1)
             name = next((n for e in ends if (n := "_".join(words[:e])) in names), None)
             owner = names.get(name or "")

@@ -114,6 +114,7 @@ class Trees:
         nearest one, or the one whose name is also in the path of the tree.
         """
         fits = {root: self.fit(root, holder) for root in dict.fromkeys(roots)}
+        # Leaves out, in turn: copies, worse fits, farther models, and those of other names.
         left = [root for root, fit in fits.items() if fit]
         left = [root for root in left if not is_copy(root)] or left
         left = [root for root in left if fits[root] == max(map(fits.__getitem__, left))]
@@ -134,6 +135,7 @@ class Trees:
                 owner is not None and can_be_slot(shape, model[owner])
                 for shape, owner in zip(slots.values(), owners, strict=True)
             )
+            # All of it: each parameter of the model has a slot.
             known = fits + (fits and set(owners) == model.keys())
             self._fits[root, holder] = known
         return known

@@ -150,6 +150,7 @@ def read_adopted(
         wanted, kept = _match(
             stored, numbers, keys, given, args, tables, place.directory
         )
+        # Arrays as Orbax can convert them; keys and strings as the state has them.
         into = {
             path: asked(numpy_dtype(str(stored[path].dtype)), value)
             if _is_array(stored[path], value)
@@ -287,6 +288,7 @@ def _match(
         StateMismatchError: with every difference.
     """
     leaves, problems, casts = dict(given), list[str](), list[str]()
+    # Leaves of tables, which have to be arrays of jax of the shape that tables say.
     rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
     wanted: dict[Path, Any] = {}
     is_grown = False

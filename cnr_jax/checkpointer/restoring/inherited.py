@@ -93,6 +93,7 @@ def _stored(step: Step) -> dict[str, list[_Stored]]:
     for process in step.processes:
         for tile in process.tiles:
             if tile.segments and tile.width:
+                # The codec of the first segment: escaped rows of a tile, stored raw, come last.
                 named = process.codecs[tile.segments[0].codec]
                 dtype, elements = dtypes[tile.table, tile.leaf]
                 try:
@@ -156,12 +157,14 @@ def _told(
         for table, leaves in found.items()
     }
 
+    # By elements, so that large tables decide what is said of all.
     def explained(i: int) -> int:
         return sum(
             x.elements for t, leaves in found.items() if i in fitting[t] for x in leaves
         )
 
     best = max(range(len(tried)), key=explained)
+    # Other tables get the likeliest options that fit, as far as these differ from the best.
     own: dict[str, _Options] = {
         table: {k: v for k, v in tried[fits[0]].items() if tried[best].get(k) != v}
         for table, fits in fitting.items()

@@ -273,7 +273,7 @@ def _match_rows(
 ) -> int:
     """Maps each row of a table to the stored row that it takes; counts those without one."""
     where = f"table {table.name!r}"
-    new_rows = max(0, table.rows - entry.rows)
+    new_rows = max(0, table.rows - entry.rows)  # without ids row i takes row i
     if ids is None:
         if table.rows != entry.rows and not partial:
             found.problems.append(

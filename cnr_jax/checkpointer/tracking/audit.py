@@ -213,6 +213,7 @@ def _rows_text(table: Table, rows: Unrecorded) -> str:
 
 
 def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
+    # From the surest sign to the mere pattern of the rows.
     parts = moving_parts(state, table)
     if parts:
         return (

@@ -284,12 +284,14 @@ class Tracker:
         else:
             assert look is not None and self._watch is not None
             differing = self._watch.differing(look, self._last.clock)
+        # A row that differs since a clock is recorded if its stamp is later than that.
         missed = [
             np.flatnonzero(stamps_of(shards, found) <= found.since)
             for found in differing
         ]
         if not any(map(len, missed)):
             return
+        # What the error needs, by group: only a save that is refused pays for it.
         of_groups: dict[Group, Differing] = {}
         missed_of: dict[Group, np.ndarray] = {}
         for found, which in zip(differing, missed, strict=True):

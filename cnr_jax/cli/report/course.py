@@ -114,6 +114,7 @@ def course_of(root: RootDescription) -> Course:
     ]
     there = {(branch, step) for branch, step, _ in placed}
     gone = [save for place, save in noted.items() if place not in there]
+    # Histories have no branch: a removed save is the one of this step with as many rows.
     known = {(save.step, save.rows) for save in gone}
     gone += [save for save in _removed(root) if (save.step, save.rows) not in known]
     placed += [(save.branch, save.step, save) for save in gone]

@@ -201,6 +201,7 @@ def _parts(saves: Sequence[Save]) -> Panel:
 def _capacity(saves: Sequence[Save]) -> Panel:
     def summed(value: Callable[[Save], int | None]) -> Values:
         kept = [(value(save) or 0) if save.kept else 0 for save in saves]
+        # Without any known value there is no series at all.
         return tuple(itertools.accumulate(kept)) if any(kept) else (None,) * len(saves)
 
     return Panel(

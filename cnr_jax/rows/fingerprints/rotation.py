@@ -156,6 +156,7 @@ class Rotation:
 
     def _read(self, shards: Shards, rings: Sequence[Ring]) -> tuple[Read, ...]:
         due = [ring.due() for ring in rings]
+        # Rings whose rows have the same words are hashed together, by one program.
         alike: dict[Words, list[int]] = {}
         for number, ring in enumerate(rings):
             alike.setdefault(ring.words, []).append(number)
@@ -191,8 +192,8 @@ class Rotation:
         Args:
             words: words of a row.
             size: number of rows of the program.
-            rows: positions of the rows that are wanted.
-            wanted: source of each leaf of a group.
+            rows: number of rows that are wanted.
+            wanted: for each group, the source of each leaf.
         """
         seed = jax.device_put(self._seed, host_device())
         hashes = np.empty(rows, np.uint32)
@@ -269,6 +270,7 @@ def stamps_of(shards: Shards, differing: Differing) -> np.ndarray:
     of_groups = [tiling.range_of[tiling.numbers[g][0]] for g in differing.groups]
     ranges = np.array(of_groups, np.int64)[differing.numbers]
     part_of, in_part = tiling.part_of[ranges], tiling.starts[ranges] + differing.rows
+    # Stamps in host memory part by part, those on devices (-1) group by group.
     for part in np.unique(part_of[part_of >= 0]).tolist():
         some = part_of == part
         found[some] = parts[part][in_part[some]]

@@ -251,7 +251,8 @@ class Comparison:
         self, chunk: Chunk, encoded: EncodedChunk, done: int, which: slice
     ) -> None:
         sample = self._sample
-        at = sample.positions[which] - done
+        at = sample.positions[which] - done  # within the chunk
+        # The rows themselves: gathered on the host, stored as they are, or kept on the device.
         if chunk.rows is not None:
             rows = chunk.rows[at]
         elif isinstance(chunk.codec, Raw):

@@ -90,6 +90,7 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
     for numbers, stamps in zip(
         tiling.parts, shards.stamp_parts if tiling.parts else (), strict=True
     ):
+        # One look at the stamps of many ranges, whose positions are then cut apart.
         positions = np.flatnonzero(stamps > clock)
         stops = np.cumsum(tiling.range_rows[numbers])
         ends = np.searchsorted(positions, stops)

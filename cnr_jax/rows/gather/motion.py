@@ -91,6 +91,7 @@ class FollowedRows:
         """Whether these are rows of such tiles in this lineage."""
         if lineage != self.lineage or tiling is self._tiling:
             return lineage == self.lineage
+        # Another tiling may have the same tiles: then nothing has to be chosen anew.
         there = {(tile.table.name, tile.piece.box) for tile in tiling.tiles}
         return self._tiles.keys() <= there
 
