@@ -306,10 +306,17 @@ def state_to_save(
     if item is None and len(found) == 1:
         item = next(iter(found))
     if item is None or set(found) != {item}:
+        hint = "make another manager with another root for another state"
+        if {DEFAULT_ITEM} in ({item}, set(found)) and len(found) == 1:
+            # The same state may be meant, with a name or without.
+            named = f"args=ocp.args.Composite({item}=cnr.args.Save(state))"
+            plain = "args=cnr.args.Save(state)"
+            here = plain if item == DEFAULT_ITEM else named
+            hint = f"{here}, as in the steps of this manager; or {hint}"
         raise errors.OptionError(
             "a manager saves one state, always as the same item\n"
             f"  got {', '.join(map(repr, found))}, expected {item!r}\n"
-            "  hint: make another manager with another root for another state"
+            f"  hint: {hint}"
         )
     return found[item], item
 

@@ -293,7 +293,7 @@ class CheckpointManager(ocp.CheckpointManager):
             args,
             state,
             metrics=metrics,
-            custom_metadata=as_json(custom_metadata),
+            custom_metadata=as_json("custom_metadata", custom_metadata),
             urgent=last,
         )
         self._handler.planning.wait(self.wait_until_finished)

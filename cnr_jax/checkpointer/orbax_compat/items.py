@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_args
 
+from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.places import METRICS, beginning
 from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.format import names
@@ -91,14 +92,19 @@ class Items:
             return
         is_composite = isinstance(args, ocp.args.Composite)
         if self._is_alone and is_composite:
-            raise ValueError(
+            raise errors.OptionError(
                 "Cannot provide `args` of type `Composite` when dealing with a single,"
-                " unnamed (default) checkpointable object."
+                " unnamed (default) checkpointable object.\n"
+                "  got a Composite, expected the arguments of the state alone\n"
+                f"  hint: args=Composite({DEFAULT}=ARGS) was saved as args=ARGS"
             )
         if not self._is_alone and not is_composite:
-            raise ValueError(
+            raise errors.OptionError(
                 "Must provide `args` of type `Composite` when dealing with multiple"
-                " checkpointable objects."
+                " checkpointable objects.\n"
+                f"  got {type(args).__name__}, expected a Composite\n"
+                "  hint: args=ocp.args.Composite(ITEM=...), by the names under which they were"
+                " saved"
             )
 
     def _next_operation(self) -> None:

@@ -78,9 +78,17 @@ class Course:
             self._sigterm.listen()
 
     def close(self) -> None:
-        """Stops listening."""
-        if self._sigterm is not None:
-            self._sigterm.close()
+        """Stops listening; warns if SIGTERM asked for a save, and none came."""
+        if self._sigterm is None:
+            return
+        self._sigterm.close()
+        if self._sigterm.is_unheard:
+            _log.warning(
+                "SIGTERM came, and no save after it: the run can go on from %s.\n  hint: call"
+                " save at every step, or `if step %% n == 0 or"
+                " manager.reached_preemption(step)`",
+                f"step {self.tip.step}" if self.tip else "no step",
+            )
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save."""
@@ -100,6 +108,8 @@ class Course:
 
     def begin(self, step: int, touched: Touched | None) -> None:
         """A save begins: it is the tip, unless it fails."""
+        if self._sigterm is not None:
+            self._sigterm.is_unheard = False
         self._before, self.tip = self.tip, self._tip_at(step, touched)
 
     def failed(self) -> None:
@@ -177,6 +187,9 @@ class Sigterm:
     A second one does what it did before, so that a program that hangs can be ended. Processes
     that are forked meanwhile do not listen: the first one ends them.
 
+    Attributes:
+        is_unheard: whether it has come, and no save has begun since.
+
     Raises:
         OptionError: if this is not the main thread, which alone can listen to signals.
     """
@@ -187,7 +200,7 @@ class Sigterm:
                 "SIGTERM can be listened to in the main thread only\n"
                 "  hint: make the manager there, or leave save_on_sigterm out"
             )
-        self._noted = False
+        self._noted = self.is_unheard = False
         self._refused: int | None = None
 
     def listen(self) -> None:
@@ -198,7 +211,7 @@ class Sigterm:
 
     def note(self) -> None:
         """SIGTERM has come."""
-        self._noted = True
+        self._noted = self.is_unheard = True
 
     def reached(self, step: int) -> bool:
         """Whether SIGTERM had come when this step was first asked about.

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cnr_jax import errors
@@ -117,6 +117,8 @@ class Saves:
         Raises:
             CnrError: if it cannot be saved; nothing has changed then.
         """
+        if self._writes_metrics:
+            as_json("metrics", metrics)
         self._inside = self._calls.current
         settings, where = settings_here(), str(self.steps.root)
         called = called_at.set(calling_line())
@@ -179,10 +181,13 @@ class Saves:
 
     def _metrics_of(self, info: StepInfo) -> Any:
         """Those that are written with a step; None: none are."""
-        options, has_best = self.steps.options, self.steps.has_best
-        if has_best and info.metrics is None:
+        if self.steps.has_best and info.metrics is None:
             _log.warning("step %d is ranked by metrics, but has none", info.step)
-        return info.metrics if has_best and not options.prevent_write_metrics else None
+        return info.metrics if self._writes_metrics else None
+
+    @property
+    def _writes_metrics(self) -> bool:
+        return self.steps.has_best and not self.steps.options.prevent_write_metrics
 
     # Waiting.
 
@@ -390,16 +395,31 @@ def check_not_in_the_way(step: int, place: Place) -> None:
         )
 
 
-def as_json(custom_metadata: Any) -> str:
-    """The user's metadata of a step as text.
+def as_json(name: str, given: Any) -> str:
+    """Writes what a user gives beside the items of a step as text.
+
+    Args:
+        name: name of the argument of `save`.
+        given: its value.
 
     Raises:
-        OptionError: if they are none that JSON takes.
+        OptionError: if JSON does not take it; names the key.
     """
     try:
-        return json.dumps(custom_metadata or {})
+        return json.dumps(given or {})
     except (TypeError, ValueError) as error:
+        keys = given if isinstance(given, Mapping) else ()
+        wrong = (f"{name}[{key!r}]" for key in keys if not _is_json(given[key]))
         raise errors.OptionError(
-            f"custom_metadata cannot be saved: {error}\n"
-            "  got what JSON does not take, expected a dict of strings, numbers, lists, dicts"
+            f"{next(wrong, name)} cannot be saved: {error}\n"
+            "  got what JSON does not take, expected a dict of strings, numbers, lists, dicts\n"
+            "  hint: float(...) makes a number of an array"
         ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
