@@ -5,6 +5,7 @@ What else holds of Orbax's manager its own tests see: `tests/campaign/orbax_test
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -143,3 +144,26 @@ def test_a_manager_that_is_made_lightly_reads_metrics_when_it_reloads(
         assert (manager.all_steps(), manager.best_step()) == ([0, 1, 2], None)
         manager.reload()
         assert manager.best_step() == 1
+
+
+@pytest.mark.parametrize(
+    "item", ["..", "../0", "/elsewhere", "a/../../0", "_CHECKPOINT_METADATA"]
+)
+def test_an_item_is_saved_into_its_own_step_or_refused(
+    item: str, tiny_run: Any, tmp_path: Path
+) -> None:
+    """A path joined with such a name would be that of another step, or of no root at all."""
+    run = tiny_run()
+    root = tmp_path / "root"
+    with cnr.CheckpointManager(root, tables=run.tables, item="state") as manager:
+        for step, named in ((0, {}), (1, {item: ocp.args.JsonSave({"a": 1})})):
+            run.train(step)
+            state = cnr.args.Save(run.state, run.touched)
+            args = ocp.args.Composite(state=state, **named)
+            wrong = pytest.raises(errors.OptionError, match="the name")
+            with wrong if named else contextlib.nullcontext():
+                manager.save(step, args=args)
+            manager.wait_until_finished()
+        assert manager.all_steps() == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    assert cnr.verify(root) == ()

@@ -234,6 +234,31 @@ def test_a_callback_of_orbax_may_ask_for_steps_while_a_save_waits_for_it(
     manager.close()
 
 
+def test_a_save_whose_thread_cannot_be_started_is_committed_by_its_call(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in flight: an error of the call would be of a save that is committed later."""
+    run = tiny_run()
+    manager = run.open(tmp_path)
+    run.run(manager, [0])
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("cnr_save_"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    run.train(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert run.save(manager, 1)
+        manager.wait_until_finished()
+    assert manager.all_steps() == [0, 1] and manager.failure is None
+    run.run(manager, [2])
+    run.check(manager, 2)
+    manager.close()
+
+
 def of_two_handlers(asks: Callable[[], None], where: str) -> Any:
     """Arguments of an item whose handler asks where it saves, or where it ends that."""
 

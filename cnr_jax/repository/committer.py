@@ -200,10 +200,12 @@ def _is_marked(attempt: Attempt) -> bool:
 
 def _taken(attempt: Attempt) -> errors.DependentsExistError:
     where = os.fspath(attempt.path)
-    held = ", ".join(names_in(attempt.path)[:5]) if is_directory(attempt.path) else ""
+    held = "a file"
+    if is_directory(attempt.path):
+        held = ", ".join(names_in(attempt.path)[:5]) or "an empty folder"
     return errors.DependentsExistError(
         f"{where} is there already: somebody else has saved this step\n"
-        f"  got {held or 'a file'}, expected nothing\n"
+        f"  got {held}, expected nothing\n"
         "  hint: save another step, or move that folder out of the root",
         kind="step_exists",
     )

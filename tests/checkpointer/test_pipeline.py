@@ -436,7 +436,7 @@ def test_a_step_that_somebody_else_has_saved_meanwhile_is_not_replaced(
     (saving.root / "1" / COMMITTED).write_text("theirs")
     stop.open()
     (save,) = saving.end()
-    assert not save.is_committed and "is there already" in str(save.error)
+    assert not save.is_committed and "got an empty folder" in str(save.error)
     assert (saving.root / "1" / COMMITTED).read_text() == "theirs"
 
 
@@ -446,7 +446,7 @@ def test_an_empty_folder_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) 
     (saving.root / "1").mkdir()
     saving.save(1)
     (save,) = saving.end()
-    assert not save.is_committed and "is there already" in str(save.error)
+    assert not save.is_committed and "got an empty folder" in str(save.error)
     saving.close()
 
 

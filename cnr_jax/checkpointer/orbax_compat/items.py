@@ -74,8 +74,12 @@ class Items:
         Raises:
             ValueError: if one item without a name was saved before and now there are several, or
                 the other way round.
+            OptionError: if an item has a name that leads out of its step, or to a file of it.
         """
         is_composite = isinstance(args, ocp.args.Composite)
+        if is_composite:
+            for item in args.keys():
+                _check_name(item)
         if self._is_alone is None:
             self._is_alone = not is_composite
         self._check_form(args)
@@ -291,6 +295,22 @@ def metrics_of(folder: AnyPath) -> Any:
     if not exists(path / METRICS):
         return None
     return ocp.JsonCheckpointHandler(filename=METRICS).restore(epath.Path(path))
+
+
+def _check_name(item: str) -> None:
+    """Checks that the folder of an item lies in its step, beside the files of that.
+
+    Raises:
+        OptionError: if not.
+    """
+    parts = item.split("/")
+    taken = parts[0] in (names.ORBAX_METADATA, names.COMMITTED)
+    if taken or not {"", ".", ".."}.isdisjoint(parts):
+        raise errors.OptionError(
+            "an item is saved into a folder of its name, in the folder of the step\n"
+            f"  got the name {item!r}, which leads elsewhere or to a file of the step\n"
+            "  hint: call it by letters and digits"
+        )
 
 
 def _typestr(handler: Any) -> str:

@@ -310,7 +310,11 @@ class SavePipeline(Generic[S]):
             save.staging_error = error
         save.before = self._saves[-1] if self._saves else None
         self._saves.append(save)
-        self._drive(save)
+        try:
+            self._drive(save)
+        except RuntimeError:
+            # The system has no more threads. It is in flight, so it must not be raised here.
+            save.thread.run(self._run, save)
         return save
 
     def _stop(self, save: S) -> None:
