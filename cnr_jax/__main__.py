@@ -25,10 +25,10 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Has standard streams that whoever called has closed lead nowhere.
+    """Points standard streams that the caller has closed at nowhere.
 
-    Else the next file that is opened takes the number of one, and what is written to stderr by
-    any library would be written into that file.
+    Otherwise the next file that is opened takes the number of such a stream, and the text that any
+    library writes to stderr would go into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""What is passed as `args=` to `CheckpointManager.save` and `restore`, and the checks of it."""
+"""Arguments of `CheckpointManager.save` and `restore` (`args=`), and their checks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ DEFAULT_ITEM = "default"
 class Save(ocp.args.CheckpointArgs):
     """A train state to be saved.
 
-    Whether a save is due at a step is not decided here: `save(..., force=True)` saves in any case.
+    It does not decide whether a save is due at a step: `save(..., force=True)` saves in any case.
 
     Attributes:
         state: the whole state, tables and everything else.
         touched: the touched rows that went through the same train steps.
-        full: this save is full, whatever the policy says. Later deltas may rest on it, and the
-            policy sees it as it sees other full ones.
-        exact: this save holds all bits of tables and slots, whatever their codecs: for the last
-            step of a run, a promotion, an export. It is full, and raw, unless the chain that a
+        full: whether this save is full, whatever the policy says. Later deltas may rest on it, and
+            the policy sees it as it sees other full saves.
+        exact: whether this save holds all bits of tables and slots, whatever their codecs: for the
+            last step of a run, a promotion, an export. It is full, and raw, unless the chain that a
             delta would rest on holds all bits too. The log says its bytes before it is written.
 
     Raises:
@@ -78,32 +78,32 @@ class Save(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore.
+    """A restore: the state that is wanted, and how it differs from the one that was saved.
 
-    Tables go by name and rows by number, unless `rename` and `ids` say otherwise; slots go with
-    the rows of their table. Unless all tables come back exactly, as the checkpoint holds them,
-    the next save is full.
+    Tables are matched by name and rows by number, unless `rename` and `ids` say otherwise; slots
+    go with the rows of their table. Unless all tables come back exactly as the checkpoint holds
+    them, the next save is full.
 
     Attributes:
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
-            None: everything as nested dicts by path, on one device. Where jax has only 32 bits,
-            dense leaves of 64 are numpy arrays then, and tables of 64 are refused.
+            None restores everything as nested dicts by path, on one device. If jax has only 32
+            bits, dense leaves of 64 bits are then numpy arrays, and tables of 64 bits are refused.
         tables: where the tables are in `state`, if not where the manager's are. A manager without
-            any takes them where they were when they were saved.
-        partial: restore what both the checkpoint and `state` have. Leaves, and rows of tables,
-            that only `state` has must be concrete and keep their values.
-        cast: restore leaves in the dtypes of `state` also where these cannot hold all stored
-            values, converted as `astype` does, with a warning that names them. Without it only
-            dtypes that hold all are taken, such as float32 for bfloat16.
-        rename: names in `state` of tables that have another one in the checkpoint,
-            `{"old": "new"}`. None as the new name leaves a table out.
-        ids: by name of a table in `state`, integer[rows]: the row of the checkpoint that each
-            row takes, where -1 keeps the value of `state`. A row may be taken more than once, or
-            not at all. With several processes `rename`, `ids`, `partial` and `cast` are alike
+            tables takes them where they were when they were saved.
+        partial: whether to restore only what both the checkpoint and `state` have. Leaves, and
+            rows of tables, that only `state` has must be concrete and keep their values.
+        cast: whether to restore leaves in the dtypes of `state` even if these cannot hold all
+            stored values. They are converted as by `astype`, with a warning that names them.
+            Without it only dtypes that hold all values are taken, such as float32 for bfloat16.
+        rename: new names of tables, `{"name in the checkpoint": "name in the state"}`. None as
+            the new name leaves a table out.
+        ids: for a table, by its name in `state`, integer[rows]: the row of the checkpoint that
+            each row takes; -1 keeps the value of `state`. A row may be taken more than once, or
+            not at all. With several processes `rename`, `ids`, `partial` and `cast` must be alike
             on all of them; else all raise OptionError.
 
     Raises:
-        OptionError: if `rename` or `ids` are of another form, or come without a state.
+        OptionError: if `rename` or `ids` have another form, or come without a state.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -136,7 +136,7 @@ class Restore(ocp.args.CheckpointArgs):
     )
 
     def __post_init__(self) -> None:
-        """Checks the forms of what is given; takes `ids` as int64 on the host."""
+        """Checks the forms of the arguments; takes `ids` as int64 on the host."""
         for name in ("partial", "cast"):
             said = getattr(self, name)
             if not isinstance(said, bool | np.bool_):
@@ -176,7 +176,7 @@ def _row_ids(table: str, given: Any) -> np.ndarray:
     """Row ids on the host, int64.
 
     Raises:
-        OptionError: if they are no list of integers, or not on this process.
+        OptionError: if they are not a list of integers, or not on this process.
     """
     got = ""
     if isinstance(given, jax.Array) and not (
@@ -197,7 +197,7 @@ def _row_ids(table: str, given: Any) -> np.ndarray:
 
 
 def asked_for(args: Restore) -> dict[str, str]:
-    """What must be the same on all processes: each restores its part of a state by it."""
+    """Arguments of a restore as text, by name, to compare between processes."""
     renamed = sorted((args.rename or {}).items())
     said = {"partial": args.partial, "cast": args.cast, "rename": dict(renamed)}
     for name, ids in sorted((args.ids or {}).items()):
@@ -207,7 +207,7 @@ def asked_for(args: Restore) -> dict[str, str]:
 
 
 def check_asked_alike(told: Sequence[Mapping[str, str]]) -> None:
-    """Checks that all processes restore the same, as `asked_for` says of each.
+    """Checks that all processes restore the same, by what `asked_for` returned on each.
 
     Raises:
         OptionError: naming the first argument that differs.
@@ -225,7 +225,7 @@ def check_asked_alike(told: Sequence[Mapping[str, str]]) -> None:
 
 
 def only_root_by_position(init: Callable[P, None]) -> Callable[P, None]:
-    """A manager's `__init__` that says how to name what is given beside the root."""
+    """Wraps a manager's `__init__`: names the form for arguments after the root."""
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -242,13 +242,13 @@ def only_root_by_position(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None:
-    """Checks that a state, or what to restore, is given as arguments.
+    """Checks that a state, or what to restore, is passed as checkpoint arguments.
 
     Args:
-        args: as the user gave them.
-        items: what Orbax took in its older interface, and no more.
-        kwargs: the same.
-        needed: what a state has to be in.
+        args: arguments, as the user gave them.
+        items: argument of Orbax's older interface, which is refused.
+        kwargs: likewise.
+        needed: class of the arguments that a state needs, `Save` or `Restore`.
 
     Raises:
         OptionError: if it is given in another way.
@@ -280,14 +280,14 @@ def check_arguments(args: object, items: Any, kwargs: Any, needed: type) -> None
 def state_to_save(
     args: ocp.args.CheckpointArgs | None, item: str | None
 ) -> tuple[Save | None, str | None]:
-    """The arguments of the state among those of a save, and the item that it is.
+    """Finds the arguments of the state among those of a save, and the name of its item.
 
     Args:
-        args: of the save.
-        item: that holds the state, if it is known.
+        args: arguments of the save.
+        item: name of the item that holds the state, if it is known.
 
     Raises:
-        OptionError: if there are several, or one for another item or handler.
+        OptionError: if there are several states, or one for another item or handler.
     """
     items = {DEFAULT_ITEM: args}
     if isinstance(args, ocp.args.Composite):
@@ -317,10 +317,10 @@ def state_to_save(
 def restore_args(
     args: ocp.args.CheckpointArgs | None, item: str | None
 ) -> ocp.args.CheckpointArgs:
-    """What to restore, of this library's own arguments.
+    """Turns the arguments of a restore into this library's own.
 
     Raises:
-        OptionError: if Orbax's own ask for what a restore of a state cannot do.
+        OptionError: if Orbax's own ask for something that a restore of a state cannot do.
     """
     asked = _plainly_asked(args, item)
     if asked is not None:
@@ -339,20 +339,20 @@ def restore_args(
 def _plainly_asked(
     args: ocp.args.CheckpointArgs | None, item: str | None
 ) -> ocp.args.StandardRestore | ocp.args.PyTreeRestore | None:
-    """What asks for the state as for one that Orbax saved, if anything does."""
+    """Arguments of Orbax (`StandardRestore`, `PyTreeRestore`) that ask for the state, if any."""
     args = _of_state(args, item)
     return args if isinstance(args, STATES_RESTORED) else None
 
 
 def _of_state(args: Any, item: str | None) -> Any:
-    """What is asked for of the item that holds the state; None if nothing is."""
+    """Arguments of the item that holds the state; None if there are none."""
     if isinstance(args, ocp.args.Composite):
         return args.get(item) if item is not None else None
     return args
 
 
 def check_restores_state(args: Any, item: str) -> None:
-    """Checks that what a checkpoint of this library is restored by are not arguments of others.
+    """Checks that the arguments of the item with the state are a `Restore`.
 
     Raises:
         OptionError: if they are.
@@ -363,20 +363,20 @@ def check_restores_state(args: Any, item: str) -> None:
 
 
 def asked_item(args: Any, own: str | None, held: str | None) -> str:
-    """What arguments call the state: as this root does, or else as the one that is read."""
+    """Name of the state's item in the arguments: that of this root, or of the root that is read."""
     own = own or DEFAULT_ITEM
     is_named = isinstance(args, ocp.args.Composite) and own not in args.keys()
     return (held or own) if is_named else own
 
 
 def as_asked(args: Any, found: Any, item: str | None, state: Any) -> Any:
-    """What a restore returns: of the state it alone, if it was asked for as Orbax's own.
+    """Result of a restore in the form asked for: the bare state for Orbax's own arguments.
 
     Args:
-        args: as the user gave them.
-        found: what was restored for them.
-        item: that holds the state.
-        state: without what this library adds to it.
+        args: arguments, as the user gave them.
+        found: result of the restore, by item.
+        item: name of the item that holds the state.
+        state: the restored state alone.
     """
     if _plainly_asked(args, item) is None:
         return found
@@ -386,19 +386,19 @@ def as_asked(args: Any, found: Any, item: str | None, state: Any) -> Any:
 
 
 def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:
-    """Whether the item that this library saves is among those that are restored."""
+    """Whether a restore reads the item that this library saves."""
     if isinstance(args, ocp.args.Composite):
         return isinstance(args.get(item or DEFAULT_ITEM), Restore)
     return isinstance(args, Restore)
 
 
 def in_item(args: ocp.args.CheckpointArgs, item: str, held: str) -> ocp.args.Composite:
-    """What to restore of a step in which the state is called otherwise than here.
+    """Arguments of a restore for a step whose item of the state has another name.
 
     Args:
-        args: as they were given.
-        item: that holds the state in other steps.
-        held: that holds it in this step.
+        args: arguments, as they were given.
+        item: name of the state's item in other steps.
+        held: its name in this step.
     """
     if not isinstance(args, ocp.args.Composite):
         return ocp.args.Composite(**{held: args})
@@ -409,7 +409,7 @@ def in_item(args: ocp.args.CheckpointArgs, item: str, held: str) -> ocp.args.Com
 def out_of_item(
     found: ocp.args.Composite, args: ocp.args.CheckpointArgs, item: str, held: str
 ) -> Any:
-    """What was restored by `in_item`, under the names that were asked for."""
+    """Result of a restore by `in_item`, under the names that were asked for."""
     if not isinstance(args, ocp.args.Composite):
         return found[held]
     return ocp.args.Composite(
@@ -422,7 +422,7 @@ def planned_args(
     state: Save | None,
     planned: Any,
 ) -> ocp.args.CheckpointArgs | None:
-    """The arguments of a save, in which the state comes with its plan."""
+    """Arguments of a save whose state carries its plan to the handler."""
     if state is None:
         return args
     own = dataclasses.replace(state)
@@ -431,7 +431,7 @@ def planned_args(
 
 
 def attempted_args(args: ocp.args.CheckpointArgs, attempt: Any) -> Any:
-    """The arguments of a restore; all that this library restores is part of an attempt."""
+    """Arguments of a restore whose items of this library carry the attempt to the handler."""
     composite = isinstance(args, ocp.args.Composite)
     for each in args.values() if composite else (args,):
         if isinstance(each, Restore):
@@ -442,7 +442,7 @@ def attempted_args(args: ocp.args.CheckpointArgs, attempt: Any) -> Any:
 
 
 def _replaced(args: Any, old: Any, new: Any) -> Any:
-    """Arguments with one of them in the place of another; those of the user stay as they are."""
+    """Copy of arguments in which one of them is replaced; the user's own stay as they are."""
     if args is old:
         return new
     given = {key: new if each is old else each for key, each in args.items()}

@@ -1,8 +1,8 @@
-"""How rows of a run are stored: the codec of each leaf, its bits, and compression.
+"""Encoding of the rows of a run: the codec of each leaf, its bits, and compression.
 
-Options give some of it, the run that goes on may tell the rest, and for what neither says there
-are defaults; all of that comes together here. The invariant to remember: what is given always
-wins, field by field, and a width that would choose nothing is refused only where it was given.
+Some of it is given by options, some is inherited from the run that goes on, and the rest has
+defaults; the three come together here. The invariant to remember: what is given always wins,
+field by field, and a width that would choose nothing is refused only where it was given.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ ROUNDINGS = ("auto", "nearest", "dithered")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How rows are stored, as far as it is given or inherited; see `cnr_jax.Options`.
+    """Options of how rows are stored, given or inherited; see `cnr_jax.Options`.
 
     Attributes:
-        tables: of single tables.
+        tables: options of single tables, by name.
         may_be_named: whether a policy may name the codec of a save, which takes bits then.
-        inherited: what of it is of the run that goes on: names of options, of a table such as
-            `tables.user.bits`.
+        inherited: names of the options that come from the run that goes on; those of a table are
+            written `tables.user.bits`.
     """
 
     codec: str | Codec | NotGiven | None = NOT_GIVEN
@@ -76,7 +76,7 @@ class Encoding:
     # What is given.
 
     def check(self) -> None:
-        """Checks all of it as options, which are all given.
+        """Checks all fields as options that were all given.
 
         Raises:
             OptionError: if a value cannot work.
@@ -114,7 +114,7 @@ class Encoding:
         """Checks that the bits that options give have something to choose.
 
         Args:
-            given: by options alone; the others of `self` are inherited.
+            given: the encoding by options alone; the rest of `self` is inherited.
 
         Raises:
             OptionError: naming the bits, and the codec that has none.
@@ -163,7 +163,7 @@ class Encoding:
         return any(self._value(n, "bits") == "auto" for n in ("", *self.tables))
 
     def says_rounding(self, table: str) -> bool:
-        """Whether a codec or bits are said for a table or for all: its user knows of them."""
+        """Whether a codec or bits are given for a table or for all, so that its user knows."""
         names = ("codec", "bits")
         return any(_given(self._value(t, n)) for t in ("", table) for n in names)
 
@@ -171,7 +171,7 @@ class Encoding:
 
     @property
     def packing(self) -> Literal["zstd"] | None:
-        """How the arrays of a save are compressed."""
+        """Compression of the arrays of a save; None: not compressed."""
         found = self.compression
         return None if isinstance(found, NotGiven) else found
 
@@ -179,8 +179,8 @@ class Encoding:
         """The widest codes that are dithered in a save; 0: none are.
 
         Args:
-            restores: of its run.
-            even_bits: of its rows, as in `cnr_jax.policy.bits.dithered_bits`.
+            restores: number of restores of its run.
+            even_bits: motion of its rows, as in `cnr_jax.policy.bits.dithered_bits`.
         """
         if self.rounding in ("auto", NOT_GIVEN):
             return dithered_bits(restores, even_bits)
@@ -188,12 +188,12 @@ class Encoding:
 
     @property
     def expects(self) -> bool:
-        """Whether it is said how often the run will be restored."""
+        """Whether `expected_restores` is given."""
         return _given(self.expected_restores)
 
     @property
     def assumed_restores(self) -> float:
-        """How many restores of the run `bits="auto"` is chosen for."""
+        """Number of restores of the run for which `bits="auto"` chooses a width."""
         expected = self.expected_restores
         if expected is None or isinstance(expected, NotGiven):
             return ASSUMED_RESTORES
@@ -225,12 +225,12 @@ class Encoding:
     ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
-        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
-        which a table that is small among others does not have.
+        If bits are "auto" they are `auto_bits`. None stands for those of the expected restores,
+        which are not the bits of a table that is small among others.
 
-        Rows that a quantizer would not make smaller are stored raw, and so is what it cannot
-        encode (integers, double precision), and rows so wide that one range for all their
-        elements would be a poor one.
+        Some rows are stored raw: those that a quantizer would not make smaller or cannot encode
+        (integers, double precision), and those so wide that one range for all their elements
+        would be a poor one.
         """
         if auto_bits is None:
             auto_bits = self.auto_bits(0)
@@ -245,15 +245,15 @@ class Encoding:
         return at_dim(codec, width)
 
     def exact(self) -> Encoding:
-        """The same with all bits of all rows."""
+        """An encoding that stores all bits of all rows, compressed as this one."""
         return Encoding(codec="raw", slot_codec="raw", compression=self.compression)
 
     def with_codec(self, codec: str | None) -> Encoding:
-        """The same with a codec that a policy names; None: without."""
+        """This encoding with the codec that a policy names; None: unchanged."""
         return self if codec is None else dataclasses.replace(self, codec=codec)
 
     def _value(self, table: str, name: str) -> Any:
-        """What is said for one table alone, or for all where its name is empty."""
+        """Value of an option for one table alone, or for all if the name is empty."""
         said = self.tables.get(table, _NOTHING) if table else self
         return getattr(said, name)
 
@@ -265,6 +265,7 @@ class Encoding:
         return _CODEC if leaf == "table" else _SLOT_CODEC
 
     def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
+        # Bits of the table itself come before those of all tables.
         said = [b for t in (table, "") if _given(b := self._value(t, "bits"))]
         given = said[0] if said else _BITS
         bits = auto_bits if given == "auto" else given
@@ -292,7 +293,7 @@ class Encoding:
     # What the run that goes on tells.
 
     def entry(self) -> EncodingEntry:
-        """What manifests say of it: with the defaults, so that these may change."""
+        """Entry for manifests, in which defaults are spelled out, so that these may change."""
         bits = self.bits
         if isinstance(bits, NotGiven):
             bits = _BITS if self._has_use("") else None
@@ -313,11 +314,12 @@ class Encoding:
         )
 
     def inheriting(self, stored: EncodingEntry, tables: Collection[str]) -> Encoding:
-        """The same with what is not given as in a run that goes on.
+        """This encoding, with options that are not given as in a run that goes on.
 
         Args:
-            stored: of the run.
-            tables: names of those there are now; what the run says of others is left out.
+            stored: entry of the run's manifest.
+            tables: names of the tables that there are now; the run's options of others are left
+                out.
 
         Raises:
             OptionError: if bits are given, but only codecs are inherited that have none; or if a
@@ -338,6 +340,7 @@ class Encoding:
             for table, own in stored.tables.items()
             if table in tables
         }
+        # First with all of it: only then it shows which bits reach a codec.
         whole = self._with(found, of_tables)
         # Widths that no codec takes any more, because another one is given.
         for table, own in (("", found), *of_tables.items()):
@@ -374,14 +377,14 @@ class Encoding:
         )
 
     def told(self, names: Collection[str]) -> Iterator[str]:
-        """Such as `codec='raw'`, of options by their names as in `inherited`."""
+        """Yields options as text, such as `codec='raw'`, by their names as in `inherited`."""
         for name in names:
             # Tables may have dots in their names.
             table, _, own = name.removeprefix("tables.").rpartition(".")
             yield f"{name}={self._value(table, own)!r}"
 
     def differing(self, stored: EncodingEntry) -> Iterator[str]:
-        """What is given otherwise than a run that goes on had it, such as `bits=8 (was 4)`."""
+        """Yields options given otherwise than in a run that goes on: `bits=8 (was 4)`."""
         places = [("", name) for name in _OF_ALL]
         places += [(table, name) for table in self.tables for name in _OF_TABLES]
         for table, name in places:
@@ -449,7 +452,7 @@ def _taken(value: Any, name: str, table: str = "") -> Any:
 
 
 def _cut(text: str) -> str:
-    """A text of a crafted manifest, without most of it where it is long."""
+    """Shortens a long text of a crafted manifest."""
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

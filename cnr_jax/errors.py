@@ -51,7 +51,7 @@ class CnrError(Exception):
         return _blank, (type(self), self.args), self._facts()
 
     def _facts(self) -> dict[str, Any]:
-        """What the error says beside its text, notes included."""
+        """Attributes of the error beside its text, notes included."""
         of_system = {name: getattr(self, name, None) for name in _OF_SYSTEM}
         return {**vars(self), **{k: v for k, v in of_system.items() if v is not None}}
 
@@ -72,7 +72,7 @@ class CnrError(Exception):
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> CnrError:
-        """The error that `to_json` told of; of the nearest class there is here."""
+        """Rebuilds an error from `to_json`, in the nearest class that this version has."""
         kind: Any = globals().get(document["class"])
         if not isinstance(kind, type) or not issubclass(kind, CnrError):
             kind = CnrError
@@ -87,7 +87,7 @@ _OF_SYSTEM = ("errno", "strerror", "filename", "filename2")
 
 
 def _blank(kind: type[CnrError], args: tuple[Any, ...]) -> CnrError:
-    """An error made without calling its class, of which the text says all arguments already."""
+    """Makes an error without calling its class, since the text holds all arguments already."""
     error = kind.__new__(kind)
     error.args = args
     return error

@@ -1,4 +1,4 @@
-"""What options give, and what they leave open: to the run that goes on, or to a default."""
+"""Options that are not given (`NOT_GIVEN`), and options of single tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NotGiven(enum.Enum):
     NOT_GIVEN = "not given"
 
     def __repr__(self) -> str:
-        """As programs write it."""
+        """`NOT_GIVEN`, the name in programs."""
         return self.name
 
     def __bool__(self) -> bool:
@@ -30,7 +30,7 @@ NOT_GIVEN: Final = NotGiven.NOT_GIVEN
 
 
 def unset_nones(options: Any, names: Collection[str]) -> None:
-    """Makes None, which programs pass for what they leave open, what it stands for."""
+    """Replaces None by `NOT_GIVEN` in a frozen dataclass, as programs pass None for it."""
     for name in names:
         if getattr(options, name) is None:
             object.__setattr__(options, name, NOT_GIVEN)
@@ -40,8 +40,8 @@ def unset_nones(options: Any, names: Collection[str]) -> None:
 class TableOptions:
     """Options of one table, where they differ from those of the run.
 
-    What is not given is as in the run that goes on for this table, else as for all tables. None is
-    taken for not given.
+    A field that is not given is as in the run that goes on for this table, else as for all tables.
+    None counts as not given.
     """
 
     codec: str | Codec | NotGiven | None = NOT_GIVEN

@@ -1,4 +1,4 @@
-"""A root of plain Orbax, converted: one of its steps as the first checkpoint of a new root."""
+"""Import of plain Orbax: one of its steps as the first checkpoint of a new root."""
 
 from __future__ import annotations
 
@@ -49,22 +49,23 @@ def import_orbax(
     """Saves a step of a root of plain Orbax as a full checkpoint in a new root.
 
     The step keeps its number. `old` is only read. Other items of the step, such as a data
-    reader, are not converted; the log names them. The whole state is in memory meanwhile.
+    reader, are not converted; the log names them. The whole state is in memory during the import.
 
     Args:
-        old: a root that `ocp.CheckpointManager` or Orbax's v1 wrote.
-        new: the root that is made; it may exist, but hold no steps.
-        tables: which leaves are tables, as for `find_tables`, or what that returned.
-        step: of `old`; None: the newest that can be restored.
+        old: root that `ocp.CheckpointManager` or Orbax's v1 wrote.
+        new: root that is made; it may exist, but hold no steps.
+        tables: names or specifications of tables, as for `find_tables`, or what that returned.
+        step: number of the step of `old`; None: the newest that can be restored.
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings, as
-            for `args.Restore`. None: as Orbax's metadata tell, on one device; of several
-            processes, replicated on all of theirs.
-        options: of the run that begins in `new`, and that goes on with
+            for `args.Restore`. None takes them from Orbax's metadata, on one device, or replicated
+            on the devices of all processes.
+        options: options of the run that begins in `new`, and that goes on with
             `CheckpointManager(new, ...)`. By default rows of tables are rounded;
             `Options(codec="raw")` keeps all bits.
-        item: that holds the state in `old`, if several items of a step are states.
-        orbax_options: of the manager that wrote `old`, where they say how steps are named; in
-            `new` names are the usual ones.
+        item: name of the item that holds the state in `old`, if several items of a step are
+            states.
+        orbax_options: options of the manager that wrote `old`, if they say how steps are named;
+            in `new` names are the usual ones.
 
     Returns:
         The report of the save, once it is durable.
@@ -72,8 +73,8 @@ def import_orbax(
     Raises:
         NoStepError: if there is no such root or step, or none that can be restored.
         UsedRootError: if `new` holds steps.
-        OptionError: if `new` lies in `old`, of which every file is left as it is; or if the
-            step is none of plain Orbax, but a checkpoint of this library.
+        OptionError: if `new` lies in `old`, whose files are all left as they are; or if the step
+            is a checkpoint of this library, and not of plain Orbax.
         TableError, StateMismatchError: if `tables` or `state` do not fit the step.
         IntegrityError: if the step that was asked for is damaged.
         SaveError: if it cannot be saved. In no case is `old` changed.
@@ -119,7 +120,7 @@ def import_orbax(
 def _restored(
     reader: CheckpointManager, item: str, step: int | None, state: Any
 ) -> tuple[int, Any]:
-    """The step that is taken of a root, and its state."""
+    """Restores the state of the step that is taken; returns its number too."""
     asked: Any = Restore(state)
     if item != DEFAULT_ITEM:
         asked = in_item(asked, item, item)
@@ -146,7 +147,7 @@ def _check_is_new(root: AnyPath) -> None:
 
 
 def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
-    """Checks that a root is made outside of the one that is only read.
+    """Checks that the new root does not lie in the old one, which is only read.
 
     Raises:
         OptionError: if it would be made in it.
@@ -163,7 +164,7 @@ def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
 def _check_is_of_orbax(
     root: AnyPath, item: str, step: int | None, named: Callable[[str], bool] | None
 ) -> None:
-    """Checks that a step is not one of this library's, whose values may be rounded.
+    """Checks that a step is of plain Orbax: values of this library's may be rounded.
 
     Raises:
         OptionError: if it is.
@@ -183,7 +184,7 @@ def _check_is_of_orbax(
 def _say_what_is_left(
     root: AnyPath, step: int, named: Callable[[str], bool] | None
 ) -> None:
-    """Names in the log what else a step holds."""
+    """Logs the other items of a step, which are not converted."""
     for directory in step_directories(root, named):
         if step_number(directory) == step:
             found = [root / directory / name for name in names_in(root / directory)]

@@ -1,7 +1,7 @@
 """Integers as programs give them: Python's, those of numpy and jax, arrays without axes.
 
-All that takes one takes it here, and goes on with Python's own: others overflow, compare in 32 bits
-and are no JSON.
+Every function that takes an integer converts it here, and goes on with Python's own: the others
+overflow, compare in 32 bits and are no JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def integer(value: Any) -> int | None:
 
 
 def take_integers(owner: Any, *fields: str) -> None:
-    """Has fields of a frozen dataclass hold Python's own integers, where they hold any."""
+    """Replaces integers in fields of a frozen dataclass by Python's own."""
     for field in fields:
         found = integer(getattr(owner, field))
         if found is not None:
@@ -51,11 +51,11 @@ def checked_step(step: Any, hint: str = "") -> int:
     """A step as Python's own integer.
 
     Args:
-        step: as a user gave it.
-        hint: for whoever gave something else.
+        step: step, as a user gave it.
+        hint: hint of the error, if it is something else.
 
     Raises:
-        OptionError: if it is no integer, or out of range.
+        OptionError: if it is not an integer, or out of range.
     """
     found = integer(step)
     if found is not None and 0 <= found <= LARGEST:

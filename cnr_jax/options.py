@@ -33,121 +33,121 @@ _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a run is saved and restored. The defaults suit most runs.
+    """Options of a run: how it is saved and restored. The defaults suit most runs.
 
     `codec`, `bits`, `expected_restores`, `slot_codec`, `rounding`, `compression` and fields of
     `tables` that are not given are as in the run that a restore goes on with, and reports name
-    them as `inherited`; in a new run they are as said here.
+    them as `inherited`. In a new run they are as said here.
 
     Attributes:
         policy: when to save everything, and on which parent deltas rest.
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
             least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
-            that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round:
-            what is restored is not quite what was saved. In a new run `"adaptive"`, and a
-            warning of how far off rows are unless `bits` are given.
+            that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round, so
+            restored rows are not quite the saved ones. In a new run it is `"adaptive"`; unless
+            `bits` are given, a warning then says how far off rows are.
         bits: width of a code: 2, 3, 4 or 8, or `"auto"`; in a new run 4. Error enters training
             only when a checkpoint is restored. So `"auto"` is 2 for up to one expected restore,
-            3 for up to three, 4 for up to twenty, 8 beyond, as in Check-N-Run; and 8 in all
-            saves after there have been more restores than expected, with a warning. It is more,
-            or all bits, where a sample of rows says that they move by less from restore to
-            restore than the error of their codes; fixed bits are warned of then, once. Small
-            tables, those of fewest elements that together have at most 1 % of those at "auto",
-            have 8: their rows are looked up most, and cost next to nothing. Codecs that are
-            objects keep bits of their own, and so do tables with a number here or in `tables`.
-            Refused where no codec takes them, of slots or single tables neither, unless a policy
-            of the user's own may name one.
+            3 for up to three, 4 for up to twenty, and 8 beyond, as in Check-N-Run. After more
+            restores than expected it is 8 in all saves, with a warning. It is more, or all bits,
+            if a sample of rows says that they move less from restore to restore than the error of
+            their codes; with fixed bits the log then warns once. Small tables have 8: those of
+            fewest elements that together have at most 1 % of those at "auto". Their rows are
+            looked up most, and cost next to nothing. Codecs that are objects keep bits of their
+            own, and so do tables with a number here or in `tables`. Bits are refused if no codec
+            takes them, not even that of slots or of a single table, unless a policy of the user's
+            own may name one.
         expected_restores: how often the whole run will be restored, for `bits="auto"`: a
-            number, such as `cnr_jax.expected_restores` gives; in a new run 20, hence 4 bits.
-            Counted are the restores behind the state that is saved: whoever goes back to an
-            older step goes back to its count, and one more. A restore just to look at a state
-            counts too, unless another manager makes it.
-        slot_codec: how optimizer slots are stored, in a new run exactly; `"bfloat16"`, or for
-            slots that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, by their
+            number, such as `cnr_jax.expected_restores` returns; in a new run 20, hence 4 bits.
+            The restores behind the saved state count: a run that goes back to an older step takes
+            the count of that step, plus one. A restore just to look at a state counts too, unless
+            another manager makes it.
+        slot_codec: how optimizer slots are stored; in a new run exactly. `"bfloat16"`; for slots
+            that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, which goes by their
             names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
             momenta in 8 bits, others exactly.
         rounding: how the codes of tables are chosen by the codecs whose levels are equidistant
-            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`). `"nearest"`: an element
-            that moves by less than half a step between two restores is put back by each.
-            `"dithered"`: it is rounded up or down so that it is right in the mean, by a hash of
-            its place that is new after each restore; a row that does not move keeps its codes
-            until then, so that deltas are as small. An error can be a whole step. `"auto"`, as
-            in a new run: the nearest until the run is first restored; from then on dithered, but
+            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`). With `"nearest"`, an element
+            that moves by less than half a step between two restores is put back by each. With
+            `"dithered"`, it is rounded up or down so that it is right in the mean, by a hash of
+            its place that is new after each restore. A row that does not move keeps its codes
+            until then, so deltas are as small. An error can be a whole step. `"auto"`, as in a new
+            run, takes the nearest until the run is first restored. From then on it dithers, except
             in tables whose codes are known to err by less than rows move from one restore to the
             next. Slots always take the nearest.
-        compression: `"zstd"`: the arrays of a save are compressed by zstd, level 1, before their
-            checksums are taken; None, as in a new run: not. Measured on deltas of trained
-            tables of dim 64, all bytes counted: 4.0 % fewer at 8 bits, 7 % at 4, 9 % at 2, about
-            8 % of float32 rows.
-            Costs a second of a core for 0.6 GB of encoded rows, in the background, on up to two
-            cores, and one for 0.55 GB in a restore; up to four chunks of 16 MiB of an array are
-            in memory twice while they are packed. May change from save to save; versions of
-            cnr_jax before this option refuse such steps, and their `restore(None)` takes an
-            older one that they can read.
+        compression: `"zstd"` compresses the arrays of a save by zstd, level 1, before their
+            checksums are taken. None, as in a new run, does not. On deltas of trained tables of
+            dim 64, with all bytes counted, it saves 4.0 % at 8 bits, 7 % at 4, 9 % at 2, and about
+            8 % of float32 rows. It costs a second of a core for 0.6 GB of encoded rows, in the
+            background, on up to two cores, and a second for 0.55 GB in a restore. Up to four
+            chunks of 16 MiB of an array are in memory twice while they are packed. It may change
+            from save to save. Versions of cnr_jax without this option refuse such steps, and their
+            `restore(None)` takes an older one that they can read.
         tables: options of single tables, by name; each field that is not given is as in the run
             that goes on, else as for all.
-        tracking: how rows that changed are found. `"recorded"`: those that `record` was told
-            of; exact where the optimizer changes no others. `"fingerprint"`: those whose
-            64-bit hash differs from the one at the save before; exact for every optimizer, and
-            `Save` needs no `touched`; reads the tables once a save, keeps 12 bytes a row.
-            `"audited"`: recorded, and a save stops if others changed. None: as the run that is
-            restored, else `"recorded"` if the first save has `touched`, else `"fingerprint"`.
-        audit_bytes: of rows that each save of a recorded run reads on each device to find out
-            whether any changed that was not recorded; then it raises `AuditError` and writes
-            nothing. 0: no rows. All tables of a device have the same share, of which two rows
-            are the least. Small ones are read whole, of others another part in each save: of N
-            rows the w that half the share holds, so that N / w saves make a round. Of k rows
-            that keep moving unrecorded n saves miss all with probability (1 - n w / N)^k, and
-            a round of them never; what holds of rows that move once is in
-            `cnr_jax.checkpointer.tracking.audit`. So
-            40,000 of 4 M rows of dim 64 escape one save with probability 3 10^-9, 100 rows with
-            0.95, but 100 saves with 0.007. In the memory of the host are kept up to 4 bytes a
-            row, one a row and leaf, and what is read. As no save leaves a table out, each costs
-            time beside its rows: about 5 microseconds on one device, 5 ms for a thousand.
-        drop_unchanged: leave out rows that were recorded but have not changed; needs
+        tracking: how rows that changed are found. `"recorded"` takes those whose ids `record` was
+            given, which is exact if the optimizer changes no others. `"fingerprint"` takes those
+            whose 64-bit hash differs from the one at the save before. It is exact for every
+            optimizer, and `Save` needs no `touched`; it reads the tables once a save, and keeps 12
+            bytes a row. `"audited"` is recorded, and a save stops if other rows changed. None is
+            the mode of the run that is restored, else `"recorded"` if the first save has
+            `touched`, else `"fingerprint"`.
+        audit_bytes: bytes of rows that each save of a recorded run reads on each device to find
+            out whether any row changed without being recorded; then it raises `AuditError` and
+            writes nothing. 0 reads no rows. All tables of a device have the same share, at least
+            two rows each. Small tables are read whole, and others in parts, another part in each
+            save: w of their N rows, as many as half the share holds, so that N / w saves make a
+            round. If k rows keep moving unrecorded, n saves miss all of them with probability
+            (1 - n w / N)^k, and a whole round never does; for rows that move once see
+            `cnr_jax.checkpointer.tracking.audit`. So 40,000 of 4 M rows of dim 64 escape one save
+            with probability 3 10^-9. 100 rows escape one save with 0.95, but 100 saves with 0.007.
+            The host's memory keeps up to 4 bytes a row, one a row and leaf, and the rows that are
+            read. As no save leaves a table out, each table costs time beside its rows: about 5
+            microseconds on one device, 5 ms for a thousand.
+        drop_unchanged: whether to leave out rows that were recorded but have not changed; needs
             `tracking="audited"`.
         preservation_policy: an Orbax preservation policy, such as
             `ocp.checkpoint_managers.LatestN(3)`; parents of what it keeps are kept too. None
             keeps everything. After a rollback the steps that were left behind count as the
             oldest, and those that were set aside go as soon as it lets go of any.
-        min_fulls: full checkpoints of a branch that stay as long as any step does; saves are
-            full until there are so many that restore. With 2 no single damaged file takes
-            all steps, for the bytes of one full checkpoint more.
-        max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written. A
-            save of more goes on writing while training waits.
-        keep_staging: whether memory that rows have waited in, on the host, is kept for the next
-            save, up to `max_staging_bytes`. Fresh memory can take longer than the rows: on a
-            virtual machine that returns free memory to its host, seconds a GB.
+        min_fulls: number of full checkpoints of a branch that stay as long as any step does;
+            saves are full until that many of them restore. With 2 no single damaged file takes
+            all steps, at the price of one more full checkpoint.
+        max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written. If
+            a save has more, training waits while it writes.
+        keep_staging: whether host memory in which rows have waited is kept for the next save, up
+            to `max_staging_bytes`. Fresh memory can take longer than the rows: on a virtual
+            machine that returns free memory to its host, seconds a GB.
         verify_reads: whether a restore compares the checksum of every chunk with the manifest.
-            False still detects all damage to data, manifests and dense files: only a whole
-            chunk of another array, step or run in the place of one goes unnoticed.
+            False still detects all damage to data, manifests and dense files. Only a whole chunk
+            of another array, step or run in the place of the right one goes unnoticed.
         staging: where rows are encoded: `"host"` in the background, `"device"` before they
             are copied to the host, `"auto"` by platform and size.
-        on_save: called with the report of each save once it is durable, in one thread of its
-            own, in the order of the saves. What it raises is logged; it must not call the
-            manager's `save`, `restore`, `delete`, `verify`, `close` or `wait_until_finished`,
-            nor wait for a thread that does.
-            Under a plain Orbax manager the next save calls it.
+        on_save: function that is called with the report of each save once it is durable, in one
+            thread of its own, in the order of the saves. An error that it raises is logged. It
+            must not call the manager's `save`, `restore`, `delete`, `verify`, `close` or
+            `wait_until_finished`, nor wait for a thread that does. Under a plain Orbax manager
+            the next save calls it.
         metrics: whether process 0 adds a line of JSON to `cnr_jax.metrics.jsonl` in the root for
             each save, once it is durable, and each restore from this root by a manager that
             saves there. `cnr_jax.read_metrics` reads it. Needs a local root.
         timeout_secs: how long a save waits before it fails: for other processes that have not
             done their part, for its directories, and for room in the staging memory. The
             error names the process.
-        when_busy: what a save does that is due while the one before is being written. `"wait"`:
-            waits for it. `"skip"`: is left out, on all processes alike, and returns False;
-            `force=True` and the last save before a preemption wait.
+        when_busy: what a save does if it is due while the one before is being written. With
+            `"wait"` it waits. With `"skip"` it is left out, on all processes alike, and `save`
+            returns False; `force=True` and the last save before a preemption wait.
         new_run: whether a manager that has not restored begins a new run in a root that holds
             checkpoints. Its first save moves them into a folder of the root, which is a root
             itself: `cnr_jax.verify` and `restore(directory=)` read it, and nothing here ever
-            deletes it. If that save fails they come back. After a restore the run that was
-            restored goes on, and this is ignored with a warning. False: such a save raises
-            `UsedRootError`.
-        adopt: whether steps of plain Orbax in the root count as checkpoints: they are listed and
-            restored, as Orbax would, and the first save, a full one, goes beside them. From the
-            second on retention counts and drops them like others. None is ever written to.
+            deletes it. If that save fails, they come back. After a restore the restored run goes
+            on, and this is ignored with a warning. With False such a save raises `UsedRootError`.
+        adopt: whether steps of plain Orbax in the root count as checkpoints. They are listed, and
+            restored as Orbax would restore them, and the first save, a full one, goes beside them.
+            From the second save on, retention counts and deletes them like others. None of them is
+            ever written to.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
-            it SIGTERM ends the program. With `jax.distributed.initialize` jax listens, and
+            it SIGTERM ends the program. With `jax.distributed.initialize` jax listens for it, and
             this changes nothing. Processes that the run forks do not listen. See
             `CheckpointManager.reached_preemption`.
 
@@ -206,7 +206,7 @@ class Options:
 
     @property
     def encoding(self) -> Encoding:
-        """How rows are stored, as far as these options say."""
+        """Encoding of rows, as far as these options give it."""
         return Encoding(
             codec=self.codec,
             bits=self.bits,
@@ -298,9 +298,9 @@ class Options:
     ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
-        Where bits are "auto" they are `auto_bits`; None: those for the restores expected,
-        which a table that is small among others does not have. What a run that goes on has, and
-        these options do not give, is not known here.
+        If bits are "auto" they are `auto_bits`. None stands for those of the expected restores,
+        which are not the bits of a table that is small among others. Options that are inherited
+        from a run that goes on are not known here.
         """
         return self.encoding.codec_for(table, leaf, width, dtype, auto_bits)
 
@@ -349,7 +349,7 @@ def checked(options: object) -> Options:
     """The options that were given, or the default ones.
 
     Raises:
-        OptionError: if they are of another kind.
+        OptionError: if they are something else.
     """
     if options is None:
         return Options()

@@ -1,4 +1,4 @@
-"""What Orbax's own arguments ask for of a train state: taken where a restore can do it."""
+"""Orbax's own restore arguments for a train state, taken where a restore can do what they ask."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def state_of_pytree(asked: ocp.args.PyTreeRestore) -> tuple[Any, bool]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AsStored:
-    """A leaf of a state of which only the checkpoint tells the shape: `PyTreeRestore` asks so.
+    """A leaf that takes its shape from the checkpoint, as `PyTreeRestore` allows.
 
     Attributes:
         dtype: to restore it in; None: the stored one.
@@ -164,5 +164,5 @@ def not_taken(name: str, what: str, hint: str) -> errors.OptionError:
 
 
 def name_of(args: Any) -> str:
-    """What a user calls the class of arguments."""
+    """Name of a class of arguments, as users write it."""
     return type(args).__name__.removesuffix("Args")

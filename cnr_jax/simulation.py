@@ -1,7 +1,7 @@
-"""What the saves of a run would take under each policy, from the rows that were looked up.
+"""Simulation of policies: bytes that the saves of a run would take, from a trace of look-ups.
 
-A trace of look-ups is enough: which rows a delta holds follows from it, and how many bytes they
-take follows from their number. Nothing is saved, and neither jax nor Orbax is imported.
+A trace of look-ups is enough: the rows of a delta follow from it, and their bytes follow from their
+number. Nothing is saved, and neither jax nor Orbax is imported.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ByteModel:
     """Bytes of a save of tables that are alike: rows, row ids, slots, and what describes them.
 
     Attributes:
-        dim: elements of a row.
-        bits: of each element as it is stored, with a scale and an offset of 2 bytes a row; 32:
-            as it is.
-        slot_bytes: of each row, for the slots of its optimizer; 4 for one float32 a row.
+        dim: number of elements of a row.
+        bits: bits of a stored element; each row also has a scale and an offset, of 2 bytes each.
+            32 stores rows as they are.
+        slot_bytes: bytes of the optimizer's slots for each row; 4 for one float32 a row.
 
     Raises:
         OptionError: for a number that no codec or row has.
@@ -80,7 +80,7 @@ class ByteModel:
         """All bytes of a save.
 
         Args:
-            rows: rows of all tables.
+            rows: number of rows of all tables.
             id_bytes: bytes of all row ids.
             tables: number of tables.
         """
@@ -92,10 +92,10 @@ class ByteModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """What was written, save by save.
+    """Schedule of saves under one policy: the parent and the bytes of each.
 
     Attributes:
-        parents: of each save; its own number for a full one.
+        parents: number of each save's parent; its own number for a full save.
         written: int64[saves], bytes of each save.
     """
 
@@ -143,12 +143,12 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """What each policy makes of a trace; prints as a table.
+    """Result of `simulate`: the schedule of each policy for a trace; prints as a table.
 
     Attributes:
-        schedules: by the name of the policy.
-        float32_bytes: of all rows and slots as they are in memory.
-        rows: of all tables.
+        schedules: schedule by the name of the policy.
+        float32_bytes: bytes of all rows and slots as they are in memory.
+        rows: number of rows of all tables.
         touched_share: share of the rows that the mean interval between two saves touches.
     """
 
@@ -211,24 +211,24 @@ def simulate(
     model: ByteModel | None = None,
     policies: Sequence[Policy] | None = None,
 ) -> Simulation:
-    """What saves of a run would take under each of some policies.
+    """Simulates the saves of a run under each of some policies, and counts their bytes.
 
     The first save comes after the first interval, as in a run, and is full. A delta holds the
     rows looked up since its parent; a policy sees the bytes of the saves before, and nothing
     of what is to come.
 
     Args:
-        accesses: by table the ids of the rows that were looked up, int[steps, ...]: one entry of
-            the first axis a train step, padded by negative ids where steps differ.
-        every: train steps between two saves.
-        rows: of tables; of others the largest id and all below it.
-        model: of bytes; None: rows of 64 elements in 4 bits, with one float32 slot.
-        policies: by which full saves are chosen; None: all that there are.
+        accesses: trace by table: the ids of the rows that were looked up, int[steps, ...]. The
+            first axis has an entry for each train step, padded with negative ids if steps differ.
+        every: number of train steps between two saves.
+        rows: number of rows by table; a table that is left out ends with its largest id.
+        model: model of bytes; None: rows of 64 elements in 4 bits, with one float32 slot.
+        policies: policies to simulate; None: all that there are.
 
     Raises:
-        OptionError: if a trace is no array of integers, has an id past the rows of its table,
-            or none at all, or tables differ in steps; if there are fewer than `every` steps; if a
-            policy is none.
+        OptionError: if a trace is not an array of integers, has an id past the rows of its table,
+            or no id at all; if tables differ in steps; if there are fewer than `every` steps; or
+            if something is not a policy.
 
     Example:
         >>> ids = np.random.default_rng(0).zipf(1.5, (100, 50)) % 1000
@@ -272,7 +272,7 @@ def simulate(
 
 
 class _Followed:
-    """A policy, and what it has made of the saves so far."""
+    """One simulated policy and its history."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -283,6 +283,7 @@ class _Followed:
         decision = self._policy.decide(since_baseline(self._history))
         parent = save if decision.parent is None else decision.parent
         rows = id_bytes = 0
+        # A full save is its own parent; a delta has the rows looked up in a later interval.
         for seen in last.values():
             count = len(seen) if parent == save else int((seen > parent).sum())
             rows += count
@@ -296,7 +297,7 @@ class _Followed:
             kind=decision.kind,
             bytes=size,
             rows=rows,
-            secs=1.0,
+            secs=1.0,  # a trace tells no times
             depth=depth + 1,
             restore_bytes=restore_bytes + size,
         )
@@ -319,7 +320,7 @@ def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
 
 
 def _checked_policies(policies: Sequence[Policy] | None) -> list[Policy]:
-    """The policies that are simulated."""
+    """Checks the policies to simulate; None: all that there are."""
     if policies is None:
         return [Intermittent(), OneShot(), Consecutive(), Full()]
     try:
@@ -335,12 +336,12 @@ def _checked_policies(policies: Sequence[Policy] | None) -> list[Policy]:
 
 
 def _is_policy(given: object) -> bool:
-    """Whether something decides about saves, rather than being a class of what does."""
+    """Whether an object can decide about saves; a class of policies cannot."""
     return callable(getattr(given, "decide", None)) and not isinstance(given, type)
 
 
 def _interval(every: Any) -> int:
-    """Train steps between two saves."""
+    """Checks `every`, the number of train steps between two saves."""
     found = integer(every)
     if found is None:
         raise OptionError(
@@ -352,7 +353,7 @@ def _interval(every: Any) -> int:
 def _checked(
     accesses: Mapping[str, np.ndarray], every: int, rows: Mapping[str, int]
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """The ids of each table, and its rows."""
+    """Checks a trace; returns the ids of each table, and its number of rows."""
     for what, given in (("traces", accesses), ("rows", rows)):
         if not isinstance(given, Mapping):
             raise OptionError(

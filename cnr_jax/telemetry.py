@@ -1,4 +1,4 @@
-"""What a save or a restore did: a report of each, for people, listeners and `jax.monitoring`."""
+"""Reports of saves and restores, for people, listeners and `jax.monitoring`."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ _MOSTLY = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """A save that has ended: what it holds, what it cost, how far off its rows are.
+    """Report of a save that has ended: what it holds, what it cost, how far off its rows are.
 
-    One that was dropped holds nothing: its rows and bytes are 0, and the next save holds what it
-    was to. A save that failed has no report but an error.
+    A save that was dropped holds nothing: its rows and bytes are 0, and the next save holds its
+    rows. A save that failed has an error instead of a report.
 
-    Bytes are those of all processes together. Seconds are of this process, and those of phases
-    need not add up: what is written in the background overlaps with training, and gathering
-    with writing.
+    Bytes are those of all processes together. Seconds are those of this process. The seconds of
+    phases need not add up: writing in the background overlaps with training, and gathering with
+    writing.
 
     Attributes:
         kind: `"full"` or `"delta"`.
         tracking: how changed rows were found.
         parent: step of the parent of a delta.
         generation: number of the branch; a rollback starts a higher one.
-        rows: rows written, over all tables.
-        table_bytes: codes, row metadata, row ids and array metadata of tables.
-        slot_bytes: the same of optimizer slots.
-        dense_bytes: files of everything that is not a table.
-        manifest_bytes: all manifests.
-        state_bytes: tables, slots and dense leaves as they are in memory: what a plain full
-            save would write.
+        rows: number of rows written, over all tables.
+        table_bytes: bytes of codes, row metadata, row ids and array metadata of tables.
+        slot_bytes: the same for optimizer slots.
+        dense_bytes: bytes of the files of everything that is not a table.
+        manifest_bytes: bytes of all manifests.
+        state_bytes: bytes of tables, slots and dense leaves as they are in memory, which a plain
+            full save would write.
         blocking_secs: how long training waited, on this process.
-        fingerprint_secs: of these, for hashing rows: all with fingerprints or audited, a
-            part in a recorded run.
-        find_secs: of these, until the save was decided: checks, hashes, and to hear of the other
-            processes. Waits for the train step that made the state.
-        gather_secs: of these, for gathering rows, and waiting for room where they go.
-        encode_secs: in the background, for which writing waited for the codes of rows that had
-            been gathered; on accelerators, for codes to come to the host.
-        write_secs: in the background, for everything else until all that this process writes was
-            on storage: rows, their row ids, dense leaves.
+        fingerprint_secs: part of `blocking_secs`: hashing rows. With fingerprints or audited all
+            rows are hashed, in a recorded run some of them.
+        find_secs: part of `blocking_secs`: checks, hashes and messages, until the save was
+            decided. This includes the wait for the train step that made the state.
+        gather_secs: part of `blocking_secs`: gathering rows, and waiting for room for them.
+        encode_secs: in the background: how long writing waited for the codes of gathered rows; on
+            accelerators, for codes to come to the host.
+        write_secs: in the background: everything else until all that this process writes was on
+            storage: rows, their row ids, dense leaves.
         commit_secs: from when all processes had written until the step was durable under its
-            name; under a plain manager of Orbax until the manifest was.
+            name; under a plain manager of Orbax, until the manifest was durable.
         total_secs: from the call of `save` until the manifest was written.
-        reason: why it was full or a delta; and after more restores than expected, so.
+        reason: why it was full or a delta; and whether there were more restores than expected.
         restores: how often a run was restored along the branch of this save.
-        run: that it belongs to.
-        doubts: what of the dense leaves may be slots, see `Tables.doubts`.
-        tables: what it holds of each table, with bytes, codecs and errors. On process 0 of what
-            all processes saved, on others of what these did.
-        auto_bits: width of codes that `bits="auto"` came to, where it is used; small
-            tables have 8 at least. 32: all bits.
-        inherited: options that were not given, and are as in the run that goes on: names, of a
-            table such as `tables.user.bits`.
-        sample_rows: rounded rows of tables that were read back to see how far off they are, of
-            those that this process saved: at most 16,384, evenly spread, rows of zeros left
-            out. None where nothing was rounded.
-        mean_row_error: of these, the mean of `||row - read|| / ||row||`; None without any.
-        worst_row_error: the greatest.
-        outcome: `"committed"`; or `"dropped"`: it cannot be restored, because retention did not
-            keep it, or because files are gone of a checkpoint that it was to rest on, or of its
-            own, as was seen right after its commit; the latter process 0 alone tells.
+        run: id of the run that it belongs to.
+        doubts: dense leaves that may be slots, see `Tables.doubts`.
+        tables: contents of the save by table, with bytes, codecs and errors. On process 0 they
+            count what all processes saved, on another process what that one saved.
+        auto_bits: width of codes that `bits="auto"` came to, if it is used; small tables have at
+            least 8. 32 means all bits.
+        inherited: names of options that were not given, and are as in the run that goes on; those
+            of a table are written `tables.user.bits`.
+        sample_rows: number of rounded rows of tables that were read back to see how far off they
+            are, among those that this process saved: at most 16,384, evenly spread, rows of zeros
+            left out. None if nothing was rounded.
+        mean_row_error: mean of `||row - read|| / ||row||` over the sample; None without one.
+        worst_row_error: the greatest of them.
+        outcome: `"committed"` or `"dropped"`. A dropped save cannot be restored: retention did not
+            keep it, or files are gone of a checkpoint that it was to rest on, or files of its own,
+            as was seen right after its commit. The last only process 0 reports.
         problem: why it was dropped, in a line; empty if it was not.
-        damaged: the file that is missing or cut short, where that is why: a path below the root,
-            the directory of its step first.
+        damaged: path below the root of the file that is missing or cut short, beginning with the
+            directory of its step; None if that is not the problem.
     """
 
     step: int
@@ -119,7 +119,7 @@ class SaveReport:
 
     @property
     def reduction(self) -> float:
-        """How many times smaller than a plain full save this one is; 0 of one that was dropped."""
+        """Factor by which a plain full save is larger than this one; 0 if it was dropped."""
         if self.outcome == "dropped":
             return 0.0
         return self.state_bytes / max(1, self.total_bytes)
@@ -136,7 +136,7 @@ class SaveReport:
 
     @property
     def hint(self) -> str:
-        """What would make saves like this one much smaller, in a line; empty if nothing is known.
+        """Advice, in a line, on making saves like this one much smaller; empty if there is none.
 
         Example:
             `79 % of its bytes are optimizer slots that are stored exactly; ...`
@@ -152,7 +152,7 @@ class SaveReport:
         return ". ".join(hints)
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, and what follows from it, as values of JSON.
+        """All fields, and figures that follow from them, as values of JSON.
 
         Returns:
             The fields, `total_bytes`, `reduction` and `hint`; `tables` is a list of dicts, each
@@ -169,7 +169,7 @@ class SaveReport:
         return {**found, "hint": self.hint}
 
     def scalars(self) -> dict[str, float]:
-        """Its numbers by name, as dashboards take them; of a table under `tables/NAME/`.
+        """Numbers by name, for dashboards; those of a table are under `tables/NAME/`.
 
         Example:
             `wandb.log(report.scalars(), step=report.step)`
@@ -208,13 +208,13 @@ class RestoredTable:
     together: rows that a later step holds again count there too.
 
     Attributes:
-        name: in the state.
-        rows: of the table, in the state.
-        sample_rows: rounded rows that were compared, in all steps that were read: a row counts in
-            each of them that stores it. None where none was, or the steps were saved by a revision
-            that did not note it.
-        mean_row_error: of these, the mean of `||row - read|| / ||row||`.
-        worst_row_error: the greatest.
+        name: name of the table in the state.
+        rows: number of its rows in the state.
+        sample_rows: number of rounded rows that were compared, in all steps that were read; a row
+            counts in each step that stores it. None if none was, or if the steps were saved by a
+            revision that did not note it.
+        mean_row_error: mean of `||row - read|| / ||row||` over these rows.
+        worst_row_error: the greatest of them.
     """
 
     name: str
@@ -226,23 +226,24 @@ class RestoredTable:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """A restore: what was read, how long that took, how far off rows are.
+    """Report of a restore: what was read, how long that took, how far off rows are.
 
     Bytes and seconds are those of this process.
 
     Attributes:
-        step: that was restored.
-        kind: `"full"` or `"delta"`; `"orbax"`: an adopted step of plain Orbax.
-        generation: number of the branch that it is of.
-        run: that it belongs to.
+        step: number of the restored step.
+        kind: `"full"` or `"delta"`; `"orbax"` for an adopted step of plain Orbax.
+        generation: number of its branch.
+        run: id of its run.
         chain: the steps that were read, the full one first, `step` last.
-        bytes_read: of files of rows, of dense leaves and of process manifests; each file counts
-            once, and a chunk of rows as a whole. Of an adopted step, of its leaves in memory.
-        open_secs: for reading and checking manifests; of older steps also dense files, by digests.
-        rows_secs: for tables and slots, until they were handed to the devices.
-        dense_secs: for everything else.
+        bytes_read: bytes of files of rows, of dense leaves and of process manifests. Each file
+            counts once, and a chunk of rows as a whole. For an adopted step, bytes of its leaves in
+            memory.
+        open_secs: reading and checking manifests; for older steps also dense files, by digests.
+        rows_secs: tables and slots, until they were handed to the devices.
+        dense_secs: everything else.
         total_secs: until the state was put together, which may wait for other processes.
-        tables: that were restored.
+        tables: the restored tables.
         passed_over: newer steps that were tried before, and found damaged.
     """
 
@@ -260,11 +261,11 @@ class RestoreReport:
     passed_over: tuple[int, ...] = ()
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, as values of JSON."""
+        """All fields as values of JSON."""
         return to_json(self)
 
     def scalars(self) -> dict[str, float]:
-        """Its numbers by name, as dashboards take them; of a table under `tables/NAME/`."""
+        """Numbers by name, for dashboards; those of a table are under `tables/NAME/`."""
         return {**_numbers(self.asdict()), "chain_length": len(self.chain)}
 
     def __str__(self) -> str:
@@ -293,10 +294,10 @@ class RestoreReport:
 
 
 class Laps:
-    """Seconds of phases that follow each other, and may come again.
+    """Stopwatch of phases that follow each other, and may come again.
 
     Attributes:
-        secs: by phase.
+        secs: seconds by phase.
     """
 
     def __init__(self) -> None:
@@ -304,8 +305,9 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """All that passed since the last call was of this phase."""
+        """Counts the time since the last call to a phase."""
         now = time.perf_counter()
+        # A Counter is typed for counts, and adds seconds as well.
         self.secs[phase] += now - self._last  # pyright: ignore[reportArgumentType]
         self._last = now
 
@@ -319,15 +321,15 @@ def restore_report(
     tables: Mapping[str, tuple[str, int]],
     laps: Laps,
 ) -> RestoreReport:
-    """The report of a restore that has read all it needs; its total time is still to come.
+    """Report of a restore that has read everything; its total time is set later.
 
     Args:
-        manifests: of the chain, the full checkpoint first, the restored one last.
+        manifests: manifests of the chain, the full checkpoint first, the restored one last.
         processes: their process manifests.
-        bytes_read: of arrays.
-        reads_dense: whether dense files were read, those that Orbax has written.
-        tables: what was restored: the name that it was saved under, and rows, by its name.
-        laps: the phases `open`, `rows` and `dense`.
+        bytes_read: bytes read of arrays.
+        reads_dense: whether dense files that Orbax has written were read.
+        tables: restored tables by name: the name each was saved under, and its number of rows.
+        laps: seconds of the phases `open`, `rows` and `dense`.
     """
     last = manifests[-1]
     digests = [digest for each in manifests for digest in each.processes]
@@ -366,7 +368,7 @@ def _restored_table(
 
 
 def _numbers(document: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a report but its step, those of its tables by their names."""
+    """Numbers of a report without its step; those of its tables under their names."""
     parts = [("", document)]
     parts += [(f"tables/{table['name']}/", table) for table in document["tables"]]
     return {
@@ -378,7 +380,7 @@ def _numbers(document: dict[str, Any]) -> dict[str, float]:
 
 
 def _compared(reduction: float) -> str:
-    """A save beside a plain full one, such as `28.1x smaller`, or `1.3x larger`."""
+    """Text that compares a save with a plain full one: `28.1x smaller`, or `1.3x larger`."""
     larger = 0 < reduction < 1
     return f"{1 / reduction if larger else reduction:.1f}x {'larger' if larger else 'smaller'}"
 

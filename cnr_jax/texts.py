@@ -1,7 +1,7 @@
 """Text that somebody else wrote, on its way to a terminal, a log or a page; and numbers of things.
 
-Names of tables, folders and items, and what crafted files say, are of whoever wrote the root. They
-leave the library in its errors, its log and its tables of text, and each of these passes here.
+Names of tables, folders and items, and the contents of crafted files, come from whoever wrote the
+root. They leave the library in its errors, its log and its tables of text, and all pass here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OWN_LINE = re.compile(r"\n(?=  )")
 
 
 def visible(text: str) -> str:
-    r"""A text in one line: what a terminal would act on, or nobody sees, as escapes.
+    r"""Escapes a text of one line: characters that a terminal acts on, or that nobody sees.
 
     Example:
         >>> print(visible("user\x1b[31m\n\u202eitem"))
@@ -29,7 +29,7 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    r"""The same of a text of several lines, which are indented, as those of errors are.
+    r"""Escapes a text of several lines, keeping indented lines, as errors have them.
 
     Example:
         >>> print(visible_lines("step 3 is damaged\n  hint: restore\r\nWARNING all is well"))
@@ -42,12 +42,12 @@ def visible_lines(text: str) -> str:
 
 
 def count_of(number: int, what: str, several: str = "") -> str:
-    """How many there are of something.
+    """Number of things as text, with their noun in singular or plural.
 
     Args:
-        number: of them.
-        what: one of them is called.
-        several: they are called; without it with an `s`.
+        number: how many there are.
+        what: noun for one of them.
+        several: noun for several; without it `what` with an `s`.
 
     Example:
         >>> count_of(1, "step"), count_of(1200, "step"), count_of(2, "leaf", "leaves")
@@ -57,16 +57,16 @@ def count_of(number: int, what: str, several: str = "") -> str:
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of a module, of which all that is put into messages is visible."""
+    """Logger of a module, which makes all arguments of its messages visible."""
     found = logging.getLogger(name)
     found.addFilter(_make_visible)
     return found
 
 
 def _make_visible(record: logging.LogRecord) -> bool:
-    """Has what a message is about be written so that it is read and no more.
+    """Filter of log records: escapes the arguments of a message, and its traceback.
 
-    The message itself stays a template, by which programs that collect records sort them.
+    The message itself stays a template, since programs that collect records sort them by it.
     """
     if isinstance(record.args, Mapping):
         record.args = {name: _argument(value) for name, value in record.args.items()}
@@ -83,7 +83,7 @@ def _argument(value: Any) -> Any:
 
 
 class _Visible:
-    """Any value, as a message shows it: in one line, but for an error of several."""
+    """A value that prints escaped: in one line, except errors of several lines."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

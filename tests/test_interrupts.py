@@ -23,8 +23,8 @@ from orbax.checkpoint import future
 
 import cnr_jax as cnr
 from cnr_jax.errors import CnrError, SaveError
-from cnr_jax.testing.faults import Fault
-from cnr_jax.testing.inprocess import failing
+from cnr_jax.testing.faults import Call, Fault
+from cnr_jax.testing.inprocess import failing, watching
 from cnr_jax.testing.interrupts import Interrupt, interrupting
 
 from .conftest import case_of
@@ -249,6 +249,45 @@ def test_an_interrupt_while_a_failure_is_noted_does_not_hide_it(
         nth += 7
     manager.close()
     assert nth > 100
+
+
+class HangingHandler(InterruptedHandler):
+    """Waits for what never comes while its item is saved."""
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        await asyncio.sleep(60)
+        raise AssertionError("waited for what never comes")
+
+
+@ocp.args.register_with_handler(HangingHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class HangingItem(ocp.args.CheckpointArgs):
+    pass
+
+
+def test_an_interrupt_before_other_items_are_staged_keeps_them_from_hanging(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    manager = cnr.CheckpointManager(tmp_path, tables=run.tables, item="state")
+    run.train(0)
+    state = cnr.args.Save(run.state, run.touched)
+
+    def interrupt(call: Call) -> None:
+        if call.call == "mkdir" and manager._saves.pipeline._beginning._why is None:
+            signal.raise_signal(signal.SIGINT)
+            # Who waits is told of it before the folders are there.
+            while manager._saves.pipeline._beginning._why is None:
+                time.sleep(0.001)
+
+    started = time.monotonic()
+    with watching(tmp_path, before=interrupt), pytest.raises(KeyboardInterrupt):
+        manager.save(0, args=ocp.args.Composite(other=HangingItem(), state=state))
+    assert time.monotonic() - started < 30
+    assert manager.save(0, args=ocp.args.Composite(state=state))
+    manager.wait_until_finished()
+    assert manager.all_steps() == [0]
+    manager.close()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which steps there are: listed if they can be restored, as far as is known; else why not."""
+"""Listing of steps: those that can be restored, as far as is known; else the reason."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def _in_line(steps: Iterable[int]) -> str:
 
 
 class Listing:
-    """The steps of a manager.
+    """Steps of a manager: which there are, which can be restored, and their deletion.
 
     Args:
-        steps: of the root, whatever is in them.
-        writer: of the root.
-        saves: of the manager; the last one is settled first.
-        channel: to the other processes.
+        steps: steps of the root, whatever is in them.
+        writer: writer of the root.
+        saves: saves of the manager; the last one is settled first.
+        channel: channel to the other processes.
 
     Attributes:
-        item: that holds the state; None until that is known.
+        item: name of the item that holds the state; None until it is known.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Listing:
         """Reads the root before Orbax makes it.
 
         Args:
-            item: that holds the state; None: the one that is found.
+            item: name of the item that holds the state; None: the one that is found.
             writes: whether the manager saves.
 
         Returns:
@@ -88,7 +88,7 @@ class Listing:
 
         Raises:
             NoStepError: if there is no root, and the manager only reads.
-            OptionError: if it can be none.
+            OptionError: if the path cannot be a root.
             OSError: if it cannot be seen or listed.
         """
         if writes:
@@ -107,7 +107,7 @@ class Listing:
         return made
 
     def _read(self, item: str | None) -> None:
-        """Finds the item that holds the state, if it is not named; reads what there is of it."""
+        """Finds the item that holds the state, if it is not named; reads its ledger."""
         self.item = item or find_item(self._root)
         if self.item is None and self._writer.adopts:
             self.item = item_beside(self._root, self._writer.is_step)
@@ -115,7 +115,7 @@ class Listing:
             self._writer.open(self._root, self.item)
 
     def say_what_is_there(self, made: list[AnyPath]) -> None:
-        """Syncs directories that were made, and names in the log what is no step of ours."""
+        """Syncs directories that were made; logs folders that are no steps of ours."""
         if jax.process_index() == 0:
             with as_root_errors(self._root):
                 sync_made(made)
@@ -138,11 +138,11 @@ class Listing:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of the steps of the manager's root."""
+        """Ledger of the manager's root."""
         return self._saves.ledger
 
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
-        """What is known of the steps of a root, read anew: it may be this one, named again."""
+        """Reads the ledger of a root anew, which may be the manager's own by another name."""
         return self._writer.load(root, item)
 
     def reload(self) -> None:
@@ -171,10 +171,10 @@ class Listing:
         self._writer.gaps.forget()
 
     def latest_step(self) -> int | None:
-        """The newest step that can be restored.
+        """Newest step that can be restored.
 
         Raises:
-            OSError: if there is none, but a step that storage does not give out.
+            OSError: if there is none, but storage withholds a step.
         """
         ledger = self._asked_again()
         if (entry := ledger.newest()) is not None:
@@ -196,7 +196,7 @@ class Listing:
         return found[-1] if found else None
 
     def _asked_again(self) -> Ledger:
-        """What is known of the steps, once storage was asked again what it withheld."""
+        """Ledger of the root, after asking storage again for what it withheld."""
         self._saves.settle()
         ledger = self._saves.ledger
         if self._saves.pipeline.is_here():
@@ -209,7 +209,7 @@ class Listing:
         return ledger
 
     def verify(self, level: Level) -> tuple[Problem, ...]:
-        """What is wrong in the root; damaged steps are not listed any more."""
+        """Lists all problems in the root; damaged steps are not listed any more."""
         self._saves.wait()
         self._saves.settle()
         ledger = self._saves.ledger
@@ -242,7 +242,7 @@ class Listing:
         ledger.forget(directory)
 
     def check_exists(self, step: int) -> None:
-        """Makes sure that there is such a step in the root.
+        """Checks that there is such a step in the root.
 
         Raises:
             NoStepError: if there is none; it names those there are.
@@ -251,7 +251,7 @@ class Listing:
             raise self._no_step(step)
 
     def check_is_there(self, step: int | None) -> None:
-        """Makes sure that a step is in the root now, whatever was known of it.
+        """Checks that a step is in the root now, whatever was known of it.
 
         Raises:
             NoStepError: if it is not.
@@ -260,9 +260,9 @@ class Listing:
             raise self._no_step(step)
 
     def check_is_found(self, step: int) -> None:
-        """Makes sure that a step which is listed is not there under a name that is not looked for.
+        """Checks that a listed step is not there under a name that is not looked for.
 
-        Only a format of the user's own does not find what is listed.
+        Only a name format of the user's own can fail to find a listed step.
 
         Raises:
             NoStepError: if it is.
@@ -299,7 +299,7 @@ class Listing:
             return False
 
     def check_holds(self, root: epath.Path, step: int | None) -> None:
-        """Makes sure that another root is one, and that a step which is asked for is in it.
+        """Checks that another root is one, and holds the step that is asked for.
 
         Raises:
             NoStepError: if it is not.
@@ -315,16 +315,16 @@ class Listing:
             )
 
     def find_state(self, root: epath.Path, step: int, item: str) -> str:
-        """The item of a step that holds the state, before Orbax takes another kind for ours.
+        """Finds the item of a step that holds the state, before Orbax takes another for ours.
 
         Args:
-            root: that holds the step.
-            step: the one.
-            item: that holds the state in other steps of the root.
+            root: root that holds the step.
+            step: number of the step.
+            item: name of the item that holds the state in other steps of the root.
 
         Raises:
             IntegrityError: if it is not there, holds nothing that this library could restore,
-                or what Orbax reads first is no file.
+                or has something else in the place of the file that Orbax reads first.
         """
         try:
             directory = self._steps.find_directory(step, root)

@@ -1,10 +1,11 @@
-"""How the processes of a run talk, take one decision, and come out of one attempt alike.
+"""Messages between the processes of a run, and decisions and outcomes that all share.
 
-They talk through texts in the key-value store of the run; no device computation takes part. Every
-wait is bounded, and ends in an error that names the process that was waited for.
+Messages are texts in the key-value store of the run; no device computation takes part. Every wait
+is bounded, and ends in an error that names the process that was waited for.
 
-Each process reads shards of its own, so each may meet other damage. What one of them meets, all
-raise: nobody goes on with a step that another cannot read, or waits for one that has given up.
+Each process reads shards of its own, so each may meet other damage. An error that one of them meets
+is raised by all: no process goes on with a step that another cannot read, or waits for one that has
+given up.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ UNHEARD = ("process_silent", "coordination_lost")
 
 
 class Channel:
-    """Tells process 0 what all say of a topic, and all what process 0 answers.
+    """Channel of messages: all processes send theirs to process 0, which answers all.
 
-    Of a topic a process tells one thing at most, and each but process 0 hears the answer, once.
-    Nothing is left of a topic that all of these have heard, or given up waiting for, so a
-    channel may be used for ever. Topics do not wait for each other: what goes on in the
-    background of a save is named by the uuid of that save, and does not disturb what the loop
-    asks for meanwhile, which is numbered in the order that all processes keep.
+    About a topic a process sends at most one message, and every process but 0 hears the answer,
+    once. Nothing is left of a topic whose answer all have heard, or given up waiting for, so a
+    channel may be used for ever. Topics do not wait for each other. Those in the background of a
+    save are named by the uuid of that save. They do not disturb the topics of the loop, which are
+    numbered in the order that all processes keep.
 
     Channels of a name are matched by their first use, in which process 0 meets those of the
     processes that wait for it. A channel that is made and never used, say to look at a root on one
@@ -49,7 +50,7 @@ class Channel:
         timeout_secs: how long process 0 waits for another; that one waits twice as long for it.
 
     Attributes:
-        name: alike on all processes; to be set before the first use.
+        name: name that is the same on all processes; to be set before the first use.
     """
 
     def __init__(self, timeout_secs: float) -> None:
@@ -60,7 +61,7 @@ class Channel:
         self._count = 0
 
     def next_topic(self) -> str:
-        """What the loop comes to next, on all processes in the same order.
+        """Key of the next exchange: a counter that all processes advance alike.
 
         Raises:
             SaveError: if the channel cannot be matched; then nothing has come to pass.
@@ -70,12 +71,12 @@ class Channel:
         return str(self._count)
 
     def tell(self, topic: str, text: str) -> None:
-        """Says something of a topic; what process 0 says can be seen by `peek`."""
+        """Sends what this process says of a topic; that of process 0 can be seen by `peek`."""
         key = f"{self._key(topic)}/{jax.process_index()}"
         distributed_client().key_value_set(key, text)
 
     def told(self, topic: str, timeout_secs: float | None = None) -> list[str]:
-        """What all other processes have told, in their order; for process 0.
+        """Waits for what all other processes have sent, in their order; for process 0.
 
         Raises:
             SaveError: if one says nothing.
@@ -84,14 +85,14 @@ class Channel:
         return self._from_all([f"{key}/{i}" for i in _others()], limit_secs)
 
     def answer(self, topic: str, text: str) -> None:
-        """Answers all other processes; for process 0."""
+        """Sends the answer to all other processes; for process 0."""
         distributed_client().key_value_set(f"{self._key(topic)}/all", text)
 
     def hear(self, topic: str, timeout_secs: float | None = None) -> str:
-        """The answer of process 0, for another process.
+        """Waits for the answer of process 0; for another process.
 
         Args:
-            topic: as process 0 names it.
+            topic: topic, as process 0 names it.
             timeout_secs: how long process 0 waits for other processes.
 
         Raises:
@@ -104,11 +105,12 @@ class Channel:
             client = distributed_client()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 heard = client.key_value_increment(f"{key}/heard", 1)
+                # The last one to hear the answer deletes all keys of the topic.
                 if heard == jax.process_count() - 1:
                     client.key_value_delete(f"{key}/")
 
     def peek(self, topic: str) -> str | None:
-        """What process 0 has told of a topic so far, for another process; does not wait."""
+        """Message of process 0 about a topic so far, without waiting; for another process."""
         if jax.process_index() == 0 or self._prefix is None:
             return None
         try:
@@ -118,7 +120,7 @@ class Channel:
             return None
 
     def _key(self, topic: str) -> str:
-        """A key of this channel alone, the same on all processes."""
+        """Key of this channel alone, the same on all processes."""
         return f"{self._matched()}/{topic}"
 
     def _matched(self) -> str:
@@ -128,7 +130,7 @@ class Channel:
             return self._prefix
 
     def _match(self) -> str:
-        """What the keys of this channel begin with: process 0 says it to those who ask.
+        """Agrees on the prefix of this channel's keys: process 0 sends it to those who ask.
 
         Raises:
             SaveError: if a process does not come. Then it can be tried again.
@@ -158,7 +160,7 @@ class Channel:
         return mine
 
     def _from_all(self, keys: list[str], limit_secs: float) -> list[str]:
-        """The texts that all other processes set, each its own, within one limit for all."""
+        """Waits for the texts that all other processes set, within one limit for all."""
         deadline = time.monotonic() + limit_secs
         return [
             _hear(key, process, limit_secs, deadline - time.monotonic())
@@ -173,7 +175,7 @@ def _others() -> range:
 def _hear(
     key: str, process: int, limit_secs: float, left_secs: float | None = None
 ) -> str:
-    """The text that a process sets; `left_secs` of the limit may be left."""
+    """Waits for the text that a process sets; `left_secs` of the limit may be left."""
     left_secs = limit_secs if left_secs is None else left_secs
     try:
         left_ms = max(1, int(left_secs * 1000))
@@ -200,16 +202,16 @@ def _hear(
 
 
 def on_primary(channel: Channel, decide: Callable[[], Any], *, topic: str = "") -> Any:
-    """What process 0 decides, or on all processes the error it raised.
+    """Decides on process 0, and returns the decision, or raises its error, on all processes.
 
     Args:
-        channel: through which the processes talk.
-        decide: gives JSON types, or a dataclass or an error of `cnr_jax`, of which other processes
-            get the JSON form; called on process 0 alone.
-        topic: what is decided, if that goes on in the background.
+        channel: channel between the processes.
+        decide: function that is called on process 0 alone. It returns JSON types, or a dataclass
+            or an error of `cnr_jax`, which other processes get in its JSON form.
+        topic: name of the decision, if it is made in the background.
 
     Raises:
-        CnrError: what `decide` raised on process 0.
+        CnrError: the error that `decide` raised on process 0.
     """
     if jax.process_count() == 1:
         return decide()
@@ -228,13 +230,13 @@ def all_succeed(
     said: Any = None,
     check: Callable[[list[Any]], None] | None = None,
 ) -> T:
-    """What an attempt gives on this process, once it has succeeded on all of them.
+    """Makes an attempt on each process, and returns its result once all have succeeded.
 
     Args:
-        channel: through which the processes talk.
-        attempt: of this process.
-        said: by this process, of JSON types.
-        check: raises on process 0 if what all have said makes it a failure after all.
+        channel: channel between the processes.
+        attempt: attempt of this process.
+        said: message of this process, of JSON types.
+        check: function that raises on process 0 if the messages of all make it a failure.
 
     Raises:
         BaseException: as `agree`, on all processes, if it failed on one.
@@ -260,23 +262,23 @@ def agree(
 ) -> Any:
     """Ends an attempt of all processes: returns if it succeeded on all of them.
 
-    Errors that do not mean damage come first: whoever meets one must not be answered with
+    Errors that do not mean damage come first: a process that meets one must not go on with
     another step.
 
     Args:
-        channel: through which the processes talk.
-        error: why the attempt failed on this process; None if it did not.
-        found: by this process, of JSON types.
-        decide: what process 0 makes of what all have found, as in `on_primary`.
-        topic: what was attempted, if that goes on in the background.
-        timeout_secs: how long process 0 waits for other processes; None: as long as ever.
-        named: an error says on which process it was raised.
+        channel: channel between the processes.
+        error: error of the attempt on this process; None if it succeeded.
+        found: findings of this process, of JSON types.
+        decide: function that decides on process 0 from the findings of all, as in `on_primary`.
+        topic: name of the attempt, if it is made in the background.
+        timeout_secs: how long process 0 waits for other processes; None: as long as usual.
+        named: whether an error says on which process it was raised.
 
     Returns:
-        What `decide` does on process 0, if it is given.
+        Decision of process 0, if `decide` is given.
 
     Raises:
-        BaseException: `error`, or what stands for that of another process.
+        BaseException: `error`, or the error of another process as JSON tells it.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -304,7 +306,7 @@ def agree(
             return _decided(
                 channel, topic, lambda: decide and decide(of_all), named=named
             )
-        answer = min(failed, key=_is_damage)
+        answer = min(failed, key=_is_damage)  # False sorts first: no damage
         channel.answer(topic, json.dumps(answer))
     if error is not None and (answer == mine or not isinstance(error, Exception)):
         raise error
@@ -314,10 +316,10 @@ def agree(
 
 
 def raise_if_told(channel: Channel, topic: str) -> None:
-    """Looks whether process 0 has already failed in what is to be agreed on; does not wait.
+    """Raises the error of process 0 if it has already failed in a topic; does not wait.
 
     Raises:
-        CnrError: what it has failed with.
+        CnrError: the error of process 0.
     """
     told = channel.peek(topic)
     if told is not None:
@@ -327,7 +329,7 @@ def raise_if_told(channel: Channel, topic: str) -> None:
 def _decided(
     channel: Channel, topic: str, decide: Callable[[], Any], *, named: bool
 ) -> Any:
-    """On process 0: what it decides, once other processes can hear it too."""
+    """Makes the decision on process 0, and returns it once other processes can hear it."""
     try:
         found = decide()
         answer = json.dumps({"found": found}, default=_plain)
@@ -344,7 +346,7 @@ def _plain(value: Any) -> Any:
 
 
 def _failed(error: BaseException, *, named: bool) -> dict[str, Any]:
-    """What a process tells of its error, in the place of what it would have found."""
+    """Message of a process whose attempt failed: its error as JSON."""
     here = jax.process_index()
     if not isinstance(error, errors.CnrError):
         text = f"process {here} has failed: {type(error).__name__}: {error}"

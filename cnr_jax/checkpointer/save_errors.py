@@ -1,4 +1,4 @@
-"""The error of a failed save, made from whatever was raised while it was written."""
+"""Errors of a failed save, made from whatever was raised while it was written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from cnr_jax.repository.store import AnyPath
 def save_error(
     error: BaseException, step: int | None, directory: str | None = None
 ) -> SaveError:
-    """A `SaveError` caused by `error`, or `error` itself if it is one.
+    """Makes a `SaveError` from an error, or returns it if it is one.
 
     Args:
-        error: what was raised.
-        step: that was being saved, if it is known.
-        directory: where it was to be.
+        error: the error that was raised.
+        step: number of the step that was being saved, if it is known.
+        directory: directory that it was to be in.
     """
     if isinstance(error, SaveError):
         return error
@@ -49,13 +49,13 @@ def save_error(
 
 
 def _told(error: BaseException) -> str:
-    """What was raised, and in which call of the system, if that is known."""
+    """Describes an error, and the call of the system in which it was raised, if known."""
     call = call_of(error)
     return f"{in_one_line(error)}, in {call}" if call else in_one_line(error)
 
 
 def after_commit(error: BaseException, step: int | None) -> SaveError:
-    """A `SaveError` for what failed when the step was already committed."""
+    """Makes a `SaveError` for a failure after the step was committed."""
     if isinstance(error, SaveError):
         return error
     text = (
@@ -85,19 +85,19 @@ def _has_ended() -> bool:
 
 
 def without_frames(error: CnrError) -> CnrError:
-    """The same error, to be kept: it holds no frames, hence no train state."""
+    """Copies an error to be kept: without frames, hence without the train state."""
     return CnrError.from_json(error.to_json())
 
 
 @contextlib.contextmanager
 def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
-    """Raises a `SaveError` for what the system refused; other errors are raised as they are.
+    """Raises a `SaveError` for errors of the system; others are raised as they are.
 
-    That of a step that is there already is one of Orbax, too.
+    The error of a step that is there already is one of Orbax, too.
 
     Args:
-        step: that is being saved; None: none was begun.
-        directory: where it is to be.
+        step: number of the step that is being saved; None: none was begun.
+        directory: directory that it is to be in.
     """
     handled = sys.exception()
     try:
@@ -112,7 +112,7 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_root_errors(root: AnyPath) -> Iterator[None]:
-    """Raises a `RootError` for what the system refused while a root was opened."""
+    """Raises a `RootError` for errors of the system while a root is opened."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Parameters of codecs chosen on a sample of each table's rows, before a run.
+"""Tuning of codecs on a sample of each table's rows, before a run.
 
 To remember: every process samples the same logical rows, sees their values, and takes what
 process 0 chose, so neither the sharding nor the number of processes has a say.
@@ -53,11 +53,11 @@ def tune(
 ) -> Options:
     """Chooses for each table how long its codec searches, on a sample of its rows.
 
-    Of a codec that searches (`"adaptive"`: fits by least squares; `"greedy"`: bins and ratio;
-    `"kmeans"`: iterations) several settings are tried on 0.001 % of the rows, at least 4096,
-    and the one of fewest rounds is taken whose mean l2 error is at most `within` above the best.
-    What comes of it is logged, and stored with every save as any codec is. It costs some
-    seconds, mostly of compiling, for each distinct width of rows.
+    For a codec that searches (`"adaptive"`: fits by least squares; `"greedy"`: bins and ratio;
+    `"kmeans"`: iterations) several settings are tried on 0.001 % of the rows, at least 4096.
+    The one of fewest rounds is taken whose mean l2 error is at most `within` above the best. The
+    choice is logged, and stored with every save like any codec. This takes some seconds, mostly of
+    compiling, for each distinct width of rows.
 
     Call it once before the manager is made, on rows that look like those to be saved: those
     of a state that was restored or has been trained for a while. In runs of several processes all
@@ -67,12 +67,12 @@ def tune(
     Args:
         state: the train state, concrete.
         tables: from `find_tables`.
-        options: the run's; None: the defaults. Their codecs and bits say what is tuned.
-        within: how much more error than the best setting's is as good, as a share of it.
+        options: options of the run; None: the defaults. Their codecs and bits are tuned.
+        within: largest error above that of the best setting, as a share of it.
 
     Returns:
-        The options with a codec of its own for every table whose codec searches. Others, slots,
-        and tables whose bits are `"auto"`, keep theirs.
+        The options with a codec of its own for every table whose codec searches. Other tables,
+        slots, and tables whose bits are `"auto"` keep theirs.
 
     Raises:
         OptionError: if `within` is negative, or options name tables that do not exist.
@@ -110,7 +110,7 @@ def tune(
 def _choose(
     name: str, table: Table, codec: Codec, rows: np.ndarray, within: float
 ) -> Codec:
-    """The choice of process 0: another kind of processor may round an error differently."""
+    """Returns the choice of process 0: another kind of processor may round an error differently."""
     choice = cheapest(rows, variants(codec), within)
     index = choice.tried.index(choice.chosen)
     if jax.process_count() > 1:
@@ -140,11 +140,11 @@ def _described(
 
 
 class Variant(NamedTuple):
-    """A codec as it might be configured.
+    """Configuration of a codec that may be chosen.
 
     Attributes:
-        codec: of one kind and width in all variants.
-        rounds: of its search; the cost, of which each round is as much as any other.
+        codec: codec, of the same kind and width in all variants.
+        rounds: number of rounds of its search, which is its cost: all rounds cost the same.
     """
 
     codec: Codec
@@ -152,7 +152,7 @@ class Variant(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A variant and its mean l2 error of a row."""
+    """Variant that was tried, with its mean l2 error of a row."""
 
     codec: Codec
     rounds: int
@@ -160,19 +160,19 @@ class Tried(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The variant that was chosen, and all that were tried, in the order given."""
+    """Result for a table: the chosen variant, and all that were tried, in the order given."""
 
     chosen: Tried
     tried: tuple[Tried, ...]
 
     @property
     def best_error(self) -> float:
-        """The least error of all that were tried."""
+        """Least error of all that were tried."""
         return min(each.error for each in self.tried)
 
 
 def variants(codec: Codec) -> Sequence[Variant]:
-    """Returns what might be chosen in the place of a codec, none for most kinds.
+    """Returns the configurations that may replace a codec; none for most kinds.
 
     Example:
         >>> [variant.codec.refits for variant in variants(Asymmetric(bits=2))]
@@ -199,7 +199,7 @@ def cheapest(rows: np.ndarray, found: Sequence[Variant], within: float) -> Choic
 
     Args:
         rows: float[rows, dim], of a dtype that the codecs encode.
-        found: what is tried, at least one.
+        found: variants to try, at least one.
         within: how much greater than the least error the chosen one may be, as a share of it.
 
     Example:
@@ -237,7 +237,7 @@ def _there_and_back(codec: Codec, rows: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _sample(table: Table, data: Any) -> np.ndarray:
-    """A uniform sample of the logical rows, the same on all processes, `[sampled, dim]`."""
+    """Draws a uniform sample of the logical rows, the same on all processes, `[sampled, dim]`."""
     if not isinstance(data, jax.Array):
         raise StateMismatchError(
             f"table {table.name!r}: its rows cannot be sampled\n"
@@ -245,7 +245,7 @@ def _sample(table: Table, data: Any) -> np.ndarray:
         )
     count = max(_LEAST_ROWS, math.ceil(table.rows * _SHARE))
     count = min(table.rows, count, max(1, _MOST_ELEMENTS // table.dim))
-    rng = np.random.default_rng(table.rows)
+    rng = np.random.default_rng(table.rows)  # the same seed on all processes
     logical = rng.choice(table.rows, count, replace=False, shuffle=False)
     rows = np.asarray(table.layout.to_physical(logical.astype(np.int64)))
     found = np.zeros((len(rows), *data.shape[1:]), data.dtype)
@@ -266,13 +266,14 @@ def _take(data: jax.Array, at: jax.Array) -> jax.Array:
 
 @own_settings()
 def of_all(found: np.ndarray) -> np.ndarray:
-    """Values of which each is on one process, and zeros on other processes, on all of them."""
+    """Gathers an array on all processes, whose values are each on one, and zeros elsewhere."""
     processes = jax.process_count()
     if processes == 1:
         return found
     # Sums of bits, to which zeros add nothing: those of numbers would not keep -0.0. Without x64
     # jax has no more than 32 of them.
     bits = np.ascontiguousarray(found).view(f"u{min(found.itemsize, 4)}")
+    # One device of each process carries its values.
     firsts = [
         min((d for d in jax.devices() if d.process_index == p), key=lambda d: d.id)
         for p in range(processes)
@@ -287,5 +288,5 @@ def of_all(found: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _sum_program(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Kept, as each metric of each trial asks for it."""
+    """Compiled sum over processes; kept, as each metric of each trial asks for it."""
     return jax.jit(lambda x: jnp.sum(x, 0, dtype=x.dtype), out_shardings=where)

@@ -1,4 +1,4 @@
-"""What verbs of `cnr-jax` are called with, as far as several take it."""
+"""Arguments and options that several verbs of `cnr-jax` take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"0*([0-9]{1,19})")
 
 
 def number(least: int = 0, most: int = HIGHEST) -> Callable[[object], int]:
-    """What reads an argument that is a whole number, in decimal digits and nothing else.
+    """Parser of a whole-number argument: decimal digits and nothing else.
 
     Example:
         >>> number()("12")
@@ -39,16 +39,16 @@ def number(least: int = 0, most: int = HIGHEST) -> Callable[[object], int]:
 def number_option(
     name: str, about: str, least: int = 1, most: int = HIGHEST
 ) -> typer.models.OptionInfo:
-    """An option that is a whole number."""
+    """Option that takes a whole number."""
     return typer.Option(name, metavar="N", parser=number(least, most), help=about)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepNumber:
-    """A step as a command was given it.
+    """Step argument of a command.
 
     Attributes:
-        number: of the step; None: the newest that restores.
+        number: number of the step; None: the newest that restores.
     """
 
     number: int | None

@@ -30,12 +30,12 @@ class WidthOfRows:
     """Rows of a table in one width.
 
     Attributes:
-        bits: of a code; None: exact.
-        bytes: of all rows in a full save, without slots; those that are stored exactly beside
-            are counted as often as they are among the sampled ones.
-        mean_row_error: of the sampled rows, the mean of `||row - read|| / ||row||`; None of what
-            cannot be told, as the rows were rounded before.
-        worst_row_error: the greatest.
+        bits: width of a code; None: exact.
+        bytes: bytes of all rows in a full save, without slots. Rows that are stored exactly beside
+            count with their share of the sampled ones.
+        mean_row_error: mean of `||row - read|| / ||row||` over the sampled rows; None if it is not
+            known, as the rows were rounded before.
+        worst_row_error: the greatest of them.
     """
 
     bits: int | None
@@ -49,12 +49,12 @@ class BitsOfTable:
     """A table of a step in each width.
 
     Attributes:
-        table: its name.
-        rows: of the table.
-        sampled_rows: evenly spread ones that were read.
-        stored_bits: the narrowest codes that rows of it were stored in, in the chain of the
+        table: name of the table.
+        rows: number of its rows.
+        sampled_rows: number of evenly spread rows that were read.
+        stored_bits: width of the narrowest codes in which its rows are stored, in the chain of the
             step; None: they are exact.
-        widths: the narrowest first.
+        widths: its rows in each width, the narrowest first.
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it says of an error."""
+"""Exit codes of commands, and the messages of errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def code_of(error: Exception) -> Exit:
 
 
 def verb(work: Callable[..., Exit]) -> Callable[..., None]:
-    """A command of a function that prints something and returns how it ended."""
+    """Turns a function that prints something and returns an exit code into a command."""
 
     @functools.wraps(work)
     def command(**given: Any) -> None:
@@ -78,7 +78,7 @@ def verb(work: Callable[..., Exit]) -> Callable[..., None]:
 
 
 class Verbs(TyperGroup):
-    """The commands, of which each ends here, whatever is raised: with an exit code."""
+    """Group of all commands: each ends here, with an exit code, whatever is raised."""
 
     def main(
         self,
@@ -88,7 +88,8 @@ class Verbs(TyperGroup):
     ) -> NoReturn:
         """Runs a command.
 
-        An error is told on stderr, the fact in the first line; with `--json` also in a document.
+        An error is printed on stderr, with the fact in the first line; with `--json` a document
+        has it too.
         """
         words = sys.argv[1:] if args is None else list(args)
         try:
@@ -140,14 +141,14 @@ class Verbs(TyperGroup):
 
 
 def _told(error: Exception) -> str:
-    """The kind of an error, as documents name it."""
+    """Kind of an error, as JSON documents name it."""
     if isinstance(error, errors.CnrError):
         return error.kind
     return "os_error" if isinstance(error, OSError) else "unexpected"
 
 
 def _place_of(error: Exception) -> str:
-    """Where an error was raised that nobody has thought of."""
+    """File and line in which an unexpected error was raised."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"raised in {last.filename}, line {last.lineno}"
 
@@ -160,6 +161,6 @@ def _say(text: str) -> None:
 
 
 def print_json(name: str, document: dict[str, Any]) -> None:
-    """Prints what a verb has found as one JSON object."""
+    """Prints the findings of a verb as one JSON object."""
     whole = {"schema": SCHEMA, "verb": name, **document}
     print_text(json.dumps(whole, indent=1, allow_nan=False))

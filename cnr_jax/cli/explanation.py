@@ -1,4 +1,4 @@
-"""Why a save was full or a delta: what its policy saw, and what the predictor makes of it."""
+"""Explanation of a save: why it was full or a delta, and what the predictor forecasts."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SHOWN = 14
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a step is full or a delta.
+    """Explanation of a step: why it is full or a delta.
 
     Attributes:
-        step: that is explained.
-        chain: what it rests on, itself last.
-        seen: the saves since the baseline that the policy was asked about, oldest first.
+        step: the step that is explained.
+        chain: the steps that it rests on, itself last.
+        seen: the saves since the baseline that the policy saw, oldest first.
         seen_in: step whose manifest they are from; None: there was no save before.
-        forecast_bytes: of the next delta, as the default policy forecasts it; None without a
+        forecast_bytes: bytes of the next delta, as the default policy forecasts it; None without a
             delta to go by.
-        average_bytes: of the saves seen; None without any.
+        average_bytes: mean bytes of the saves seen; None without any.
         is_due: whether the default policy, at its defaults, takes a full save after those seen.
     """
 
@@ -49,7 +49,7 @@ class Explanation:
     is_due: bool
 
     def asdict(self) -> dict[str, Any]:
-        """As values of JSON."""
+        """All fields as values of JSON."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         found["step"], found["chain"] = self.step.step, [s.step for s in self.chain]
         found["seen"] = [dataclasses.asdict(each) for each in self.seen]
@@ -58,11 +58,11 @@ class Explanation:
 
 
 def explained(root: RootDescription, step: StepDescription) -> Explanation:
-    """Why a step is full or a delta.
+    """Explains why a step is full or a delta.
 
-    A delta lists the saves before it; a full one begins a new list, so they are taken from the
-    save before it in its branch, if that is still there. One that begins a branch does not name
-    the step that was restored.
+    A delta lists the saves before it. A full save begins a new list, so they are taken from the
+    save before it in its branch, if that is still there. A full save that begins a branch does not
+    name the step that was restored.
 
     Raises:
         IntegrityError, FormatError: if its manifest cannot be read.
@@ -100,7 +100,7 @@ def _manifest(root: RootDescription, step: StepDescription) -> Manifest:
 
 
 def _before(root: RootDescription, step: StepDescription) -> StepDescription | None:
-    """The save before a step in its branch, by the time of their manifests."""
+    """Save before a step in its branch, by the time of their manifests."""
     when = step.saved_at
     if when is None:
         return None
@@ -115,7 +115,7 @@ def _before(root: RootDescription, step: StepDescription) -> StepDescription | N
 
 
 def lines_of(found: Explanation) -> list[tuple[str, str]]:
-    """An explanation as lines, each with its style."""
+    """Lines of an explanation, each with its style."""
     step = found.step
     what = step.kind if step.parent is None else f"{step.kind} on {step.parent}"
     lines = [

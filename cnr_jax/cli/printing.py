@@ -21,7 +21,7 @@ class PrintingError(Exception):
 
 @contextlib.contextmanager
 def _printing() -> Iterator[None]:
-    """Has what is printed in here reach standard output.
+    """Flushes standard output after the prints within it, and reports failures.
 
     Raises:
         PrintingError: if it does not.
@@ -35,7 +35,7 @@ def _printing() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Has standard output lead nowhere: the end of a program tries again what it did not take."""
+    """Points standard output at nowhere: the end of a program flushes once more."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -43,7 +43,7 @@ def drop_output() -> None:
 
 
 def flush() -> None:
-    """Has what others have printed, such as a help, reach standard output.
+    """Flushes what others have printed, such as a help.
 
     Raises:
         PrintingError: if it does not.
@@ -89,7 +89,7 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def printable(text: str, encoding: str | None) -> str:
-    r"""One line of a text: what a terminal would act on, or cannot show, as escapes.
+    r"""Escapes one line of a text: characters that a terminal acts on, or cannot show.
 
     Example:
         >>> printable("user", "utf-8") == "user"
@@ -103,10 +103,9 @@ def printable(text: str, encoding: str | None) -> str:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[OnStep]:
-    """A bar on stderr, for work that tells how much of how many it has done.
+    """Shows a bar on stderr, for work that tells how much of how many it has done.
 
-    It comes after a second, goes when the work is done, and is left out where there is no
-    terminal.
+    It appears after a second, goes when the work is done, and is left out without a terminal.
     """
     with contextlib.ExitStack() as stack:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The verb `prune`: old steps of a root, told with reasons, and deleted if that is confirmed."""
+"""The verb `prune`: shows old steps of a root with reasons, and deletes them if confirmed."""
 
 from __future__ import annotations
 

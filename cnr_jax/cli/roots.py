@@ -1,4 +1,4 @@
-"""The root and the step that a command is about."""
+"""Roots and steps that commands are given."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def read_root(root: str, item: str | None) -> RootDescription:
-    """What a root holds, and that it is one.
+    """Checks that a path is a root, and describes it.
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it is no root: a file, a step, or a folder without a checkpoint.
+        OptionError: if it is not a root, but a file, a step, or a folder without a checkpoint.
     """
     with progress("reading steps") as tell:
         found = describe(root, item=item, on_step=tell)
@@ -52,14 +52,14 @@ def check_root(root: str) -> None:
 
 
 def step_of(found: RootDescription, number: int | None) -> StepDescription:
-    """A step of a root; of several of that number the one of the newest branch.
+    """Finds a step of a root; of several of that number the one of the newest branch.
 
     Args:
-        found: of the root.
-        number: of the step; None: the newest that restores.
+        found: description of the root.
+        number: number of the step; None: the newest that restores.
 
     Raises:
-        NoStepError: if there is none of this library.
+        NoStepError: if there is no such step of this library.
     """
     number = found.latest_step if number is None else number
     if number is None:
@@ -81,7 +81,7 @@ def step_of(found: RootDescription, number: int | None) -> StepDescription:
 
 
 def chain_of(found: RootDescription, step: StepDescription) -> list[StepDescription]:
-    """A step and those it rests on, as far as they are there, the full one first."""
+    """Chain of a step, the full one first, as far as its steps are there."""
     by_step = {each.step: each for each in found.steps}
     chain = [step]
     while (parent := chain[-1].parent) in by_step and by_step[parent] not in chain:
@@ -90,13 +90,13 @@ def chain_of(found: RootDescription, step: StepDescription) -> list[StepDescript
 
 
 def use_cpu() -> None:
-    """Has jax, where it is imported after this, leave accelerators alone: a run may hold them."""
+    """Keeps jax, if it is not imported yet, away from accelerators: a run may hold them."""
     if "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def opened(found: RootDescription, step: StepDescription) -> tuple[StepReader, ...]:
-    """The chain of a step, to be read from.
+    """Opens the chain of a step for reading.
 
     Raises:
         IntegrityError, FormatError, ChainError: if it cannot be read.

@@ -68,7 +68,7 @@ def rows(
 
 
 def _parsed(text: str) -> range:
-    """Row ids as they were given."""
+    """Parses row ids, `7` or `0:5`, as a range."""
     found = _IDS.fullmatch(text)
     if found is not None:
         first = int(found[1])
@@ -84,15 +84,15 @@ def _parsed(text: str) -> range:
 
 
 def _wanted(asked: Sequence[range], table: str, step: StepDescription) -> list[int]:
-    """The ids that are asked for, before as many are made as nobody can hold.
+    """Checks row ids against the table, before they are expanded to more than memory holds.
 
     Raises:
-        OptionError: if the step tells of the table, and has no such rows.
+        OptionError: if the step has the table, but not such rows.
     """
     found = next((each for each in step.tables if each.name == table), None)
     if found is None:
-        return [each[0] for each in asked]  # it is not there, as who reads it says
-    # As they are stored, with padding: there JAX wraps what is negative.
+        return [each[0] for each in asked]  # the read names the missing table
+    # Of the stored array, with padding: JAX wraps negative ids there.
     stored = found.leaves[0].shape[0]
     for each in asked:
         for end in (each[0], each[-1]):
@@ -106,7 +106,7 @@ def _wanted(asked: Sequence[range], table: str, step: StepDescription) -> list[i
 
 
 def rows_json(decoded: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Rows as lists; what is no number of JSON as texts."""
+    """Rows as lists for JSON; values that are no number of JSON become texts."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
@@ -118,16 +118,16 @@ def rows_json(decoded: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _numbers(held: np.ndarray) -> np.ndarray:
-    """Rows of a dtype of Python's own numbers."""
+    """Converts rows to a dtype of Python's own numbers."""
     return held if held.dtype.kind in "biuf" else held.astype("float32")
 
 
 def rows_lines(decoded: Mapping[str, np.ndarray], ids: Sequence[int]) -> list[str]:
-    """Rows of a table and of its slots as lines, the first elements of each.
+    """Lines of a table's and its slots' rows, with the first elements of each.
 
     Args:
-        decoded: by leaf, as many rows as there are `ids`.
-        ids: of the rows.
+        decoded: rows by leaf, as many as there are `ids`.
+        ids: ids of the rows.
     """
     cells = [["row", *decoded]]
     for i, row_id in enumerate(ids):

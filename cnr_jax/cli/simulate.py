@@ -75,7 +75,7 @@ def simulate(
 
 
 def _rows_of(given: str) -> tuple[str, int]:
-    """A table and its number of rows, of `TABLE=N`."""
+    """Parses `TABLE=N`, a table and its number of rows."""
     name, _, count = given.rpartition("=")
     try:
         if name:

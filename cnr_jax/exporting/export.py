@@ -1,4 +1,4 @@
-"""A step, whole or in part, in a form that needs no `cnr_jax` to be read."""
+"""Export of a step, whole or in part, in a form that needs no `cnr_jax` to be read."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _LEAF_BYTES = 16 << 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export has written.
+    """Result of an export: its folder, its leaves, and which of them are lossy.
 
     Attributes:
-        directory: where it is, absolute.
+        directory: absolute path of its folder.
         format: `"orbax"`, `"safetensors"` or `"zarr"`.
-        step: that it holds.
+        step: number of the step that it holds.
         leaves: paths of the leaves, sorted.
-        lossy: of these, those with rows that a codec has rounded, in this step or in one that it
+        lossy: paths of leaves with rows that a codec has rounded, in this step or in one that it
             rests on.
-        bytes: of the values.
+        bytes: bytes of the values.
     """
 
     directory: str
@@ -78,37 +78,37 @@ def export(
 ) -> Exported:
     """Writes a step as plain arrays, in a form that needs no `cnr_jax` to be read.
 
-    Rows are as a restore gives them: where a save has rounded them, they stay so, and what is
-    returned names these leaves.
-    Tables are decoded, a block of at most 8 MiB at a time, and hold as many rows as they have,
-    in the order of their ids, whatever their layout. Nothing in the root is changed; what is read
-    of it is compared with its checksums. The folder is written under another name beside its own,
-    synced and renamed, so it is there whole or not at all.
+    Rows are as a restore gives them: if a save has rounded them, they stay rounded, and the result
+    names these leaves. Tables are decoded, a block of at most 8 MiB at a time, and hold all their
+    rows, in the order of their ids, whatever their layout. Nothing in the root is changed, and
+    everything that is read is compared with its checksums. The folder is written under another
+    name beside its own, synced and renamed, so it is there whole or not at all.
 
     Args:
         root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
-        step: to export; None: the newest of the newest branch whose chain is there.
-        directory: a local folder to be made; folders above it are made too.
+        step: number of the step; None: the newest of the newest branch whose chain is there.
+        directory: local folder to be made; folders above it are made too.
         format: `"orbax"`: a checkpoint for `ocp.StandardCheckpointer`; `"safetensors"`:
             `model.safetensors`, or several files with `model.safetensors.index.json`; `"zarr"`:
             a zarr v3 hierarchy, where floats that numpy lacks, such as bfloat16, are float32, and
             integers of 2 or 4 bits int8 or uint8.
         tables: names of tables, to export these with their slots, and nothing else.
-        leaves: paths, or patterns such as `"params/*"`, to export what fits, beside `tables`.
-        like: of `"orbax"`, a state of the structure that it is to have, such as the one that was
+        leaves: paths, or patterns such as `"params/*"`, to export what matches, beside `tables`.
+        like: for `"orbax"`, a state of the structure that it is to have, such as the one that was
             saved, with arrays or `jax.ShapeDtypeStruct`. None: nested dicts, with a list for each
             node whose keys are 0, 1, 2 and so on.
-        item: the item of the step; None: the one that holds a checkpoint of this library.
-        shard_bytes: of `"safetensors"`, bytes of values in a file at most; a leaf is not divided.
-        on_bytes: called with the bytes that are written, and of how many.
+        item: name of the item; None: the one that holds a checkpoint of this library.
+        shard_bytes: for `"safetensors"`, the most bytes of values in a file; a leaf is not
+            divided.
+        on_bytes: function that is called with the bytes written so far, and those of the whole.
 
     Returns:
-        What was written, and which of it is lossy; `cnr_jax_export.json` in the folder, or
-        `cnr_jax` among the attributes of a zarr hierarchy, says it too, and in which codecs.
+        The folder, its leaves, and which of them are lossy. `cnr_jax_export.json` in the folder,
+        or `cnr_jax` among the attributes of a zarr hierarchy, says so too, with the codecs.
 
     Raises:
         ExportError: if there is something of that name already, or too little room, or storage
-            fails; nothing is left then.
+            fails; then nothing is left.
         OptionError: if a table or leaf is not there, the format cannot hold a leaf, the folder
             lies in the root, or there are several processes.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
@@ -222,7 +222,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
 
 
 def _told(leaf: ExportedLeaf) -> dict[str, Any]:
-    """What the metadata say of a leaf."""
+    """Metadata of a leaf, as the export has them."""
     shape = {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
     return {**({} if leaf.kind == "text" else shape), "kind": leaf.kind, **leaf.told}
 

@@ -1,4 +1,4 @@
-"""The forms in which a step is exported: safetensors, zarr v3, a checkpoint of plain Orbax.
+"""Forms of an export: safetensors, zarr v3, a checkpoint of plain Orbax.
 
 Each makes the folder that it writes, and writes nothing outside it.
 """
@@ -66,7 +66,7 @@ _HEADER_KEY = "__metadata__"
 
 
 def in_form(form: str, leaves: Sequence[ExportedLeaf]) -> list[ExportedLeaf]:
-    """Leaves as a form holds them: in zarr with dtypes of its specification, without rounding."""
+    """Converts leaves for a form: in zarr to dtypes of its specification, without rounding."""
     if form != "zarr":
         return list(leaves)
     return [
@@ -78,7 +78,7 @@ def in_form(form: str, leaves: Sequence[ExportedLeaf]) -> list[ExportedLeaf]:
 
 
 def _wider(dtype: np.dtype) -> np.dtype:
-    """One of numpy's own dtypes that holds all values of one that it lacks, such as bfloat16."""
+    """Dtype of numpy that holds all values of one that numpy lacks, such as bfloat16."""
     wider = ("uint8", "int8", "float32")
     return next(
         (np.dtype(name) for name in wider if np.can_cast(dtype, name, "safe")), dtype
@@ -153,7 +153,7 @@ def _name_in(form: str, leaf: ExportedLeaf) -> str:
 
 
 def _fits(form: str, name: str) -> bool:
-    """Whether a leaf can have a name: in files that of folders, one in the other, on a disk."""
+    """Whether a form can store a leaf under a name; outside of safetensors it is a path on disk."""
     if form == "safetensors":
         return name != _HEADER_KEY
     keys = name.split("/")
@@ -215,7 +215,7 @@ def _shards(
 
 
 def _header(leaves: Sequence[ExportedLeaf], about: Mapping[str, Any]) -> bytes:
-    """The length of the header, and the header: where each tensor lies behind it."""
+    """Header of a file and its length: the place of each tensor behind it."""
     header: dict[str, Any] = {_HEADER_KEY: {"cnr_jax": json.dumps(about)}}
     start = 0
     for leaf in leaves:
@@ -268,8 +268,8 @@ def write_zarr(
 def _names_of_axes(leaves: Sequence[ExportedLeaf]) -> dict[str, list[str]]:
     """Names for the axes of leaves, which xarray wants, such as `params_user_0`.
 
-    It takes axes of one name in a group, and in those above it, for one axis of one size, and a
-    leaf with the name of an axis for its coordinates: so no two are alike.
+    It takes axes of one name, in a group and in those above it, for one axis of one size, and a
+    leaf with the name of an axis for its coordinates. So no two names are alike.
     """
     taken = {key for leaf in leaves for key in leaf.name.split("/")}
     found: dict[str, list[str]] = {}
@@ -317,8 +317,8 @@ def write_orbax(
 ) -> None:
     """Writes a checkpoint that `ocp.StandardCheckpointer` restores.
 
-    Orbax itself writes all but the arrays: of each of these an element, in whose place the array
-    is then put.
+    Orbax itself writes everything but the arrays. For each array it writes one element, which the
+    array then replaces.
     """
     arrays = [leaf for leaf in leaves if leaf.kind in ("row", "array")]
     values: dict[LeafPath, Any] = {

@@ -1,4 +1,4 @@
-"""The leaves of a step as they are exported: which there are, and their values block by block."""
+"""Leaves of a step for an export, and their values block by block."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _WORDS = {"key": "uint32", "text": "uint8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ExportedLeaf:
-    """One leaf that is to be exported.
+    """Leaf that is to be exported.
 
     Attributes:
-        path: in the state.
-        kind: `"row"` of tables and slots, else as in the manifest: `"array"`, `"scalar"`,
-            `"key"`; a `"text"` is told in the metadata alone, but where strings can be stored.
-        shape: of the values; of a table as many rows as it has, without padding; of keys that
-            of their words.
-        dtype: of the values.
-        told: what the metadata say of it.
-        value: the value itself, of what is no array: a number, keys or a string.
-        cut: the values in blocks of so many entries of the first axis, the last of what is left;
-            of an array without axes itself.
+        path: path in the state.
+        kind: `"row"` for tables and slots, else as in the manifest: `"array"`, `"scalar"`,
+            `"key"`; a `"text"` is in the metadata alone, unless the form can store strings.
+        shape: shape of the values; for a table its rows without padding, for keys that of their
+            words.
+        dtype: dtype of the values.
+        told: metadata of the leaf.
+        value: the value itself, if it is not an array: a number, keys or a string.
+        cut: yields the values in blocks of so many entries of the first axis, and the rest in the
+            last one; an array without axes as it is.
     """
 
     path: tuple[str, ...]
@@ -79,7 +79,7 @@ class ExportedLeaf:
         return self.cut(self.block_rows)
 
     def widened(self, dtype: np.dtype) -> ExportedLeaf:
-        """The same values in a dtype that holds them all; its metadata name the one it had."""
+        """Copy of the leaf in a dtype that holds all values; its metadata name the old one."""
         return dataclasses.replace(
             self,
             dtype=dtype,
@@ -95,12 +95,13 @@ def leaves_of(
 ) -> tuple[list[ExportedLeaf], TiledDense | OrbaxDense]:
     """The leaves that were asked for, those of the largest elements first, and the dense part.
 
-    So that in a file of all of them each begins at a multiple of its elements.
+    In this order, each leaf in a file of all of them begins at a multiple of its element size.
 
     Args:
-        chain: of the step, the full checkpoint first.
+        chain: chain of the step, the full checkpoint first.
         tables: names of tables, which are taken with their slots.
-        patterns: of paths, as `fnmatch` takes them. Where neither is given, all leaves.
+        patterns: patterns of paths, as `fnmatch` takes them. If neither is given, all leaves are
+            taken.
 
     Raises:
         OptionError: if a table or a pattern fits nothing.
@@ -151,6 +152,7 @@ def _of_table(
             stop = min(start + rows, table.rows)
             yield logical_rows(chain, table.name, leaf.name, start, stop)
 
+    # Every codec in the chain, and whether it rounds.
     codecs = {
         codec_text(named.name, named.configuration): named.name != Raw.name
         for reader in chain
@@ -176,7 +178,7 @@ def _of_table(
 
 
 def _dtype_of(leaf: DenseLeaf) -> np.dtype:
-    """Of the values that are written for it; of a text, which has none, no matter which."""
+    """Dtype of the values that are written for a leaf; arbitrary for a text."""
     if leaf.kind in _WORDS:
         return np.dtype(_WORDS[leaf.kind])
     return numpy_dtype(_SCALARS.get(leaf.dtype, leaf.dtype))

@@ -1,4 +1,4 @@
-"""The folder of an export: made beside its place, and put there whole or not at all."""
+"""Folder of an export: made beside its place, and put there whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from cnr_jax.repository.store import (
 
 
 def target_of(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
-    """Where the export will be, as an absolute path; nothing is there.
+    """Absolute path of the export, after checks that nothing is there.
 
     Raises:
-        OptionError: if it is no local folder, or lies in the root.
+        OptionError: if it is not a local folder, or lies in the root.
         ExportError: if something is there, or that cannot be seen.
     """
     found = open_root(directory)
@@ -91,7 +91,7 @@ def check_room(target: Path, needed_bytes: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Bytes that are free; None where the file system does not tell."""
+    """Number of free bytes; None if the file system does not tell."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -104,7 +104,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def put_whole(target: Path) -> Iterator[Path]:
-    """A folder to be made that becomes `target` if all goes well, and else is removed.
+    """Makes a folder that becomes `target` if all goes well, and is removed otherwise.
 
     Raises:
         ExportError: if storage fails, or something is at `target` by then.
@@ -137,10 +137,10 @@ def put_whole(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _export_errors(target: Path) -> Iterator[None]:
-    """Raises an `ExportError` for what the system refused; other errors are raised as they are.
+    """Turns errors of the system into an `ExportError`; others are raised as they are.
 
     Args:
-        target: where the export was to be, with nothing in its place.
+        target: path of the export, at which there is nothing.
     """
     handled = sys.exception()
     try:

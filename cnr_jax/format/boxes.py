@@ -17,14 +17,14 @@ def box_json(box: Box) -> list[int]:
 
 
 def cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[str]:
-    """Why boxes do not hold each element of an array once; nothing if they do.
+    """Finds why boxes do not cover each element of an array exactly once; empty if they do.
 
     Volumes add up to the size of the array and no two boxes overlap: together that is exact cover.
 
     Args:
-        name: of the array.
-        shape: of it.
-        boxes: in any order.
+        name: name of the array.
+        shape: its shape.
+        boxes: the boxes, in any order.
 
     Example:
         >>> cover_problems("kernel", (4, 2), [((0, 2), (0, 2)), ((2, 3), (0, 2))])

@@ -1,4 +1,4 @@
-"""Tiles of dense leaves: which part of which leaf lies where in the bytes of a process."""
+"""Tiles of dense leaves: parts of leaves, and their places in the bytes of a process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SCALAR_BYTES = {"bool": 1, "int": 16, "float": 8}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseTile:
-    """The part `box` of one dense leaf, and its bytes in the array of its process.
+    """Tile of a dense leaf: its part `box`, and its bytes in the array of its process.
 
     Attributes:
         leaf: index into the dense leaves of the manifest.
         box: start and stop in each dimension of the leaf.
-        offset: of its first byte.
-        bytes: how many they are.
+        offset: offset of its first byte.
+        bytes: number of its bytes.
     """
 
     leaf: int
@@ -39,7 +39,7 @@ class DenseTile:
 
 
 def read_dense_tile(fields: Fields) -> DenseTile:
-    """A tile of a dense leaf, out of a process manifest."""
+    """Reads the tile of a dense leaf from a process manifest."""
     flat = fields.integers("box")
     box = tuple(zip(flat[::2], flat[1::2], strict=False))
     tile = DenseTile(
@@ -63,7 +63,7 @@ def read_dense_tile(fields: Fields) -> DenseTile:
 
 
 def quick_dense_tile(item: Any) -> DenseTile | None:
-    """A tile without a problem, as `read_dense_tile` reads it; else None."""
+    """Reads a tile without problems, as `read_dense_tile` does; None for any other."""
     try:
         leaf, flat = item["leaf"], item["box"]
         offset, size = item["offset"], item["bytes"]
@@ -92,13 +92,13 @@ def check_dense_cover(
     Texts have no tiles: the manifest holds them.
 
     Args:
-        leaves: of the manifest.
-        tiles: of all processes.
-        where: names the checkpoint in errors.
+        leaves: dense leaves of the manifest.
+        tiles: tiles of all processes.
+        where: name of the checkpoint in errors.
 
     Raises:
-        ManifestError: naming each leaf that is not covered, covered twice, or of elements of
-            another size than its tiles have.
+        ManifestError: naming each leaf that is not covered, covered twice, or whose elements have
+            another size than those of its tiles.
     """
     by_leaf: dict[int, list[DenseTile]] = {}
     for tile in tiles:

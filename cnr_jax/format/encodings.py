@@ -1,6 +1,6 @@
-"""How rows of a run are stored, as its manifests tell those who go on with it.
+"""Encodings of rows, as manifests keep them for a run that goes on.
 
-What it says is of no meaning to a reader: each process manifest names the codecs of its own rows.
+A reader of rows does not need them: each process manifest names the codecs of its own rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class NamedConfiguration:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableEncodingEntry:
-    """How rows of one table are stored, where that differs from all; None: as of all.
+    """Encoding of one table, where it differs from that of all; None: as of all.
 
     Attributes:
-        codec: of the table, what options call it or a codec as stored.
-        bits: that a codec of that name takes, a number or `"auto"`.
-        slot_codec: of its slots.
+        codec: codec of the table: its name in options, or a codec as stored.
+        bits: bits for a codec given by name, a number or `"auto"`.
+        slot_codec: codec of its slots.
     """
 
     codec: str | NamedConfiguration | None = None
@@ -37,7 +37,7 @@ class TableEncodingEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingEntry:
-    """How rows of a run are stored, for whoever goes on with it; see SPEC.md, section 5.11."""
+    """Encoding of the rows of a run, for a restore that goes on; see SPEC.md, section 5.11."""
 
     codec: str | NamedConfiguration
     bits: int | str | None
@@ -48,7 +48,7 @@ class EncodingEntry:
     tables: Mapping[str, TableEncodingEntry]
 
     def is_exact(self, table: str) -> bool:
-        """Whether all bits of a table are stored in any width of codes."""
+        """Whether a table is stored exactly, whatever the width of codes."""
         own = self.tables.get(table)
         codec = own.codec if own is not None and own.codec is not None else self.codec
         name = codec if isinstance(codec, str) else codec.name
@@ -56,7 +56,7 @@ class EncodingEntry:
 
 
 def read_named(fields: Fields) -> NamedConfiguration:
-    """A name and its configuration."""
+    """Reads a name and its configuration."""
     configuration = fields.any("configuration")
     if not isinstance(configuration, dict):
         fields.problems.append(f"{fields.where}.configuration: expected an object")
@@ -68,7 +68,7 @@ def read_named(fields: Fields) -> NamedConfiguration:
 
 
 def read_encoding(fields: Fields) -> EncodingEntry:
-    """How rows of a run are stored."""
+    """Reads the encoding of the rows of a run."""
     common = _read_table_encoding(fields)
     expects = fields.has("expected_restores")
     return EncodingEntry(
@@ -100,5 +100,5 @@ def _read_table_encoding(fields: Fields) -> TableEncodingEntry:
 
 
 def encoding_told(document: Mapping[str, Any]) -> EncodingEntry:
-    """What a process tells another one, and has read before."""
+    """Reads an encoding that another process sent, and had read before."""
     return read_encoding(Fields(document, "encoding", []))

@@ -81,7 +81,7 @@ class Fields:
         return minimum
 
     def number(self, key: str) -> float:
-        """A number that is not negative; 0.0 after a problem."""
+        """Reads a number that is not negative; 0.0 after a problem."""
         value = self._value.get(key, _MISSING)
         if is_integer(value) or (type(value) is float and 0 <= value < float("inf")):
             return float(value)
@@ -89,7 +89,7 @@ class Fields:
         return 0.0
 
     def any_number(self, key: str) -> float:
-        """A number, which may be negative; 0.0 after a problem."""
+        """Reads a number, which may be negative; 0.0 after a problem."""
         value = self._value.get(key, _MISSING)
         is_whole = is_integer(value, -LARGEST)
         if is_whole or (type(value) is float and math.isfinite(value)):
@@ -98,7 +98,7 @@ class Fields:
         return 0.0
 
     def boolean(self, key: str) -> bool:
-        """True or false; false after a problem."""
+        """Reads a truth value; False after a problem."""
         value = self._value.get(key, _MISSING)
         if isinstance(value, bool):
             return value
@@ -106,7 +106,7 @@ class Fields:
         return False
 
     def text(self, key: str, *, choices: tuple[str, ...] = ()) -> str:
-        """A string, one of `choices` where given; empty after a problem."""
+        """Reads a string, one of `choices` if given; empty after a problem."""
         value = self._value.get(key, _MISSING)
         if isinstance(value, str) and (not choices or value in choices):
             return value
@@ -115,7 +115,7 @@ class Fields:
         return ""
 
     def hexadecimal(self, key: str, digits: int) -> str:
-        """A lower-case hexadecimal string of exactly `digits` digits."""
+        """Reads a lower-case hexadecimal string of exactly `digits` digits."""
         value = self._value.get(key, _MISSING)
         if isinstance(value, str) and names.is_hex(value, digits):
             return value
@@ -123,7 +123,7 @@ class Fields:
         return "0" * digits
 
     def name(self, key: str) -> str:
-        """A file or directory name: not empty, no separators, no NUL, not `.` or `..`."""
+        """Reads a file or directory name: not empty, no separators, no NUL, not `.` or `..`."""
         value = self._value.get(key, _MISSING)
         if isinstance(value, str) and names.is_component(value):
             return value
@@ -131,7 +131,7 @@ class Fields:
         return "_"
 
     def path(self, key: str) -> str:
-        """A path below the folder of the document: names joined by `/`, none of them `..`."""
+        """Reads a path below the document's folder: names joined by `/`, none of them `..`."""
         value = self._value.get(key, _MISSING)
         if isinstance(value, str) and is_path(value):
             return value
@@ -139,11 +139,11 @@ class Fields:
         return "_"
 
     def any(self, key: str) -> Any:
-        """The value as it is; None when absent."""
+        """Value under a key, unchecked; None when absent."""
         return self._value.get(key)
 
     def child(self, key: str) -> Fields:
-        """The object under `key`."""
+        """Fields of the object under `key`, which report to the same list."""
         value = self._value.get(key, _MISSING)
         where = f"{self.where}.{key}" if self.where else key
         if value is _MISSING:
@@ -152,7 +152,7 @@ class Fields:
         return Fields(value, where, self.problems)
 
     def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...]:
-        """A list of integers of at least `minimum`."""
+        """Reads a list of integers of at least `minimum`."""
         return self._typed_list(
             key,
             lambda v: is_integer(v, minimum),
@@ -160,7 +160,7 @@ class Fields:
         )
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Reads a list of strings."""
         return self._typed_list(key, lambda v: isinstance(v, str), "strings")
 
     def _typed_list(
@@ -181,13 +181,13 @@ class Fields:
         read: Callable[[Fields], T],
         quick: Callable[[Any], T | None] | None = None,
     ) -> tuple[T, ...]:
-        """A list of objects, each read by `read`.
+        """Reads a list of objects, each by `read`.
 
         Args:
-            key: of the list.
+            key: key of the list.
             read: reads an object, and reports its problems.
-            quick: reads an object that has none, and gives None for any other; saves most of
-                the time where there are many.
+            quick: reads an object without problems, and returns None for any other; saves most
+                of the time if there are many.
         """
         value = self._value.get(key, _MISSING)
         if not isinstance(value, list):
@@ -203,7 +203,7 @@ class Fields:
         return tuple(found)
 
     def mapping(self, key: str, read: Callable[[Fields], T]) -> dict[str, T]:
-        """An object whose values are objects, each read by `read`."""
+        """Reads an object whose values are objects, each by `read`."""
         child = self.child(key)
         return {
             name: read(Fields(item, f"{child.where}.{name}", self.problems))
@@ -224,13 +224,13 @@ def read_alike(
     read: Callable[[Fields], T],
     varies: Callable[[T], bool] = lambda item: False,
 ) -> tuple[T, ...]:
-    """A list of objects that was probably read before, out of another manifest.
+    """Reads a list of objects that was probably read before, from another manifest.
 
     Args:
-        fields: that hold it.
-        key: of the list.
-        read: one of the objects.
-        varies: whether an object may well be another in each manifest: such are not kept.
+        fields: fields that hold the list.
+        key: key of the list.
+        read: reads one of the objects.
+        varies: whether an object may well differ in each manifest: such objects are not kept.
     """
     text = json_text(fields.any(key)).encode()
     known = key, len(text), hashlib.sha256(text).digest()
@@ -256,7 +256,7 @@ def dump_document(document: Mapping[str, object]) -> bytes:
 
 
 def _joined(texts: Mapping[str, str]) -> bytes:
-    """The canonical object of values that are text already: each is made once."""
+    """Joins values that are text already into the canonical object: each is made once."""
     pairs = (f"{json_text(key)}:{text}" for key, text in sorted(texts.items()))
     return f"{{{','.join(pairs)}}}\n".encode()
 

@@ -43,7 +43,7 @@ class ParentRef:
 
     Attributes:
         directory: name of its step directory, relative to the root, so that runs can be moved.
-        uuid: its identity; a step of another run in the same place is not the parent.
+        uuid: identity of the parent; a step of another run in the same place is not the parent.
         clock: clock of the parent, counted in the lineage of the child.
     """
 
@@ -54,7 +54,7 @@ class ParentRef:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Where a branch left an older one: the last step of that generation that belongs to it."""
+    """Point where a branch left an older one: the last step of that generation on the branch."""
 
     generation: int
     step: int
@@ -96,8 +96,8 @@ class DenseLeaf:
 
     Attributes:
         kind: `array`, `scalar` and `key` are stored in files; `text` is the string in `value`.
-        shape: of an array; a key's shape without the words of its data.
-        dtype: of an array, or the implementation of a key.
+        shape: shape of an array, or of a key without the words of its data.
+        dtype: dtype of an array, or implementation of a key.
         value: the string itself, for `text`.
         numpy: whether an array is one of numpy rather than of jax; None: it is of jax, or the
             manifest does not say.
@@ -116,9 +116,9 @@ class HistoryEntry:
     """One committed save of the current branch, as the policy sees it, or several in a row.
 
     Attributes:
-        step: of the last of them.
-        kind: of all of them.
-        bytes: of all of them together, as `rows` and `secs` are.
+        step: step of the last of them.
+        kind: kind of all of them.
+        bytes: bytes of all of them together; `rows` and `secs` are sums as well.
         saves: how many they are.
     """
 
@@ -137,8 +137,8 @@ MAX_HISTORY = 48
 def bounded_history(history: Sequence[HistoryEntry]) -> tuple[HistoryEntry, ...]:
     """A history of at most `MAX_HISTORY` entries: neighbouring deltas are put together.
 
-    First those that stand for the fewest saves together, and of such the oldest, so that all
-    parts of a long history are told equally finely. The last entry is always one save.
+    Entries that stand for the fewest saves are joined first, and of these the oldest, so that all
+    parts of a long history keep the same detail. The last entry is always one save.
 
     Example:
         >>> saves = [HistoryEntry(step=0, kind="full", bytes=90, rows=9, secs=0.5)]
@@ -178,11 +178,11 @@ class Totals:
     """Rows and bytes of a whole step, over all processes.
 
     Attributes:
-        rows: rows stored, each counted once for its table, not for its slots.
-        table_bytes: files of the arrays less what belongs to slots.
-        slot_bytes: encoded bytes of slots; of compressed arrays their share of the files.
-        dense_bytes: files under `dense/`.
-        manifest_bytes: the process manifests.
+        rows: number of rows stored, each counted once for its table, not for its slots.
+        table_bytes: bytes of the files of arrays, without those of slots.
+        slot_bytes: encoded bytes of slots; in compressed arrays their share of the files.
+        dense_bytes: bytes of the files under `dense/`.
+        manifest_bytes: bytes of the process manifests.
     """
 
     rows: int
@@ -194,13 +194,13 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SampledMotion:
-    """How far rows have moved since the run began or was restored: a sample of them.
+    """Motion of rows since the run began or was restored, from a sample of them.
 
     Attributes:
-        rows: that had moved, at least one.
-        even_bits: about the width of codes whose error is even with the motion: `log2(error /
-            motion)`, the mean over rows, of dithered codes of one step over the range of the row,
-            and of the row's way.
+        rows: number of rows that had moved, at least one.
+        even_bits: about the width of codes whose error equals the motion: the mean over rows of
+            `log2(error / motion)`, where `error` is that of dithered codes of one step over the
+            range of the row, and `motion` is the distance that the row has moved.
     """
 
     rows: int
@@ -208,7 +208,7 @@ class SampledMotion:
 
 
 def joined_motion(found: Iterable[SampledMotion]) -> SampledMotion | None:
-    """The motion of several samples together; None if there is none.
+    """Joins the motion of several samples; None if there is none.
 
     Example:
         >>> few = SampledMotion(rows=1, even_bits=2.0)
@@ -310,7 +310,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def load(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`; `where` names the file in errors.
+    """Parses a manifest; `where` names the file in errors.
 
     Raises:
         ManifestError: with every problem found.
@@ -378,7 +378,7 @@ def _read_manifest(fields: Fields) -> Manifest:
 
 
 def read_motion(fields: Fields) -> SampledMotion:
-    """How far rows have moved."""
+    """Reads a `SampledMotion`."""
     return SampledMotion(
         rows=fields.integer("rows", minimum=1),
         # Powers of two with such exponents do not overflow.
@@ -413,7 +413,7 @@ def _read_digest(fields: Fields) -> FileDigest:
 
 
 def _quick_digest(item: Any) -> FileDigest | None:
-    """A digest without a problem, as `_read_digest` reads it; else None."""
+    """Reads a digest without problems, as `_read_digest` does; None for any other."""
     try:
         path, size, digest = item["path"], item["bytes"], item["sha256"]
     except (KeyError, TypeError):
@@ -490,7 +490,7 @@ def _read_history(fields: Fields) -> HistoryEntry:
 
 
 def _quick_history(item: Any) -> HistoryEntry | None:
-    """An entry without a problem, as `_read_history` reads it; else None."""
+    """Reads an entry without problems, as `_read_history` does; None for any other."""
     try:
         step, kind, saves = item["step"], item["kind"], item.get("saves", 1)
         size, rows, secs = item["bytes"], item["rows"], item["secs"]

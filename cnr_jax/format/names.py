@@ -86,7 +86,7 @@ _LEADS_THERE = re.compile(rf"array_metadatas|{_PART}|(?:{_PART}/)?{_DATA}")
 
 
 def process_manifest(process: int) -> str:
-    """The manifest that one process writes after its arrays.
+    """Name of the manifest that one process writes after its arrays.
 
     Example:
         >>> process_manifest(3)
@@ -96,7 +96,7 @@ def process_manifest(process: int) -> str:
 
 
 def rows_directory(process: int) -> str:
-    """The folder that holds the arrays of one process.
+    """Name of the folder that holds the arrays of one process.
 
     Example:
         >>> rows_directory(0)
@@ -106,7 +106,7 @@ def rows_directory(process: int) -> str:
 
 
 def dense_array(process: int) -> str:
-    """The array that holds the dense leaves of one process, in the folder of dense leaves.
+    """Path of the array that holds the dense leaves of one process.
 
     Example:
         >>> dense_array(0)
@@ -116,7 +116,7 @@ def dense_array(process: int) -> str:
 
 
 def array_name(codec: str, part: str, dtype: str) -> str:
-    """The array into which all rows of one codec, part and dtype are concatenated.
+    """Name of the array into which all rows of one codec, part and dtype are concatenated.
 
     Example:
         >>> array_name("cnr.asymmetric", "codes", "uint8")
@@ -126,10 +126,10 @@ def array_name(codec: str, part: str, dtype: str) -> str:
 
 
 def abandoned(directory: str, generation: int, uuid: str) -> str:
-    """The name under which a step directory of an abandoned branch is kept.
+    """Name under which a step directory of an abandoned branch is kept.
 
-    With the whole uuid: its first digits are those of all checkpoints of a run, and a run can
-    abandon the same step and generation twice where a save in between failed.
+    It has the whole uuid, since all checkpoints of a run share the first digits, and a run can
+    abandon the same step and generation twice if a save in between failed.
 
     Example:
         >>> abandoned("1200", 1, "00ff" * 8)
@@ -139,7 +139,7 @@ def abandoned(directory: str, generation: int, uuid: str) -> str:
 
 
 def abandoned_step(name: str) -> str | None:
-    """The step directory that a rollback has moved to a name; None: it is no such name.
+    """Step directory that a rollback has moved to a name; None for any other name.
 
     Example:
         >>> abandoned_step(abandoned("ck_12", 1, "00ff" * 8)), abandoned_step("12.abandoned-g1")
@@ -154,12 +154,12 @@ _HEX = re.compile("[0-9a-f]*")
 
 
 def is_hex(text: str, digits: int) -> bool:
-    """Whether a text is so many lower-case hexadecimal digits."""
+    """Whether a text has exactly so many lower-case hexadecimal digits."""
     return len(text) == digits and _HEX.fullmatch(text) is not None
 
 
 def is_component(name: str) -> bool:
-    """Whether a name is that of one file or folder, which leads nowhere else.
+    """Whether a name is that of one file or folder, and leads nowhere else.
 
     Example:
         >>> is_component("user.table"), is_component("../x"), is_component("..")
@@ -174,12 +174,12 @@ def is_component(name: str) -> bool:
 
 
 def earlier_run(uuid: str) -> str:
-    """The folder of a root that a new run moves the steps of earlier ones into.
+    """Name of the folder of a root into which a new run moves the steps of earlier ones.
 
-    Never listed as a step: it does not end in a digit.
+    It is never listed as a step, since it does not end in a digit.
 
     Args:
-        uuid: of the first save of the new run.
+        uuid: uuid of the first save of the new run.
 
     Example:
         >>> earlier_run("00ff" * 8)
@@ -189,10 +189,10 @@ def earlier_run(uuid: str) -> str:
 
 
 def removed(directory: str, token: str) -> str:
-    """The name under which a removed directory lies until its files are deleted.
+    """Name under which a removed directory lies until its files are deleted.
 
     Args:
-        directory: as it was called, also that of a save that was never committed.
+        directory: old name of the directory, which may be that of a save never committed.
         token: 16 hexadecimal digits that tell two removals of the same name apart.
 
     Example:
@@ -203,10 +203,10 @@ def removed(directory: str, token: str) -> str:
 
 
 def replacing(file: str, token: str) -> str:
-    """The name under which a file of a root is written until it takes the place of the old one.
+    """Name under which a file of a root is written before it replaces the old one.
 
     Args:
-        file: its name.
+        file: name of the file.
         token: 8 hexadecimal digits that no other writer has.
 
     Example:
@@ -217,7 +217,7 @@ def replacing(file: str, token: str) -> str:
 
 
 def is_replacing(name: str) -> bool:
-    """Whether a name is one that `replacing` makes for a file of a root.
+    """Whether `replacing` makes such a name for a file of a root.
 
     Example:
         >>> is_replacing(f"{WRITER}.00ff00ff.tmp"), is_replacing(f"{WRITER}.bak")
@@ -227,9 +227,9 @@ def is_replacing(name: str) -> bool:
 
 
 def may_be_step(name: str) -> bool:
-    """Whether a name may be that of a committed step: it ends in a digit, and says nothing else.
+    """Whether a name may be that of a committed step: it ends in a digit, and is not special.
 
-    None that is not UTF-8 is: no array could be stored there, nor read.
+    A name that is not UTF-8 is refused: no array could be stored there, nor read.
 
     Example:
         >>> may_be_step("ck_0120"), may_be_step("120.removed-00ff00ff00ff0011")
@@ -243,9 +243,9 @@ def may_be_step(name: str) -> bool:
 
 
 def kind_of_folder(name: str) -> str | None:
-    """What a folder of a root is that is no step: one of the kinds of `beside`, by its name.
+    """Kind of a folder of a root that is no step, by its name: one of those of `beside`.
 
-    None: it is a step, or none of ours.
+    None: it is a step, or not a folder of ours.
 
     Example:
         >>> kind_of_folder("7.orbax-checkpoint-tmp"), kind_of_folder("7.orbax-checkpoint-tmp.bak")
@@ -258,14 +258,14 @@ def kind_of_folder(name: str) -> str | None:
 
 
 def beside(folders: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """What lies in a root beside its steps, sorted.
+    """Sorts the folders in a root that are not steps by their kind.
 
     Args:
         folders: names of the folders in the root.
 
     Returns:
-        Names by what they say: `removed` and `unfinished` (being written, or left by a kill),
-        `abandoned`, `earlier_runs`. Each is in one of them only; other names are in none.
+        Sorted names by kind: `removed`, `unfinished` (being written, or left by a kill),
+        `abandoned`, `earlier_runs`. Each name has one kind; other names are left out.
 
     Example:
         >>> token = "00ff" * 4
@@ -281,7 +281,7 @@ def beside(folders: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def step_number(directory: str) -> int:
-    """The step that a step directory's name ends in; 0 for a name without digits.
+    """Number at the end of a step directory's name; 0 for a name without digits.
 
     Example:
         >>> step_number("ck_000120")
@@ -341,7 +341,7 @@ def _is_of(kind: tuple[str, int], form: tuple[str, range]) -> bool:
 
 
 def are_alike(one: str, other: str) -> bool:
-    """Whether two names can be those of steps of one root: the same but for the number.
+    """Whether two names can be those of steps of one root: they differ in the number alone.
 
     Example:
         >>> are_alike("ck_5", "ck_12"), are_alike("005", "120"), are_alike("005", "12")
@@ -366,7 +366,7 @@ def are_all_alike(directories: Iterable[str]) -> bool:
 
 
 def _form(directory: str) -> tuple[str, range]:
-    """What stands before the number of a step, and the widths that it may be filled up to."""
+    """Prefix of a step name before its number, and the widths to which that may be padded."""
     prefix = directory.rstrip("0123456789")
     digits = len(directory) - len(prefix)
     is_filled = digits > 1 and directory[len(prefix)] == "0"
@@ -374,7 +374,7 @@ def _form(directory: str) -> tuple[str, range]:
 
 
 def final_name(temporary: str) -> str:
-    """The name a directory has once it is committed.
+    """Name that a directory has once it is committed.
 
     Example:
         >>> final_name("1200.orbax-checkpoint-tmp"), final_name("1200")
@@ -385,7 +385,7 @@ def final_name(temporary: str) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file or folder of an item is one that this library alone writes.
+    """Whether only this library writes a file or folder of that name into an item.
 
     Example:
         >>> is_own("rows.p00012"), is_own("manifest.json"), is_own("manifest.ocdbt")
@@ -397,11 +397,11 @@ def is_own(name: str) -> bool:
 def is_looked_up(path: str) -> bool:
     """Whether Orbax's reader may open a file below `dense/` because of its name.
 
-    All else that lies there it never sees, whoever put it there; where it lists a folder, it is
-    shown these names alone.
+    It never sees any other file there, whoever put it there: where it lists a folder, it is shown
+    these names alone.
 
     Args:
-        path: of the file, or of a folder in its place, relative to `dense/`.
+        path: path of the file, or of a folder in its place, relative to `dense/`.
 
     Example:
         >>> is_looked_up("_METADATA"), is_looked_up("d/" + "00ff" * 8)

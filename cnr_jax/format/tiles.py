@@ -1,4 +1,4 @@
-"""The manifest of one process: its arrays, and which rows of which tile lie where in them.
+"""Manifest of one process: its arrays, and the place of each tile's rows in them.
 
 All rows of a process are concatenated into a few one-dimensional arrays, by codec, part and
 dtype. A *tile* is the part of one leaf that one device owned; its rows are in *segments*, each a
@@ -37,7 +37,7 @@ PROCESS_FORMAT = f"{names.FORMAT}.process"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """How the chunks of an array are compressed.
+    """Compression of an array's chunks.
 
     Attributes:
         codec: one of `COMPRESSIONS`.
@@ -50,13 +50,13 @@ class Compressed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayEntry:
-    """One zarr v3 array: `[length]` elements in chunks of `chunk`.
+    """Entry of one zarr v3 array: `[length]` elements in chunks of `chunk`.
 
     Attributes:
         metadata_sha256: digest of its `zarr.json`.
-        crc32c: for each chunk the checksum that its `crc32c` codec stores at its end. Naming
-            them here tells a chunk from a whole one of another place or run.
-        compressed: how chunks are compressed; None: not, and then it is not stored.
+        crc32c: checksum of each chunk, which its `crc32c` codec stores at its end. Naming them
+            here tells a chunk from a whole one of another place or run.
+        compressed: compression of chunks; None: they are not compressed, and this is not stored.
     """
 
     dtype: str
@@ -78,7 +78,7 @@ class DensePart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowIds:
-    """Which rows of a tile a segment holds: `count` ids in `form`, in the ids array."""
+    """Row ids of a segment: `count` ids of rows in its tile, in `form`, in the ids array."""
 
     form: str
     offset: int
@@ -88,7 +88,7 @@ class RowIds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartRef:
-    """Where one part of a segment starts: an array and the offset in its elements."""
+    """Start of one part of a segment: an array, and the offset in its elements."""
 
     array: str
     offset: int
@@ -120,12 +120,12 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SampledError:
-    """How far off rounded rows of a table are: relative l2 errors of a sample of them.
+    """Error of a table's rounded rows: relative l2 errors of a sample of them.
 
     Attributes:
-        rows: how many were compared, at least one; rows of zeros, which are exact, do not count.
-        mean: of `||row - read|| / ||row||`.
-        worst: the greatest.
+        rows: number of rows compared, at least one; rows of zeros, which are exact, do not count.
+        mean: mean of `||row - read|| / ||row||`.
+        worst: the greatest of them.
     """
 
     rows: int
@@ -134,7 +134,7 @@ class SampledError:
 
 
 def joined_error(found: Iterable[SampledError | None]) -> SampledError | None:
-    """The error of several samples together; None if there is no sample.
+    """Joins the errors of several samples; None if there is no sample.
 
     Example:
         >>> few = SampledError(rows=1, mean=0.3, worst=0.3)
@@ -175,7 +175,7 @@ class ProcessManifest:
 
     @property
     def features(self) -> frozenset[str]:
-        """What a reader has to know of, beyond the version, to read this."""
+        """Features, beyond the version, that a reader needs to know to read this."""
         entries = [*self.arrays.values(), *([self.dense.array] if self.dense else ())]
         found = {each.compressed.codec for each in entries if each.compressed}
         return frozenset(found | ({names.DENSE_TILES} if self.dense else set()))
@@ -230,7 +230,7 @@ def _tile_json(tile: Tile) -> dict[str, object]:
 
 
 def load_process(data: bytes, where: str) -> ProcessManifest:
-    """The process manifest in `data`; `where` names the file in errors.
+    """Parses a process manifest; `where` names the file in errors.
 
     Raises:
         ManifestError: with every problem found.
@@ -317,7 +317,7 @@ def _read_row_ids(fields: Fields) -> RowIds:
 
 
 def _quick_row_ids(item: Any) -> RowIds | None:
-    """Row ids without a problem, as `_read_row_ids` reads them; else None."""
+    """Reads row ids without problems, as `_read_row_ids` does; None for any others."""
     try:
         form, offset = item["form"], item["offset"]
         size, count = item["bytes"], item["count"]
@@ -329,7 +329,7 @@ def _quick_row_ids(item: Any) -> RowIds | None:
 
 
 def _quick_tile(item: Any) -> Tile | None:
-    """A tile without a problem, as `_read_tile` reads it; else None."""
+    """Reads a tile without problems, as `_read_tile` does; None for any other."""
     try:
         table, leaf, flat = item["table"], item["leaf"], item["box"]
         listed = item["segments"]
@@ -395,7 +395,7 @@ def _read_box(fields: Fields) -> Box:
 
 
 def _inconsistencies(manifest: ProcessManifest) -> list[str]:
-    """References that lead nowhere: checked once here, so that readers can follow them."""
+    """Finds references that lead nowhere: checked once here, so readers can follow them."""
     problems = [
         f"arrays.{name}: expected the name of a folder"
         for name in manifest.arrays
@@ -435,7 +435,7 @@ def _inconsistencies(manifest: ProcessManifest) -> list[str]:
 
 
 def lacking_rows(process: ProcessManifest) -> list[Tile]:
-    """Tiles of which no segment holds all rows, as one of each must in a full checkpoint."""
+    """Finds tiles without a segment of all rows, which each tile of a full checkpoint has."""
     return [
         tile
         for tile in process.tiles

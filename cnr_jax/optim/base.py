@@ -1,4 +1,4 @@
-"""What every row optimizer shares: the pair of functions, and the walk over tables.
+"""Base of all row optimizers: the pair of functions, and the walk over tables.
 
 How an optimizer moves a row is a rule of its own file; which rows there are and how they
 are read and written is in `rows.py`.
@@ -107,9 +107,9 @@ def row_optimizer(
 
     Args:
         state_type: a NamedTuple of trees: `count`, then the rule's slots in its order.
-        slots_of: of each slot by its name, 1 for [rows] or 2 for [rows, dim], and what it
-            starts from.
-        rule: how gradients move rows.
+        slots_of: dimensions of each slot by its name, 1 for [rows] or 2 for [rows, dim], and
+            its initial value.
+        rule: function by which gradients move rows.
         learning_rate: a number or a schedule.
     """
     given: Any = learning_rate
@@ -170,7 +170,7 @@ def slots_by_table(tables: Tree, state: Any) -> list[list[Any]]:
     """Lists what each field of a state has for each table, the count first.
 
     Raises:
-        OptionError: if it has another structure than the tables, or slots of other shapes.
+        OptionError: if the state has another structure than the tables, or slots of other shapes.
     """
     structure = jax.tree.structure(tables)
     slots = {f"state.{name}": getattr(state, name) for name in state._fields}
@@ -187,12 +187,12 @@ def _slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tre
     Args:
         tables: arrays [rows, dim].
         ndim: 0 for one number a table, 1 for [rows], 2 for [rows, dim].
-        value: what they hold.
-        dtype: theirs; float32 by default.
+        value: initial value.
+        dtype: dtype of the slots; float32 by default.
 
     Returns:
-        A tree of the same structure. Of concrete tables on certain devices, the slots
-        are on these, sharded like the axes they share with the table.
+        A tree of the same structure. If tables are concrete and on certain devices, the slots
+        are on these too, sharded like the axes they share with the table.
 
     Raises:
         OptionError: if a leaf is not a table of floats.

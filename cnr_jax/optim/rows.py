@@ -36,9 +36,9 @@ def sum_by_row(
         where: bool to be broadcast to the ids, or None.
 
     Returns:
-        The distinct rows, integer[m], ascending, and then `len(table)` as often as it
-        takes; their sums, float32[m, dim]. m is static: the number of ids, or one more
-        than the table's rows if that is less.
+        The distinct rows, integer[m], ascending, and then `len(table)` to fill up; their
+        sums, float32[m, dim]. m is static: the number of ids, or one more than the table's
+        rows if that is less.
 
     Raises:
         OptionError: if the arguments do not fit each other.

@@ -1,7 +1,7 @@
 """Row optimizers as gradient transformations of optax.
 
-What optax adds to a parameter is usually an array as large as it. Here it is a `RowSteps`: the rows
-that change, and by how much. `optax.apply_updates(params, updates)` computes
+The update that optax adds to a parameter is usually an array as large as it. Here it is a
+`RowSteps`: the rows that change, and by how much. `optax.apply_updates(params, updates)` computes
 `params + updates` for each leaf, and a table plus `RowSteps` is the table with these rows changed.
 So the other rows are neither read nor written, and keep every bit.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 # mean of several steps) would map it over the rows' numbers too. This way it fails.
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSteps:
-    """How some rows of one table change: what `as_optax` has for an update.
+    """Update of some rows of one table, as `as_optax` makes it.
 
     `table + steps` is the table with these rows changed, so `optax.apply_updates` takes it.
-    It lives within a train step: neither `jax.jit` nor what maps functions over updates
-    (`optax.scale`, `optax.global_norm`) takes it, and says so with a `TypeError`.
+    It lives within a train step: neither `jax.jit` nor functions that map over updates
+    (`optax.scale`, `optax.global_norm`) take it, and they raise a `TypeError`.
 
     Attributes:
-        name: of the table, as in the ids.
+        name: name of the table, as in the ids.
         rows: integer[n], the distinct rows, ascending, and then `shape[0]` for no row.
         steps: float32[n, dim], to be subtracted of these rows.
         table: the parameter that `update` was given, [rows, dim].
@@ -51,7 +51,7 @@ class RowSteps:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the table, (rows, dim)."""
+        """Shape of the table, (rows, dim)."""
         return jnp.shape(self.table)
 
     # Else numpy would add this to each element of a table that is its own.
@@ -78,38 +78,38 @@ class RowSteps:
 def as_optax(
     optimizer: RowOptimizer, paths: Mapping[str, str] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A row optimizer as a transformation for `optax.multi_transform` and `nnx.Optimizer`.
+    """Turns a row optimizer into a transformation for `optax.multi_transform` and NNX.
 
     Its update takes, beside the gradients, the ids that the batch looked up:
     `update(grads, state, params, ids={"user": ids})`. Gradients are those of the whole
     tables, as `jax.grad` and `nnx.grad` give them; of these and of the slots it reads the
     rows in the ids, and no others change. Rows and slots get the bits that
-    `optimizer.update` gives them, compiled alike, but that `jax.grad` sums the gradients of
-    a repeated row in the table's own dtype. It has to be the last of an `optax.chain`: what
-    changes updates after it, or adds them up, raises.
+    `optimizer.update` gives them, compiled alike, except that `jax.grad` sums the gradients
+    of a repeated row in the table's own dtype. It has to be the last of an `optax.chain`: a
+    transformation after it that changes updates, or adds them up, raises.
 
     A gradient as large as the table has to be filled with zeros, which `optimizer.update`
-    does without; and where tables are sharded by rows and batches too, XLA may sum whole
-    gradients over the devices. Take the latter for what is too large for that.
+    does not need. And if tables are sharded by rows and batches too, XLA may sum whole
+    gradients over the devices. Use `optimizer.update` for tables too large for that.
 
     Args:
         optimizer: one of `cnr_jax.optim`.
-        paths: by name in the ids, the path of the table among the parameters; a name that
-            is not here is a path itself, as in `find_tables`.
+        paths: path of a table among the parameters, by its name in the ids; a name that is
+            not here is a path itself, as in `find_tables`.
 
     Returns:
         The transformation. All its parameters are tables, so it is usually one group of
-        `optax.multi_transform`. `init` gives the optimizer's own state. `update` gives
+        `optax.multi_transform`. `init` returns the optimizer's own state. `update` returns
         `RowSteps` for the tables; `moved_rows` hands their rows to `record`. Its `ids` are
-        those of `record`: by table, integers of any shape, lists of features, `Lookup`;
-        None leaves a table alone, and names that no parameter has are passed over.
-        Tables with a layout other than the default need ids of stored rows.
+        those of `record`: by table, integers of any shape, lists of features, `Lookup`.
+        None leaves a table alone, and names that no parameter has are ignored. Tables with
+        a layout other than the default need ids of stored rows.
 
     Raises:
-        OptionError: if optax is not installed, or the optimizer is none of ours. At trace time,
-            `update` raises it if there are no params or no ids of a table, a name fits several
-            tables, or gradients or state are not those of the tables; and `TouchedError` for ids
-            that `record` refuses.
+        OptionError: if optax is not installed, or the optimizer is not one of ours. At trace
+            time, `update` raises it if there are no params or no ids of a table, a name fits
+            several tables, or gradients or state are not those of the tables. It raises
+            `TouchedError` for ids that `record` refuses.
 
     Example:
         >>> import optax
@@ -155,9 +155,9 @@ def as_optax(
 
 
 def moved_rows(updates: Tree) -> dict[str, Lookup]:
-    """The rows that the updates of `as_optax` change, by table, as `record` takes them.
+    """Rows that the updates of `as_optax` change, by table, as `record` takes them.
 
-    So ids are given once, to the optimizer, and what is recorded is what it changes.
+    So ids are given once, to the optimizer, and the recorded rows are those that it changes.
 
     Args:
         updates: a tree with `RowSteps` at tables, as from `tx.update` or from

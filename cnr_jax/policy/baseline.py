@@ -33,11 +33,11 @@ class SaveRecord:
         bytes: bytes written, over all processes.
         rows: rows written, over all tables and processes.
         secs: seconds from the start of the save until all its files were written, on all
-            processes; without waiting for the save before.
-        depth: checkpoints that a restore of it reads, itself included; None: it is not known, as
-            the step cannot be restored any more.
-        restore_bytes: bytes that these hold for such a restore: rows of all, dense leaves of
-            its own; None likewise.
+            processes; the wait for the save before does not count.
+        depth: number of checkpoints that a restore of it reads, itself included; None: not known,
+            as the step cannot be restored any more.
+        restore_bytes: bytes that such a restore reads: rows of all these checkpoints, and dense
+            leaves of its own; None likewise.
 
     Example:
         >>> SaveRecord(step=100, kind="full", bytes=4096, rows=64, secs=0.5).kind
@@ -58,7 +58,7 @@ class SaveRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the next save writes.
+    """Decision on the next save: full or delta, and on which parent.
 
     Attributes:
         kind: `"full"` or `"delta"`.
@@ -105,9 +105,9 @@ class Policy(Protocol):
 
         Args:
             history: committed saves of the current branch since and including its
-                latest full one, oldest first. Empty if there is none. Where they are
-                very many, older neighbours share one record: the mean of their figures,
-                and all else of the last of them.
+                latest full one, oldest first. Empty if there is none. If there are
+                very many, older neighbours share one record, with the mean of their
+                figures and everything else from the last of them.
         """
         ...
 
@@ -237,7 +237,7 @@ def take_limit(policy: Any, name: str) -> None:
     """Checks a field of a policy that is a limit on the number of deltas, and takes it as an int.
 
     Raises:
-        OptionError: if it is less than 1, or no integer.
+        OptionError: if it is less than 1, or not an integer.
     """
     take_integers(policy, name)
     limit = getattr(policy, name)

@@ -1,9 +1,9 @@
-"""How many bits a code takes, given how often the run will be restored, and how far rows then move.
+"""Width of codes, from the expected restores of a run and the motion of its rows.
 
 Error enters training only when a checkpoint is restored, so the damage grows with the number of
-restores, not of saves; and with each of them by more where rows have moved by little since the one
-before. The invariant to remember: once a run has been restored more often than was expected, all it
-saves takes 8 bits at least; the forecast has proved wrong. What was measured only adds bits.
+restores, not of saves. Each restore does more damage if rows have moved little since the one
+before. The invariant to remember: once a run has been restored more often than was expected, all
+its saves take at least 8 bits, since the forecast has proved wrong. Measurements only add bits.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def bits_for(expected_restores: float) -> int:
     """Returns the width of a code for a run that is expected to be restored so often.
 
     Args:
-        expected_restores: over the whole run, 0 or more.
+        expected_restores: number of restores over the whole run, 0 or more.
 
     Raises:
-        OptionError: if that is no number, or negative.
+        OptionError: if that is not a number, or negative.
 
     Example:
         >>> [bits_for(restores) for restores in (0, 1, 1.2, 3, 20, 21)]
@@ -67,13 +67,13 @@ def bits_after(
 
     Args:
         restores: how often the run was restored along the branch that goes on.
-        expected_restores: over the whole run, those so far among them.
-        even_bits: how far its rows move from restore to restore, or have moved since the first
-            save, see `SampledMotion`; None: not known.
+        expected_restores: number of restores over the whole run, those so far included.
+        even_bits: motion of its rows from restore to restore, or since the first save, see
+            `SampledMotion`; None: not known.
 
     Returns:
-        The width for what was expected, and 8 once there have been more; or what the motion asks
-        for, if that is more. `RAW_BITS` only once the run was restored.
+        The width for the expected restores, and 8 once there have been more; or the width that
+        the motion asks for, if that is more. `RAW_BITS` only once the run was restored.
 
     Raises:
         OptionError: as `bits_for`.
@@ -100,7 +100,7 @@ def bits_for_motion(even_bits: float) -> int:
     """Returns the least width whose rounding does no harm where rows move so little.
 
     Args:
-        even_bits: of rows of the run from restore to restore, see `SampledMotion`.
+        even_bits: motion of the run's rows from restore to restore, see `SampledMotion`.
 
     Returns:
         2, 3, 4 or 8; `RAW_BITS` if 8 are too few.
@@ -120,14 +120,14 @@ def bits_for_motion(even_bits: float) -> int:
 def dithered_bits(restores: int, even_bits: float | None = None) -> int:
     """Returns the widest codes that `rounding="auto"` dithers in a save; 0: it dithers none.
 
-    Dither saves small motion from being undone by restores, and errs by twice as much, squared.
-    So codes are dithered as soon as restores may undo anything, unless rows are known to move
-    by enough from restore to restore. How far they moved before the first restore says nothing of
-    how soon the second one comes.
+    Dither keeps restores from undoing small motion, and its squared error is twice as great. So
+    codes are dithered as soon as restores may undo anything, unless rows are known to move far
+    enough from restore to restore. Their motion before the first restore does not tell how soon
+    the second one comes.
 
     Args:
         restores: how often the run was restored along the branch that goes on.
-        even_bits: how far its rows had moved, since the restore before, when it was restored, see
+        even_bits: motion of its rows since the restore before, taken when it was restored, see
             `SampledMotion`; None: not known.
 
     Example:
@@ -144,10 +144,10 @@ def dithered_bits(restores: int, even_bits: float | None = None) -> int:
 
 
 def is_harmful(even_bits: float, bits: int) -> bool:
-    """Returns whether restores that bring rounding to so many bits may well cost accuracy.
+    """Returns whether restores of codes of this width may well cost accuracy.
 
     Args:
-        even_bits: of rows of the run from restore to restore.
+        even_bits: motion of the run's rows from restore to restore, see `SampledMotion`.
         bits: width of a code; `RAW_BITS`: nothing is rounded.
 
     Example:
@@ -168,11 +168,11 @@ def width_told(bits: int) -> str:
 
 
 def noise_of(bits: int, even_bits: float) -> float:
-    """Returns what codes err by, squared, as a share of how far rows have moved, squared.
+    """Returns the squared error of codes as a share of the squared motion of rows.
 
     Args:
         bits: width of a code.
-        even_bits: of the rows, see `SampledMotion`.
+        even_bits: motion of the rows, see `SampledMotion`.
 
     Example:
         >>> [round(noise_of(bits, even_bits=4.0), 3) for bits in (2, 3, 4, 8)]
@@ -184,14 +184,14 @@ def noise_of(bits: int, even_bits: float) -> float:
 
 
 def older_bits(errors: Mapping[int, float | None]) -> int | None:
-    """Returns the width in which rows were stored before, if their errors betray it.
+    """Returns the width in which rows were stored before, if their errors show it.
 
     Args:
-        errors: of rows in codes of each width; None: not known.
+        errors: error of the rows by width of codes; None: not known.
 
     Returns:
-        The narrowest width that errs by no more than a wider one, as rows err that a restore
-        brought and training has not moved since; None: there is none, or none errs at all.
+        The narrowest width that errs no more than a wider one. Rows that a restore brought, and
+        that training has not moved since, err so. None: there is no such width, or none errs.
 
     Example:
         >>> older_bits({2: 0.25, 3: 0.0, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
@@ -209,20 +209,20 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
 def small_tables(elements: Mapping[str, int]) -> frozenset[str]:
     """Returns the tables that take `FALLBACK_BITS` however few restores are expected.
 
-    Few rows are looked up often: each rounding of them reaches many examples, and most of the
-    accuracy that restores cost is lost there. Against 2 bits, 8 for a hundredth of the
-    elements add 3 % to the codes of a full save; 27 % to those of a delta that holds all of
-    these, but a tenth of the others.
+    Their few rows are looked up often: each rounding of them reaches many examples, and most of
+    the accuracy that restores cost is lost there. Against 2 bits, 8 bits for a hundredth of the
+    elements add 3 % to the codes of a full save, and 27 % to those of a delta that holds all of
+    these elements, but a tenth of the others.
 
     Elements are what codes cost: a table of few but very wide rows is not small. Tables of one
     size are small together or not at all, so that no name has a say.
 
     Args:
-        elements: of each table whose width follows the restores, 1 or more; all their rows
-            count, whichever process holds them.
+        elements: number of elements, by table whose width follows the restores, 1 or more; all
+            rows count, whichever process holds them.
 
     Returns:
-        Those of fewest elements that together have at most `SMALL_PERCENT` of all.
+        The tables of fewest elements that together have at most `SMALL_PERCENT` of all.
 
     Example:
         >>> sizes = {"user": 64_000_000, "item": 9_000_000, "day": 448, "airport": 22_000}
@@ -249,11 +249,11 @@ def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -
 
     Args:
         node_mtbf_hours: mean time between failures of one node, in hours.
-        nodes: that the job runs on; the failure of any of them ends it.
-        job_hours: that the job trains for, restarts included.
+        nodes: number of nodes that the job runs on; the failure of any of them ends it.
+        job_hours: hours that the job trains for, restarts included.
 
     Raises:
-        OptionError: if one is no number, or negative, or there is no time between failures.
+        OptionError: if one is not a number, or negative, or there is no time between failures.
 
     Example:
         >>> expected_restores(node_mtbf_hours=4000, nodes=16, job_hours=500)

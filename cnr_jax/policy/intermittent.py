@@ -135,7 +135,7 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 
 class CycleCosts(NamedTuple):
-    """What the next i + 1 saves cost, for each of the two choices after i deltas.
+    """Costs of the next i + 1 saves, for each of the two choices after i deltas.
 
     Both are in the unit of the sizes they were computed from (bytes, or fulls).
     """

@@ -27,7 +27,7 @@ _log = logger(__name__)
 
 
 class Lookup(NamedTuple):
-    """Row ids of which some entries do not count.
+    """Row ids some of whose entries do not count.
 
     Attributes:
         ids: integer[...], row ids.
@@ -49,7 +49,7 @@ Ids: TypeAlias = Union[ArrayLike, Lookup, "Sequence[Ids]"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StampedTable:
-    """What `record` must know of a table, static under `jax.jit`.
+    """Facts about a table that `record` needs, static under `jax.jit`.
 
     Attributes:
         name: the table's name.
@@ -203,7 +203,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def replicated(array: jax.Array, columns: Sequence[Any] = ()) -> jax.Array:
-    """Returns an array of a batch on all devices, but for the axes of its last dimensions."""
+    """Returns an array of a batch on all devices, except for the axes of its last dimensions."""
     # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
     # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
     where = explicit_sharding(array)

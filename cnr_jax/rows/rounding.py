@@ -1,4 +1,4 @@
-"""Rows as a restore would bring them: encoded and decoded where they lie, and how far off they are.
+"""Rounding of rows as by a save and a restore, where they lie, and their errors.
 
 A save does both halves far apart, and keeps what is between. Here nothing is kept: to see what a
 codec does to rows, without a checkpoint.
@@ -35,13 +35,13 @@ _SMALL_CHUNKS = 8
 
 
 class Off(NamedTuple):
-    """How far off rows are, as sums that may be added: `||row - read|| / ||row||` of each.
+    """Errors of rows as sums that may be added: `||row - read|| / ||row||` of each.
 
     Attributes:
-        rows: that were compared; rows of zeros are not among them.
-        errors: the sum of their errors.
-        worst: the greatest.
-        escaped: rows that the codec does not hold, and that are stored exactly beside.
+        rows: number of rows compared; rows of zeros do not count.
+        errors: sum of their errors.
+        worst: the greatest of them.
+        escaped: number of rows that the codec cannot hold, and that are stored exactly beside.
     """
 
     rows: int = 0
@@ -50,7 +50,7 @@ class Off(NamedTuple):
     escaped: int = 0
 
     def and_of(self, other: Off) -> Off:
-        """That of both.
+        """Errors of both sets of rows.
 
         Example:
             >>> Off(2, 0.5, 0.3).and_of(Off(1, 0.4, 0.4, escaped=1))
@@ -65,19 +65,19 @@ class Off(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Rows as they would be read, and what is known of them once they are.
+    """Rows as they would be read, and their errors once they are computed.
 
     Attributes:
-        rows: like those that were given, and sharded like them.
-        found: of the parts of rows that this process is to count, float32[1, 4] each: the fields
-            of `Off`. Not waited for.
+        rows: rows like those that were given, and sharded like them.
+        found: fields of `Off`, float32[1, 4], for each part of rows that this process counts; not
+            waited for.
     """
 
     rows: jax.Array
     found: tuple[jax.Array, ...]
 
     def off(self) -> Off:
-        """How far off those are; waits for them."""
+        """Errors of the rows; waits for them."""
         found = np.concatenate([np.zeros((1, 4)), *jax.device_get(self.found)])
         rows, errors, _, escaped = found.sum(axis=0)
         return Off(int(rows), float(errors), float(found[:, 2].max()), int(escaped))
@@ -85,16 +85,16 @@ class Rounded(NamedTuple):
 
 @own_settings()
 def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounded:
-    """Rows as a restore would bring them, if they were saved by a codec.
+    """Rounds rows as a codec and a restore would.
 
     As in a save each device encodes the part of a row that it holds, in chunks, by programs that
     all tables share. In runs of several processes all must call it.
 
     Args:
-        codec: any but `Raw`, for rows of this dtype.
-        rows: float[rows, ...] in any sharding; stay as they are.
-        keys: of the rows of a box, uint32[rows], by which codes are dithered; None: they are the
-            nearest.
+        codec: any codec but `Raw`, for rows of this dtype.
+        rows: float[rows, ...] in any sharding, which stay as they are.
+        keys: function from a box to the keys of its rows, uint32[rows], by which codes are
+            dithered; None: they are the nearest.
 
     Example:
         >>> from cnr_jax.rows.codecs import make_codec
@@ -128,6 +128,7 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
     out, offs = _in_chunks(codec, below, size, given)
     made = {each.device: each.data for each in out.addressable_shards}
     back = [jax.device_put(made[s.device], s.data.sharding) for s in shards]
+    # Of replicas only the first one counts, or errors would be added several times.
     counted = {each.device for each in shards if not each.replica_id}
     parts = (part for off in offs for part in off.addressable_shards)
     return Rounded(
@@ -139,13 +140,13 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
 def _in_chunks(
     codec: Codec, below: NamedSharding, size: int, given: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Rows of all devices as they are read, and how far off those of each chunk are.
+    """Rounds rows of all devices by chunks, with the errors of each chunk.
 
     Args:
-        codec: of the rows.
-        below: how arrays are split over the devices.
-        size: rows of a chunk.
-        given: the rows, and their keys where codes are dithered.
+        codec: codec of the rows.
+        below: partition by which arrays are split over the devices.
+        size: number of rows of a chunk.
+        given: the rows, and their keys if codes are dithered.
     """
     out, offs = given[0], list[jax.Array]()
     count = out.shape[0] // below.mesh.size
@@ -165,7 +166,7 @@ def _in_chunks(
 
 
 def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
-    """How far off rows are that lie in the memory of the host, `[rows, ...]`.
+    """Errors of rows in the memory of the host, `[rows, ...]`.
 
     Example:
         >>> from cnr_jax.rows.codecs import make_codec
@@ -178,7 +179,7 @@ def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
 def _on_each(
     work: Callable[..., Any], below: NamedSharding, wholes: int = 0
 ) -> Callable[..., Any]:
-    """What does some work on each device with its part, the last arguments being of all."""
+    """Maps a function over devices, each with its part; the last arguments are whole."""
 
     def mapped(*given: Any) -> Any:
         specs = (below.spec,) * (len(given) - wholes) + (P(),) * wholes
@@ -198,7 +199,7 @@ def _on_each(
 def _taken(
     below: NamedSharding, size: int, data: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Rows of each device, `[size, width]`; zeros where there are not so many."""
+    """Rows of each device, `[size, width]`; zeros if there are not so many."""
 
     def take(data: jax.Array, start: jax.Array) -> jax.Array:
         rows = data.reshape(data.shape[0], -1)
@@ -212,7 +213,7 @@ def _taken(
 def _in_place(
     below: NamedSharding, out: jax.Array, read: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """The rows of each device, those from `start` on as they were read."""
+    """Writes rows of each device, from `start` on, as they were read."""
 
     def put(out: jax.Array, read: jax.Array, start: jax.Array) -> jax.Array:
         rows = read[: out.shape[0]].reshape(-1, *out.shape[1:])
@@ -233,7 +234,7 @@ def _there_and_back(
     rows: jax.Array,
     *keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows as they are read, and how far off those of the range `fresh` are."""
+    """Encodes and decodes rows; also returns the errors of those in the range `fresh`."""
 
     def work(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, *keys, fresh = given

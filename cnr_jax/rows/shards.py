@@ -1,7 +1,7 @@
-"""The shards that a save reads: where each tile is in them, looked up once, and their rows.
+"""Shards that a save reads: their tiles, looked up once, and their rows.
 
-A save of thousands of tiles is to ask jax nothing about any of them: what follows from tables and
-shardings alone is kept by number in a `Tiling`, and what one state has there in `Shards`.
+A save of thousands of tiles must not ask jax about each of them. So facts that follow from tables
+and shardings alone are kept by number in a `Tiling`, and the arrays of one state in `Shards`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SMALL_RANGE = 1 << 14
 
 
 class Spot(NamedTuple):
-    """Where rows of an array are: the number of a local shard, and the row it starts with."""
+    """Place of an array's rows: the number of a local shard, and the row it starts with."""
 
     shard: int
     first: int
@@ -57,7 +57,7 @@ def local_shards_of(
 
 
 def spot_on(sharding: Sharding, shape: tuple[int, ...], device: jax.Device) -> Spot:
-    """Where an array is on a device of this process.
+    """Finds the place of an array on a device of this process.
 
     Raises:
         TableError: if it has no shard there.
@@ -70,7 +70,7 @@ def spot_on(sharding: Sharding, shape: tuple[int, ...], device: jax.Device) -> S
 
 
 def spot_of(sharding: Sharding, shape: tuple[int, ...], rows: tuple[int, int]) -> Spot:
-    """Where rows of an array are on this process.
+    """Finds the place of some rows of an array on this process.
 
     Raises:
         TableError: if no shard holds all of them.
@@ -90,7 +90,7 @@ def local_shards(array: jax.Array) -> Sequence[jax.Array]:
 def _ways_to_shards(
     sharding: Sharding,
 ) -> Callable[[jax.Array], Sequence[jax.Array]]:
-    """The quickest way to the shards of arrays that are sharded so."""
+    """Quickest access to the shards of arrays with some shardings."""
     count = len(sharding.addressable_devices)
     if len(sharding.device_set) == 1:
         return lambda array: (array,)
@@ -101,27 +101,27 @@ def _ways_to_shards(
 
 
 class Tiling:
-    """The tiles of tables that are sharded in one way, and all that follows from that alone.
+    """Tiles of tables that are sharded in one way, and everything that follows from that alone.
 
-    Made once for each such way: what a save of thousands of tiles would have to find out for each
-    of them, it looks up by the number of a tile, or of a range of rows. Holds no arrays.
+    It is made once for each such way. A save of thousands of tiles looks these facts up by the
+    number of a tile, or of a range of rows. It holds no arrays.
 
     Args:
         tables: the tables of a state.
-        shardings: of their leaves, by table and leaf name; those missing are left out.
+        shardings: shardings of their leaves, by table and leaf name; missing ones are left out.
         stamps: sharding of each table's stamps.
-        way: where rows on a device are handled.
+        way: function that chooses where rows on a device are handled.
 
     Attributes:
-        tiles: that this process saves, in the order of tables and leaves.
-        wheres: of each tile, where its rows are handled.
-        firsts: of each tile, the row of its shard at which it starts.
-        groups: of tiles with the same rows on the same device.
-        numbers: of the tiles of each group.
-        ranges: the rows that tiles have, each once.
-        range_of: of each tile, the number of its rows.
-        range_rows: int64[ranges], how many rows.
-        stamps: of each range, where its stamps are handled, and the row of their shard at which
+        tiles: tiles that this process saves, in the order of tables and leaves.
+        wheres: place where each tile's rows are handled.
+        firsts: row of its shard at which each tile starts.
+        groups: groups of tiles with the same rows on the same device.
+        numbers: numbers of the tiles of each group.
+        ranges: distinct ranges of rows that tiles have.
+        range_of: number of each tile's range.
+        range_rows: int64[ranges], number of rows.
+        stamps: place where each range's stamps are handled, and the row of their shard at which
             they start.
         parts: numbers of ranges whose stamps are handled together in host memory.
         part_of: int64[ranges], the part of each range; -1: its stamps stay on their device.
@@ -154,6 +154,7 @@ class Tiling:
             spot = spot_on(sharding, leaf.shape, device)
             leaves.setdefault((table, leaf.name), []).append(spot.shard)
             firsts.append(tile.rows[0] - spot.first)
+            # Of the shard, which may have fewer columns than the leaf.
             rows, *row = sharding.shard_shape(leaf.shape)
             size, word = _row_words(tuple(row), leaf.dtype)
             nbytes = size * leaf.dtype.itemsize
@@ -171,7 +172,7 @@ class Tiling:
         self._place_stamps(tables, stamps)
 
     def _place_stamps(self, tables: Tables, stamps: Mapping[str, Sharding]) -> None:
-        """Finds out where the stamps of each range are, and which are compared together."""
+        """Finds the place of each range's stamps, and which are compared together."""
         shards: dict[str, list[int]] = {}
         found: list[tuple[Where, int]] = []
         for table, rows in self.ranges:
@@ -180,7 +181,7 @@ class Tiling:
             shards.setdefault(table, []).append(spot.shard)
             boxes = local_shards_of(sharding, shape).items()
             device = next(d for d, (number, _) in boxes if number == spot.shard)
-            where = self.way(device, 4 * sharding.shard_shape(shape)[0])
+            where = self.way(device, 4 * sharding.shard_shape(shape)[0])  # int32 stamps
             found.append((where, rows[0] - spot.first))
         self.stamps = tuple(found)
         self._stamps = [
@@ -191,6 +192,7 @@ class Tiling:
         is_small = on_host & (self.range_rows <= _SMALL_RANGE)
         small = np.flatnonzero(is_small)
         large = np.flatnonzero(on_host & ~is_small)
+        # All small ranges are one part, each large one is a part of its own.
         self.parts = [small] * bool(len(small)) + [np.array([each]) for each in large]
         self.part_of = np.full(len(found), -1, np.int64)
         for part, numbers in enumerate(self.parts):
@@ -201,25 +203,25 @@ class Tiling:
 
     @functools.cached_property
     def boxes(self) -> tuple[tuple[str, str, Piece], ...]:
-        """Which parts of which leaves the tiles are, and the devices they are on."""
+        """Boxes of the tiles in their leaves, and the devices they are on."""
         return tuple((t.table.name, t.leaf.name, t.piece) for t in self.tiles)
 
     def data_in(self, arrays: Arrays) -> list[jax.Array]:
-        """The shard that each tile is in, of arrays that are sharded in this way."""
+        """Shard of each tile, in arrays that are sharded in this way."""
         found: list[jax.Array] = []
         for table, leaf, shards_of, numbers in self._leaves:
             found += map(shards_of(arrays[table][leaf]).__getitem__, numbers)
         return found
 
     def stamps_in(self, stamps: Mapping[str, jax.Array]) -> list[jax.Array]:
-        """The shard that the stamps of each range are in."""
+        """Shard of each range's stamps."""
         found: list[jax.Array] = []
         for table, shards_of, numbers in self._stamps:
             found += map(shards_of(stamps[table]).__getitem__, numbers)
         return found
 
     def words_in(self, data: Sequence[jax.Array]) -> list[np.ndarray | None]:
-        """Of the shard of each tile the rows in host memory, as `row_words`; None on a device."""
+        """Rows in host memory of each tile's shard, as `row_words`; None on a device."""
         for shard, tile, where in zip(data, self.tiles, self.wheres, strict=True):
             if where == "host" and tile.piece.device.platform != "cpu":
                 shard.copy_to_host_async()
@@ -240,18 +242,18 @@ class Tiling:
 
 
 class Shards:
-    """The parts of one state that its save reads, on this process.
+    """Shards of one state that its save reads, on this process.
 
-    They are of the state, which may be donated after the save has begun: nothing may keep them.
-    Looked up once, as jax makes the shards of an array anew each time.
+    They belong to the state, which may be donated after the save has begun, so nothing may keep
+    them. They are looked up once, as jax makes the shards of an array anew each time.
 
     Args:
-        tiling: of the state.
-        arrays: its leaves, by table and leaf name.
-        stamps: by table, if rows are chosen by those that `record` wrote.
+        tiling: tiling of the state.
+        arrays: leaves of the state, by table and leaf name.
+        stamps: stamps by table, if rows are chosen by those that `record` wrote.
 
     Attributes:
-        data: of each tile, the shard that it is in.
+        data: shard of each tile.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class Shards:
 
     @property
     def stamps(self) -> list[jax.Array]:
-        """Of each range of rows, the shard that its stamps are in.
+        """Shard of each range's stamps.
 
         Raises:
             AssertionError: if no stamps were given.
@@ -281,7 +283,7 @@ class Shards:
 
     @property
     def words(self) -> list[np.ndarray | None]:
-        """Of each tile the rows of its shard in host memory, as `row_words`; None on a device.
+        """Rows of each tile's shard in host memory, as `row_words`; None on a device.
 
         Views where rows are in host memory already. A view that is alive when its buffer is
         donated makes XLA copy the whole table instead of reusing it: see `release`.
@@ -308,7 +310,7 @@ class Shards:
         return self._stamp_parts
 
     def release(self) -> None:
-        """Lets go of all of it: the save has read what it needs."""
+        """Lets go of all shards: the save has read what it needs."""
         self.data, self._words = [], None
         self._of_tables, self._stamps, self._stamp_parts = None, None, None
 
@@ -316,8 +318,8 @@ class Shards:
 def row_words(leaf: np.ndarray) -> np.ndarray:
     """Returns the bytes of each row as the widest words they fill, [rows, words].
 
-    A view where rows lie one after the other. numpy copies such words faster than it does some
-    numbers, and never takes them for numbers.
+    It is a view if rows lie one after the other. numpy copies such words faster than some numbers,
+    and never interprets them as numbers.
 
     Example:
         >>> row_words(np.zeros((3, 5), np.float16)).dtype
@@ -331,7 +333,7 @@ def row_words(leaf: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _row_words(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, np.dtype]:
-    """Elements of a row of this shape, and the words that its bytes fill."""
+    """Number of elements in a row of this shape, and the words that its bytes fill."""
     elements = math.prod(shape)
     nbytes = elements * dtype.itemsize
     width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)

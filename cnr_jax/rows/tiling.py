@@ -1,6 +1,6 @@
-"""Which device saves which part of a leaf, and where and by how many rows it is handled.
+"""Tiles: the parts of leaves, the device that saves each, and the place where it is handled.
 
-Every element is saved once, decided alike everywhere.
+Every element is saved once, and all processes decide alike by which device.
 
 A tile is a part of one shard whose rows lie within one shard of the stamps, because the rows
 of a tile are chosen by stamps that its process must hold. All processes compute the same tiling
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     Attributes:
         box: start and stop in each dimension of the leaf.
-        device: holds the box; its process holds the stamps of the rows.
+        device: device that holds the box; its process holds the stamps of the rows.
     """
 
     box: Box
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 
 def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
-    """The groups that tiles form, each with its tiles in the order of leaves."""
+    """Groups tiles, each group with its tiles in the order of leaves."""
     found: dict[Group, tuple[OwnTile, ...]] = {}
     for tile in tiles:
         group = Group(tile.table.name, tile.piece.device, tile.rows)
@@ -101,7 +101,7 @@ def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
 
 
 def boxes_in(tiles: Iterable[OwnTile]) -> list[tuple[str, Box]]:
-    """Which parts of which leaves tiles are."""
+    """Boxes of tiles in their leaves."""
     return [(tile.leaf.name, tile.piece.box) for tile in tiles]
 
 
@@ -111,11 +111,11 @@ Shardings = Mapping[str, Mapping[str, Sharding]]
 def own_tiles(
     tables: Tables, shardings: Shardings, stamps: Mapping[str, Sharding]
 ) -> tuple[OwnTile, ...]:
-    """The tiles of all tables that this process saves, in the order of tables and leaves.
+    """Tiles of all tables that this process saves, in the order of tables and leaves.
 
     Args:
         tables: the tables of a state.
-        shardings: of their leaves, by table and leaf name; those missing are left out.
+        shardings: shardings of their leaves, by table and leaf name; missing ones are left out.
         stamps: sharding of each table's stamps.
 
     Raises:
@@ -149,7 +149,7 @@ def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
 def boxes_of(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> Mapping[Box, tuple[jax.Device, ...]]:
-    """The distinct parts of an array and the devices that hold each, in order of device id.
+    """Distinct parts of an array, and the devices that hold each, in order of device id.
 
     Example:
         >>> sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -172,10 +172,10 @@ def tile_leaf(
     """Splits a leaf into tiles, each with the device that saves it.
 
     Args:
-        name: of the leaf, for the error.
-        shape: of the leaf; `shape[0]` is the table's padded rows.
-        sharding: of the leaf.
-        stamp_sharding: of the table's stamps, `[shape[0]]`.
+        name: name of the leaf, for the error.
+        shape: shape of the leaf; `shape[0]` is the table's padded rows.
+        sharding: sharding of the leaf.
+        stamp_sharding: sharding of the table's stamps, `[shape[0]]`.
 
     Raises:
         TableError: if no process holds both a part of the leaf and the stamps of its rows.
@@ -203,10 +203,10 @@ def tile_leaf(
 def _choose(
     devices: tuple[jax.Device, ...], holders: tuple[jax.Device, ...]
 ) -> jax.Device | None:
-    """The device that saves a tile: one that holds its stamps too, so that replicas share.
+    """Chooses the device that saves a tile: one that holds its stamps too.
 
-    A replicated slot of a row-sharded table is so saved by all devices, each the rows whose
-    stamps it holds, and not by the first device alone.
+    So all devices share a replicated slot of a row-sharded table: each saves the rows whose stamps
+    it holds, and the first device does not save them all.
     """
     both = [device for device in devices if device in holders]
     if both:
@@ -216,12 +216,12 @@ def _choose(
 
 
 def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int:
-    """Rows of a large chunk: a power of two, one where rows are very wide.
+    """Number of rows in a large chunk: a power of two; one if rows are very wide.
 
     Args:
-        width: elements of a row.
+        width: number of elements of a row.
         itemsize: bytes of an element.
-        limit_bytes: of decoded rows; None: `CHUNK_BYTES`.
+        limit_bytes: bytes of decoded rows; None: `CHUNK_BYTES`.
 
     Example:
         >>> chunk_rows(64, 4)
@@ -233,7 +233,7 @@ def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int
 
 
 def program_rows(count: int, large: int) -> int:
-    """Rows of the chunk, large or small, that holds `count` rows, at most `large`.
+    """Number of rows in the chunk, large or small, that holds `count` rows, at most `large`.
 
     Example:
         >>> program_rows(300, 8192), program_rows(600, 8192), program_rows(2, 4)
@@ -244,11 +244,11 @@ def program_rows(count: int, large: int) -> int:
 
 
 class Counted(Protocol):
-    """What `in_chunks` cuts: rows of a run, or rows to be decoded."""
+    """Items that `in_chunks` cuts: rows of a run, or rows to be decoded."""
 
     @property
     def count(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         ...
 
 
@@ -279,15 +279,16 @@ def in_chunks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, in
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh` and what debugs a user's programs; also a decorator.
+    """Suspends the mesh of `jax.set_mesh` and debugging settings; also a decorator.
 
     Programs of a save or a restore run on one device each, which jax refuses within a mesh of
-    several. Moving rows is what they are for, rows are theirs as they are, NaN or not, and none
-    of them can be run without being compiled. So what forbids these, for a train step's sake,
-    is not asked here. Arrays keep their own shardings. What is set also decides under what jax
-    keeps a program: one that was compiled in here is found again only here, from any thread.
+    several. They move rows, take them as they are, NaN or not, and cannot run without being
+    compiled. Settings that forbid this are meant for a train step, and do not hold here. Arrays
+    keep their own shardings. Settings are also part of the key under which jax keeps a compiled
+    program: one that was compiled in here is found again only in here, from any thread.
     """
     with (
+        # An empty mesh, as if none were set.
         jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())),
         jax.transfer_guard("allow"),
         jax.debug_nans(False),
@@ -299,7 +300,7 @@ def own_settings() -> Iterator[None]:
 
 
 def settings_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What this thread has set for itself of jax and what arrays depend on, for another thread."""
+    """Captures jax's settings of this thread that arrays depend on, for another thread."""
     config: Any = jax.config
     x64, device = config.jax_enable_x64, config.jax_default_device
 
@@ -316,10 +317,10 @@ def compiled(
     device: jax.Device,
     *arrays: tuple[tuple[int, ...], DTypeLike],
 ) -> Callable[..., Any]:
-    """A program for arrays on one device, of these shapes and dtypes, compiled ahead of time.
+    """Compiles a function ahead of time, for arrays of these shapes and dtypes on one device.
 
-    Calling a jitted function to warm it up would need arrays as large as a shard. jax keeps no
-    program that is made so: each caller does, in a function under `functools.cache`.
+    Calling a jitted function to warm it up would need arrays as large as a shard. jax does not
+    keep a program that is made so; each caller does, in a function under `functools.cache`.
     """
     where = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(*each, sharding=where) for each in arrays]
@@ -328,10 +329,11 @@ def compiled(
 
 @own_settings()
 def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
-    """A jitted function, compiled for arrays like these.
+    """Compiles a jitted function for arrays like these.
 
-    Where one of them has elements of less than a byte, only at its first call: such arrays have
-    another layout than programs that were compiled before, which refuse them (jax 0.10).
+    If one of them has elements of less than a byte, it is compiled only at its first call: such
+    arrays have another layout than programs that were compiled before, which refuse them (jax
+    0.10).
     """
     leaves = jax.tree.leaves(arguments)
     if any(jax.dtypes.itemsize_bits(leaf.dtype) < 8 for leaf in leaves):
@@ -345,12 +347,12 @@ def is_on_host(shard: jax.Array) -> bool:
 
 
 def host_device() -> jax.Device:
-    """The device that encodes rows which are staged on the host."""
+    """Device that encodes rows which are staged on the host."""
     return jax.local_devices(backend="cpu")[0]
 
 
 def padded(values: np.ndarray, rows: int) -> np.ndarray:
-    """`values` with rows of zeros after them, `rows` in all; itself if it has as many."""
+    """Pads `values` with rows of zeros to `rows` in all; returns them as they are if full."""
     if len(values) == rows:
         return values
     longer = np.zeros((rows, *values.shape[1:]), values.dtype)
@@ -367,11 +369,11 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def placing(asked: str) -> Way:
-    """Where rows of a shard are hashed, gathered and encoded.
+    """Function that chooses the place where rows of a shard are hashed, gathered and encoded.
 
     Args:
-        asked: `Options.staging`. With `"auto"` in the background on CPU, and at once on the
-            device elsewhere unless the shard is small.
+        asked: `Options.staging`. `"auto"` means in the background on CPU; elsewhere it means at
+            once on the device, unless the shard is small.
     """
 
     def way(device: jax.Device, size: int) -> Where:

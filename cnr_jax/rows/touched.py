@@ -49,7 +49,7 @@ CLOCK_LIMIT = 2**30
 )
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Touched:
-    """When each row was last looked up; a pytree that travels beside the train state.
+    """Touched rows: the time of each row's last look-up, a pytree beside the train state.
 
     A row's stamp is the clock of the last `record` that named it, 0 for never. The clock
     counts calls of `record`, not steps. Build it with `init_touched` and donate it to
@@ -70,13 +70,13 @@ class Touched:
     tables: tuple[StampedTable, ...]
 
     def __repr__(self) -> str:
-        """Of which tables; stamps are as many as rows, and may be traced or on other hosts."""
+        """Names of the tables; stamps are as many as rows, and may be traced or on other hosts."""
         tables = (f"{t.name}: {t.padded_rows:,} rows" for t in self.tables)
         return f"<Touched {', '.join(tables)}>"
 
 
 def init_touched(state: Any, tables: Tables) -> Touched:
-    """Returns stamps for a state of which no row was looked up yet.
+    """Returns stamps for a state none of whose rows was looked up yet.
 
     The stamps are placed as the rows of `state`'s tables are: over the same mesh and
     devices, replicated over axes that split columns, and uncommitted where the table
@@ -210,9 +210,10 @@ def record(touched: Touched, ids: Mapping[str, Ids], *, check: bool = False) -> 
         ids: by table, integers of any shape and width; a sequence of such for features
             that share a table; a `Lookup` for masked or ragged ids. Tables that are
             not named are left alone.
-        check: logs a warning, by table, of ids that are negative or out of range: how many, and
-            which. For finding mistakes: it copies the ids of each call to the host. Under
-            `jax.jit` warnings come when the step has run; `jax.effects_barrier()` waits for them.
+        check: whether to log a warning, by table, of ids that are negative or out of range: how
+            many, and which. It is for finding mistakes, as it copies the ids of each call to the
+            host. Under `jax.jit` warnings come when the step has run; `jax.effects_barrier()`
+            waits for them.
 
     Returns:
         The same structure, shapes, dtypes and shardings. The clock stops at
@@ -262,8 +263,8 @@ def stamp_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
     """Returns the sharding of a table's stamps: that of its rows, in device memory.
 
     Args:
-        sharding: of the table, a `NamedSharding` or any sharding on one device.
-        shape: of the table, (padded_rows, ...).
+        sharding: sharding of the table, a `NamedSharding` or any sharding on one device.
+        shape: shape of the table, (padded_rows, ...).
 
     Raises:
         TouchedError: if the sharding is of another kind, or does not split the rows
@@ -335,7 +336,7 @@ def _check_arguments(touched: Any, ids: object) -> None:
 
 
 def _beside(stamps: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns `values` on the devices of `stamps`: those of tables need not be the same ones.
+    """Returns `values` on the devices of `stamps`, as tables may be on different devices.
 
     Within `jax.jit` all devices are.
     """

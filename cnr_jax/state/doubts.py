@@ -1,8 +1,8 @@
 """Dense leaves that may be slots of a table: what `find_tables` could not tell, and says so.
 
-A slot that is taken for dense costs bytes at every save, and nothing else tells: rows change
-in few places, the slot is saved whole. A leaf that is wrongly taken for a slot may cost data. So
-whoever made the state has to say it, in `TableSpec(slots=...)`, of which the text is given here.
+A slot that is taken for dense costs bytes at every save, and nothing else shows it: rows change
+in few places, and the slot is saved whole. A leaf that is wrongly taken for a slot may cost data.
+So the user has to say it, in `TableSpec(slots=...)`; this module writes the text for it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SHARE = 0.01
 
 
 class Doubts(NamedTuple):
-    """What may be a slot.
+    """Dense leaves that may be slots, with a question about each, and texts for the user.
 
     Attributes:
-        questions: by path of the leaf.
-        texts: what to write where it costs more than a little, one for each table.
+        questions: question about a leaf, by its path.
+        texts: advice for each table whose leaves in doubt cost more than a little.
     """
 
     questions: Mapping[Path, str]
@@ -56,9 +56,9 @@ def find_doubts(
     """Finds the dense leaves that may be slots.
 
     Args:
-        index: of the state.
-        mirrors: of the same.
-        tables: those whose slots nobody has listed.
+        index: index of the state.
+        mirrors: mirrors of the same state.
+        tables: tables whose slots nobody has listed.
         dense: leaves of no table, by path.
     """
     tables = sorted(tables, key=lambda table: index.order[table.path])
@@ -111,7 +111,7 @@ def _owners(
     others: Sequence[StateLeaf],
     trees: Trees,
 ) -> tuple[str, ...]:
-    """Names of those of the tables with as many rows that a leaf may be a slot of, as likely."""
+    """Names of the tables that a leaf may be a slot of, among those of as many rows."""
     if not isinstance(entry.value, jax.Array | jax.ShapeDtypeStruct):
         return ()
     shape = shape_of(entry.value)
@@ -135,7 +135,7 @@ def _owners(
 
 
 def _common_end(one: Path, other: Path) -> int:
-    """How many parts two normalised paths end with alike."""
+    """Number of parts at the end that two normalised paths share."""
     same = [a == b for a, b in zip(reversed(one), reversed(other), strict=False)]
     return [*same, False].index(False)
 
@@ -145,7 +145,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _written(table: Table, more: Sequence[StateLeaf]) -> str:
-    """The `TableSpec` of a table with these slots more, as it would be written."""
+    """Source of the `TableSpec` of a table with more slots."""
     slots = [leaf.path for leaf in table.slots] + [entry.path for entry in more]
     parts = [repr("/".join(table.path))]
     parts += [f"rows={table.rows}"] * (table.rows != table.padded_rows)

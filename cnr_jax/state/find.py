@@ -1,4 +1,4 @@
-"""Which leaves of a train state are tables, their per-row slots, or dense.
+"""Finds the tables of a train state and their per-row slots; all other leaves are dense.
 
 `find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
 dtypes and shardings, never values.

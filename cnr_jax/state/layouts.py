@@ -1,4 +1,4 @@
-"""Where a table's logical rows lie in its stored array.
+"""Row layouts: the place of a table's logical rows in its stored array.
 
 A layout maps logical row ids to rows of the physical array and back. It is pure integer
 arithmetic, so the same methods serve Python ints, numpy arrays and (traced) JAX arrays.

@@ -1,9 +1,9 @@
 """Leaves that repeat a parameter: its slots in an optimizer's state, averages, accumulators.
 
 An optimizer's state repeats the tree of the parameters under names of its own, so a
-parameter's slots are the leaves whose path *ends* as the parameter's does. Where what they
-repeat lies cannot be told from the names of the roots alone: that a tree is an optimizer's
-state shows by its names or its classes, and whose it is by its tree and its shapes.
+parameter's slots are the leaves whose path *ends* as the parameter's does. The names of the
+roots alone do not tell which tree they repeat. Names or classes show that a tree is an
+optimizer's state; its paths and its shapes show to which model it belongs.
 
 To remember: a leaf wrongly left out of a table's slots is saved in full with the dense
 leaves and costs bytes; a leaf wrongly taken for a slot is saved by the stamps of other
@@ -39,7 +39,7 @@ class Mirror(NamedTuple):
 
 
 class _Root(NamedTuple):
-    """Where the parameters of a leaf's model may lie: an optimizer repeats what is below.
+    """Possible root of the parameters of a leaf's model: an optimizer repeats what is below.
 
     That is `params` in a TrainState, `0` in `(model, optimizer)`, and the top of a bare
     dict of parameters.
@@ -57,18 +57,18 @@ def _below(path: Path, root: Path) -> bool:
 
 
 def _with_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In the place of a shape: a matrix of as many rows, whatever its columns."""
+    """Key in the place of a shape: a matrix of as many rows, whatever its columns."""
     return (*shape[:1], -1)
 
 
 class Mirrors:
-    """What repeats the leaves of one state.
+    """Index of the leaves of one state that repeat other leaves.
 
     Args:
-        index: of the state.
+        index: index of the state.
 
     Attributes:
-        trees: of the same.
+        trees: trees of the same state.
 
     Example:
         >>> index = PathIndex({"params": {"user": 1}, "opt": {"mu": {"user": 2}}})
@@ -189,7 +189,7 @@ class Mirrors:
         return [m for m in found if self.trees.owner(models, m.holder) == root.path]
 
     def _in_optimizers(self, suffix: Path) -> list[StateLeaf]:
-        """Leaves of optimizers whose paths end so."""
+        """Leaves in optimizers' states whose paths have a given end."""
         if suffix not in self._slots:
             alike = self._index.by_suffix.get(suffix, [])
             self._slots[suffix] = [e for e in alike if self.trees.in_optimizer(e.path)]
@@ -255,7 +255,7 @@ class Mirrors:
                     yield mirror
 
     def _owner(self, rest: Path, slot: Mirror) -> Path | None:
-        """Where the model lies that a slot in an optimizer's field is of, if that can be told."""
+        """Path of the model that a slot in an optimizer's field belongs to; None if unknown."""
         path = slot.entry.path
         if path not in self._owners:
             models = self._models(rest, slot.entry)
@@ -263,24 +263,24 @@ class Mirrors:
         return self._owners[path]
 
     def _field(self, path: Path) -> Path | None:
-        """The field of the innermost state of optax that holds a leaf."""
+        """Path of the field of the innermost optax state that holds a leaf."""
         for end in range(len(path) - 1, -1, -1):
             if path[:end] in self._index.optimizer_states:
                 return path[: end + 1]
         return None
 
     def _shape_of_owner(self, slot: StateLeaf) -> tuple[int, ...]:
-        """What the shape of a parameter is known by of which a state has this one array.
+        """Key of the parameter's shape, for a slot whose state has this one array.
 
-        It is that of the slot. Row optimizers take matrices only, and may keep one number for
-        each row of one.
+        It is the shape of the slot itself. But row optimizers take matrices only, and may keep one
+        number for each row: then it is that of any matrix of as many rows.
         """
         shape, field = shape_of(slot.value), self._field(slot.path)
         by_row = field is not None and field[:-1] in self._index.row_optimizer_states
         return _with_rows(shape) if by_row and len(shape) == 1 else shape
 
     def _models(self, rest: Path, slot: StateLeaf) -> list[Path]:
-        """Roots of parameters below which one has this path, and may be what a slot is of."""
+        """Roots of models with a parameter at a path that the slot may belong to."""
         shape = shape_of(slot.value)
         alike = (
             self._index.by_suffix.get(rest, [])
@@ -296,7 +296,7 @@ class Mirrors:
         ]
 
     def _root_of(self, entry: StateLeaf, rest: Path) -> Path | None:
-        """The path of a leaf without its end; None if that begins within a key."""
+        """Path of a leaf without its end; None if that begins within a key."""
         if not rest:
             return entry.path
         cut = len(entry.parts) - len(rest)
@@ -307,9 +307,9 @@ class Mirrors:
     # ---- by names made of paths ----
 
     def _flat_states(self) -> dict[Path, list[StateLeaf]]:
-        """Arrays of optimizers that keep all in one folder, by that folder, as those of Keras do.
+        """Arrays of optimizers that keep all in one folder, as Keras does, by that folder.
 
-        These are called after the path of their parameters, joined by `_`, and their own name, as
+        They are named after the path of their parameter, joined by `_`, and their own name, such as
         `adam/user_embeddings_velocity`, beside a counter of the steps.
         """
         found: dict[Path, list[StateLeaf]] = defaultdict(list)
@@ -320,7 +320,7 @@ class Mirrors:
         return found
 
     def _by_flat_names(self, entry: StateLeaf) -> Iterator[Mirror]:
-        """Lists the slots that are called after a parameter's path."""
+        """Lists the slots that are named after a parameter's path."""
         if self.trees.in_optimizer(entry.path):
             return
         for folder, members in self._flat.items():
@@ -339,7 +339,7 @@ class Mirrors:
     def _flat_owners(
         self, root: Path, members: Iterable[StateLeaf]
     ) -> list[tuple[StateLeaf, Path]] | None:
-        """Whose slot each member of a folder is, by path below a root; None if not of all."""
+        """Pairs each member of a folder with its parameter's path; None if one has none."""
         model = self.trees.model(root)
         names = {"_".join(rest): rest for rest in model}
         found = []
@@ -347,6 +347,7 @@ class Mirrors:
             words = slot.parts[-1].split("_")
             if slot.parts[-1] in names:
                 return None  # a tree that repeats the model's
+            # The longest name of a parameter with which the slot's name begins.
             ends = range(len(words) - 1, 0, -1)
             name = next((n for e in ends if (n := "_".join(words[:e])) in names), None)
             owner = names.get(name or "")

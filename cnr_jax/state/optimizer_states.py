@@ -1,4 +1,4 @@
-"""What in a train state is known to move rows that no batch looked up.
+"""Parts of a train state that are known to move rows that no batch looked up.
 
 `record` stamps the rows of a batch. Most optimizers also move other rows: Adam's and
 momentum's averages decay, weight decay shrinks every row. An audit of the rows finds out
@@ -69,7 +69,7 @@ _AT_MOST = 4  # parts to name: enough for one optimizer and what is around it
 
 
 def moving_parts(state: Any, table: Table) -> tuple[str, ...]:
-    """Lists what in a state is known to move rows of a table that no batch looked up.
+    """Lists parts of a state that are known to move rows that no batch looked up.
 
     Known are leaves that repeat the table's path (whether or not they are its slots),
     by the class of the optax state that holds them or, where the tree has lost its

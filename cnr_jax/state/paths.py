@@ -1,7 +1,7 @@
 """Key paths of a train state: flattening, normalising, and what a user's path means.
 
-Which leaves repeat a parameter's path is asked in `mirrors.py`, which of them are tables
-and slots is decided in `find.py`; nothing here looks at values.
+`mirrors.py` finds the leaves that repeat a parameter's path, and `find.py` decides which leaves
+are tables and slots. Nothing here looks at values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateLeaf(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions; 0 for what is not an array."""
+        """Number of dimensions; 0 if the leaf is not an array."""
         return len(getattr(self.value, "shape", ()))
 
 
@@ -83,7 +83,7 @@ def _is_named_tuple(node: Any) -> bool:
 
 
 def _maker(kind: type) -> str:
-    """The library of whose optimizers a class is the state: `optax`, `cnr_jax`, or neither."""
+    """Library that a class of optimizer state comes from: `optax`, `cnr_jax`, or neither."""
     # By name: a state need not have been made in this program. Lookahead's parameters are none.
     made_by = kind.__module__.split(".")
     known = made_by[0] == "optax" or made_by[:2] == ["cnr_jax", "optim"]

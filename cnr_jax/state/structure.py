@@ -1,8 +1,8 @@
-"""What the dense leaves of a state are like, so that a save can tell whether they still are.
+"""Forms of the dense leaves of a state, by which a save tells whether it still has them.
 
 A step that lacks a leaf, or has another in its place, does not restore into the state that the
-loop makes. What a jitted train step makes of a leaf is the same: a number of Python becomes an
-array of no axes, and without x64 64 bits become 32.
+loop makes. A leaf counts as the same after a jitted train step, which turns a number of Python
+into an array without axes, and without x64 64 bits into 32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NUMBERS = {
 
 
 class Form(NamedTuple):
-    """What a dense leaf is: an array or a number of Python, a PRNG key, a string.
+    """Form of a dense leaf: an array, a number of Python, a PRNG key, or a string.
 
     Attributes:
         kind: "array", "key", "str", or the class of a number or of anything else.
-        shape: of an array.
-        dtype: of an array, as it is.
+        shape: shape of an array.
+        dtype: dtype of an array.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 def form_of(leaf: Any) -> Form:
-    """The form of a leaf, concrete or abstract."""
+    """Form of a leaf, concrete or abstract."""
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return Form(type(leaf).__name__)
@@ -74,7 +74,7 @@ def _dtype(form: Form) -> Any:
 def differences(
     found: Mapping[Path, Form], leaves: Iterable[tuple[Path, Any]]
 ) -> list[str]:
-    """In which leaves a state differs from that in which the tables were found, and how.
+    """Lists the leaves in which a state differs from the one that tables were found in.
 
     Args:
         found: forms of the dense leaves then.

@@ -1,4 +1,4 @@
-"""What a table is, and taking a train state apart into table leaves and the dense rest.
+"""Tables of a train state, and taking it apart into table leaves and the dense rest.
 
 A table is a parameter `[rows, ...]` with its per-row slots. `find_tables` makes these values;
 everything else reads them. They hold shapes, dtypes and shardings, never arrays.
@@ -43,9 +43,9 @@ class Leaf:
         name: "table", or the slot's prefix in the state, such as
             "opt_state/0/sum_of_squares"; unique in its table.
         path: the key path, exactly as it occurs in the state.
-        shape: of the whole array, `(padded_rows, ...)`.
-        dtype: of the array.
-        sharding: of the array it was found from, if any; not compared.
+        shape: shape of the whole array, `(padded_rows, ...)`.
+        dtype: dtype of the array.
+        sharding: sharding of the array it was found from, if any; not compared.
     """
 
     name: str
@@ -79,14 +79,15 @@ class Leaf:
 class Table:
     """A table `[padded_rows, ...]` and the slots that go with its rows.
 
-    An embedding, the experts of a layer, a kernel, a vector: whatever changes by rows.
+    It may be an embedding, the experts of a layer, a kernel, a vector: any array that changes by
+    rows.
 
     Attributes:
-        name: as given to `find_tables`.
+        name: name that was given to `find_tables`.
         leaf: the parameter.
         slots: the optimizer's arrays with one entry per row, in the order of paths.
-        rows: logical rows; what the array has beyond them is padding.
-        layout: where logical rows lie in the array.
+        rows: number of logical rows; further rows of the array are padding.
+        layout: layout of the logical rows in the array.
     """
 
     name: str
@@ -123,13 +124,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """How to find one table, where its name alone does not say it all.
+    """Specification of one table, if its name alone does not say everything.
 
     Attributes:
         path: the parameter's path or the end of it; default: the table's name.
-        rows: logical rows, at most those of the array; default: all of them.
-        slots: paths of the slots; default: find them; empty: none.
-        layout: where logical rows lie in the array.
+        rows: number of logical rows, at most those of the array; default: all of them.
+        slots: paths of the slots; by default they are searched for; empty: none.
+        layout: layout of the logical rows in the array.
     """
 
     path: str | None = None
@@ -142,14 +143,14 @@ class TableSpec:
 class Tables(Mapping[str, Table]):
     """The tables of a state by name, and the paths of all other leaves.
 
-    Printing it shows what was matched: look at it once before a long run. Pickled for another
-    process it is equal there, without the shardings of leaves.
+    Print it to see what was matched, and look at it once before a long run. If it is pickled for
+    another process, it is equal there, without the shardings of leaves.
 
     Attributes:
         dense: paths of the leaves that belong to no table, in the state's order.
-        doubts: of each table for which leaves may be slots that were not taken for such, which
-            these are and what to write; logged at the first save, and the hint of each.
-        forms: what the dense leaves were like, by path; None: not known, and not compared.
+        doubts: for each table that may have slots which were not taken for such: these leaves, and
+            what to write. Logged at the first save, and part of the hint of each.
+        forms: forms of the dense leaves, by path; None: not known, and not compared.
     """
 
     __slots__ = ("_dense_lines", "_tables", "dense", "doubts", "forms")
@@ -229,7 +230,7 @@ class Tables(Mapping[str, Table]):
 
 
 def index_dtype(name: str, rows: int) -> Any:
-    """The dtype of indices into the stored rows of a table.
+    """Dtype of indices into the stored rows of a table.
 
     Raises:
         TouchedError: if the table has more rows than available indices can tell apart.
@@ -285,8 +286,8 @@ def dense_lines(
 
     Args:
         dense: leaves by path.
-        question: what to ask about a leaf, such as whether it is a table, or nothing; leaves
-            with a question come first.
+        question: returns a question about a leaf, such as whether it is a table, or nothing;
+            leaves with a question come first.
     """
     lines = []
     for path, value in dense:
@@ -399,7 +400,7 @@ def split(state: Any, tables: Tables) -> tuple[dict[str, dict[str, Any]], dict]:
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Nested dicts by part of the path from leaves and their paths.
+    """Nests leaves in dicts by the parts of their paths.
 
     Example:
         >>> nest([(("a", "b"), 1), (("a", "c"), 2)])
@@ -497,7 +498,7 @@ def _dense_leaves(
 
 
 def few(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Lists the first of some names, and says how many more there are."""
     names = list(names)
     more = [f"and {len(names) - 4} more"] * (len(names) > 4)
     return ", ".join(names[:4] + more) or "none"

@@ -1,7 +1,7 @@
-"""Trees in a state: which are an optimizer's, and whose.
+"""Trees in a state: those of optimizers, and the models that they belong to.
 
-That a tree is an optimizer's shows by names or by the classes of optax; whose it is, by its
-paths and shapes, which are those of a model or of a part of it.
+Names or the classes of optax show that a tree is an optimizer's. Its paths and shapes, which are
+those of a model or of a part of it, show to which model it belongs.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _COPY_WORDS = frozenset(
 
 
 def names_optimizer(name: str) -> bool:
-    """Whether a name in a path says that what is there is an optimizer's."""
+    """Whether a name in a path marks an optimizer's state."""
     return bool(_OPTIMIZER_WORDS & set(name.lower().split("_")))
 
 
 def is_copy(path: Path) -> bool:
-    """Whether the names in a path say that what is there follows other values, as an EMA does."""
+    """Whether the names in a path mark values that follow others, as an EMA does."""
     return any(_COPY_WORDS & set(part.lower().split("_")) for part in path)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Shape of a leaf; empty for what is not an array."""
+    """Shape of a leaf; empty if it is not an array."""
     return tuple(getattr(value, "shape", ()))
 
 
 def rest_of(entry: StateLeaf, root: Path) -> Path:
-    """The normalised path of a leaf below a root."""
+    """Normalised path of a leaf below a root."""
     pairs = zip(entry.parts, entry.starts, strict=True)
     return tuple(part for part, start in pairs if start >= len(root))
 
 
 def can_be_slot(slot: tuple[int, ...], owner: tuple[int, ...]) -> bool:
-    """Whether arrays of these shapes may be a slot and its parameter.
+    """Whether an array of one shape may be a slot of a parameter of the other.
 
-    A slot is like it, or leaves axes out, or adds some, or has one entry for each row, or one
-    element, as optimizers have that need none.
+    A slot has the parameter's shape, or leaves axes out, or adds some, or has one entry for each
+    row. Or it has one element, as in optimizers that need no slot there.
     """
     fewer, more = iter(slot), iter(owner)
     return (
@@ -67,10 +67,10 @@ def can_be_slot(slot: tuple[int, ...], owner: tuple[int, ...]) -> bool:
 
 
 class Trees:
-    """The trees of one state.
+    """Index of the trees of one state: optimizers' states and models.
 
     Args:
-        index: of the state.
+        index: index of the state.
     """
 
     def __init__(self, index: PathIndex) -> None:
@@ -84,11 +84,11 @@ class Trees:
                 self._below[entry.path[:end]].append(entry)
 
     def in_optimizer(self, path: Path, outer: int = 0) -> bool:
-        """Whether names or classes say that what lies at a path is an optimizer's.
+        """Whether names or classes mark the node at a path as an optimizer's.
 
         Args:
-            path: of a leaf or node.
-            outer: how many of its parts say nothing.
+            path: path of a leaf or node.
+            outer: number of its first parts that are not looked at.
         """
         return any(
             self._is_optimizer(path[:end]) for end in range(outer + 1, len(path) + 1)
@@ -108,12 +108,13 @@ class Trees:
         return known
 
     def owner(self, roots: Iterable[Path], holder: Path) -> Path | None:
-        """Which of these models a tree of slots is of; None if it cannot be told.
+        """Chooses the model that a tree of slots belongs to; None if it cannot be told.
 
-        The one that it repeats best, and no copy of another; of several the nearest one, or that
-        whose name the path of the tree has too.
+        It is the model that the tree repeats best, and not a copy of another. Of several it is the
+        nearest one, or the one whose name is also in the path of the tree.
         """
         fits = {root: self.fit(root, holder) for root in dict.fromkeys(roots)}
+        # Leaves out, in turn: copies, worse fits, farther models, and those of other names.
         left = [root for root, fit in fits.items() if fit]
         left = [root for root in left if not is_copy(root)] or left
         left = [root for root in left if fits[root] == max(map(fits.__getitem__, left))]
@@ -125,7 +126,7 @@ class Trees:
         return left[0] if len(left) == 1 else None
 
     def fit(self, root: Path, holder: Path) -> int:
-        """How well a tree of slots repeats a model: 0 not, 1 a part of it, 2 all of it."""
+        """Grades how well a tree of slots repeats a model: 0 not, 1 a part of it, 2 all of it."""
         known = self._fits.get((root, holder))
         if known is None:
             model, slots = self.model(root), _shapes(self._below[holder], holder)
@@ -134,12 +135,13 @@ class Trees:
                 owner is not None and can_be_slot(shape, model[owner])
                 for shape, owner in zip(slots.values(), owners, strict=True)
             )
+            # All of it: each parameter of the model has a slot.
             known = fits + (fits and set(owners) == model.keys())
             self._fits[root, holder] = known
         return known
 
     def model(self, root: Path) -> dict[Path, tuple[int, ...]]:
-        """Shapes of the arrays below a node that are no optimizer's, by the path from there."""
+        """Shapes of the arrays below a node outside of optimizers, by the path from there."""
         known = self._models.get(root)
         if known is None:
             below = self._below[root]
@@ -150,7 +152,7 @@ class Trees:
     def repeats(self, root: Path, holder: Path) -> bool:
         """Tells whether every array below `holder` has a counterpart below `root`.
 
-        So it is in an optimizer's state; a module that happens to contain a module of
+        This is so in an optimizer's state; a module that happens to contain a module of
         the same name usually has something of its own.
         """
         names = {rest_of(entry, root): () for entry in self._below[root]}
@@ -164,12 +166,12 @@ def _shapes(entries: Iterable[StateLeaf], node: Path) -> dict[Path, tuple[int, .
 
 
 def _owner_in(model: Mapping[Path, Any], path: Path) -> Path | None:
-    """The path in a model that a slot's path is, or goes on from."""
+    """Path in a model that a slot's path equals or continues."""
     ends = range(len(path), -1, -1)
     return next((path[:end] for end in ends if path[:end] in model), None)
 
 
 def common(one: Path, other: Path) -> int:
-    """How many parts two paths begin with alike."""
+    """Number of parts at the beginning that two paths share."""
     same = [a == b for a, b in zip(one, other, strict=False)]
     return [*same, False].index(False)

@@ -207,6 +207,7 @@ class StepItems:
         self._next_operation = next_operation
         self._begun_nsecs = time.time_ns()
         self._cancel: Callable[[], Any] | None = None
+        self._is_cancelled = False
 
     def stage(self, folder: AnyPath) -> Sequence[Any]:
         """Starts to write; returns futures. The arguments are not held afterwards."""
@@ -244,13 +245,17 @@ class StepItems:
         try:
             task = loop.create_task(work)
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            # Looked at last, and set first: no cancelling is missed.
+            if self._is_cancelled:
+                task.cancel()
             loop.run_until_complete(task)
         finally:
             self._cancel = None
             loop.close()
 
     def cancel(self) -> None:
-        """Ends staging where it waits; from another thread."""
+        """Ends staging where it waits, or before it begins; from another thread."""
+        self._is_cancelled = True
         cancel = self._cancel
         if cancel is not None:
             with contextlib.suppress(RuntimeError):  # it is over

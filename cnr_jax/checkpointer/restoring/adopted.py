@@ -1,7 +1,7 @@
-"""A step of plain Orbax, restored into a train state whose next save is one of this library.
+"""Restore of a step of plain Orbax into a train state whose next save is one of this library.
 
-Its values are those that Orbax gives; what does not match is told as of steps of our own. No
-delta can rest on it, so saving goes on with a full checkpoint.
+Its values are those that Orbax restores, and a mismatch is reported as for steps of our own. No
+delta can rest on such a step, so saving goes on with a full checkpoint.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedState:
-    """What this process has read of a step of plain Orbax.
+    """Contents of a step of plain Orbax, as this process has read them.
 
     Attributes:
-        state: as it was asked for.
-        tables: where the tables are in it; empty if that is not known.
-        entry: of the step; None if it is none by itself, but another item beside a state of ours.
-        step: its number.
-        read_secs: that reading it took.
+        state: the state that was asked for.
+        tables: tables of the state; empty if they are not known.
+        entry: ledger entry of the step; None if this is only another item beside a state of ours.
+        step: number of the step.
+        read_secs: seconds that reading took.
     """
 
     state: Any
@@ -73,7 +73,7 @@ class AdoptedState:
     def put_together(
         self, started_secs: float, passed_over: tuple[int, ...]
     ) -> Restored:
-        """The state, and touched rows in a fresh lineage, which all processes draw together.
+        """Makes the state, and touched rows in a fresh lineage that all processes draw.
 
         Args:
             started_secs: reading of `time.perf_counter` when the restore began.
@@ -115,9 +115,9 @@ def read_adopted(
     """Reads a step of plain Orbax; nothing is communicated between processes.
 
     Args:
-        place: of the item.
-        directory: of the item, as Orbax opened it.
-        args: what is asked for; without a state everything, in dicts and lists.
+        place: place of the item.
+        directory: directory of the item, as Orbax opened it.
+        args: arguments of the restore; without a state everything, in dicts and lists.
         tables: where the tables are in the state, if `args` does not say it.
 
     Raises:
@@ -150,6 +150,7 @@ def read_adopted(
         wanted, kept = _match(
             stored, numbers, keys, given, args, tables, place.directory
         )
+        # Arrays as Orbax can convert them; keys and strings as the state has them.
         into = {
             path: asked(numpy_dtype(str(stored[path].dtype)), value)
             if _is_array(stored[path], value)
@@ -185,14 +186,14 @@ def _adopted(
 def _reading(
     place: Place, read: Any, *args: Any, plain: PlainState | None = None
 ) -> Any:
-    """What Orbax reads; its errors that mean damage are told as such.
+    """Calls a reader of Orbax; raises its errors that mean damage as an `IntegrityError`.
 
     Args:
-        place: of the item.
-        read: reads.
-        args: what it is given.
-        plain: if an error may be due to what was asked for, such as a sharding, the state: it
-            is no damage where all of it can be read.
+        place: place of the item.
+        read: function of Orbax that reads.
+        args: its arguments.
+        plain: the state as Orbax reads it, if an error may be due to the arguments, such as a
+            sharding: it is not damage if all of the state can be read.
     """
     try:
         return read(*args)
@@ -217,7 +218,7 @@ def _can_be_read(plain: PlainState) -> bool:
 
 
 def _tables_in(state: Any, tables: Tables) -> Tables:
-    """Those tables that a restored state holds, as they were found."""
+    """Tables that a restored state holds, as they were found."""
     shapes = {path: np.shape(leaf) for path, leaf in flatten_paths(state)}
     held = {n: t for n, t in tables.items() if shapes.get(t.path) == t.leaf.shape}
     if len(held) == len(tables):
@@ -228,7 +229,7 @@ def _tables_in(state: Any, tables: Tables) -> Tables:
 def _read_numbers(
     plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
 ) -> dict[Path, bool | int | float]:
-    """Numbers of Python that fit into the leaves of a state, or not, by their values."""
+    """Reads numbers of Python, whose values decide whether they fit leaves of a state."""
     unsure = {
         path: np.empty(0, leaf.dtype)
         for path, leaf in stored.items()
@@ -241,7 +242,7 @@ def _read_numbers(
 def _read_keys(
     plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
 ) -> dict[Path, Any]:
-    """The dtypes of what Orbax restores for the keys of a state: it alone knows their kinds."""
+    """Reads the dtypes that Orbax restores for the keys of a state: it alone knows their kinds."""
     keys = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in stored.items()
@@ -254,7 +255,7 @@ def _read_keys(
 def _check_no_keys(
     found: Mapping[Path, Any], wanted: Mapping[Path, Any], step: str
 ) -> None:
-    """Checks that what was asked for as numbers is not the keys that were saved.
+    """Checks that leaves that were asked for as numbers are not keys.
 
     Raises:
         StateMismatchError: with every leaf that is.
@@ -277,7 +278,7 @@ def _match(
     tables: Tables,
     step: str,
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """Compares a state with what Orbax says of a step.
+    """Compares a state with Orbax's metadata of a step.
 
     Returns:
         Leaves of the state that are restored, and those that keep their values, by path; numbers
@@ -287,6 +288,7 @@ def _match(
         StateMismatchError: with every difference.
     """
     leaves, problems, casts = dict(given), list[str](), list[str]()
+    # Leaves of tables, which have to be arrays of jax of the shape that tables say.
     rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
     wanted: dict[Path, Any] = {}
     is_grown = False
@@ -345,19 +347,19 @@ def _is_key(value: Any) -> bool:
 
 
 def _is_key_data(stored: Any, value: Any) -> bool:
-    """Whether the numbers of a key of a state have the shape and the dtype of what is stored."""
+    """Whether the numbers of a state's key have the shape and dtype of the stored ones."""
     key = jax.eval_shape(jax.random.key_data, value)
     shape, dtype = getattr(stored, "shape", None), getattr(stored, "dtype", None)
     return shape == tuple(key.shape) and str(dtype) == str(key.dtype)
 
 
 def _difference(stored: Any, value: Any, key: Any) -> str:
-    """Why a leaf of a state cannot take what is stored, which Orbax would not say; or nothing.
+    """Finds why a leaf of a state cannot take a stored one, which Orbax would not say; or empty.
 
     Args:
-        stored: what Orbax says of it.
-        value: the leaf.
-        key: dtype of what it restores for a leaf that is a key; None if it is none.
+        stored: Orbax's metadata of the stored leaf.
+        value: the leaf of the state.
+        key: dtype that Orbax restores for a leaf that is a key; None if it is not a key.
     """
     shape, dtype = getattr(stored, "shape", None), getattr(stored, "dtype", None)
     if shape is None or isinstance(value, str):
@@ -382,11 +384,11 @@ def _said(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adoption:
-    """A step of plain Orbax that was restored, from which saving goes on.
+    """Restored step of plain Orbax, from which saving goes on.
 
     Attributes:
-        place: of its item.
-        entry: of the step, as in `AdoptedState`.
+        place: place of its item.
+        entry: entry of the step, as in `AdoptedState`.
         touched: the fresh touched rows that go with the restored state.
     """
 
@@ -406,11 +408,11 @@ def resume_adopted(
     """Goes on saving from a step of plain Orbax, with a full checkpoint.
 
     Args:
-        adoption: all of it has succeeded, on all processes.
-        writer: where saves go.
-        lifecycle: is settled before anything is noted.
-        planner: is told of which run later saves are.
-        tracker: forgets what it knew.
+        adoption: the restored step; the restore has succeeded on all processes.
+        writer: writer of the root that saves go to.
+        lifecycle: lifecycle of saves, which is settled before anything is noted.
+        planner: planner of saves, which notes the run of later ones.
+        tracker: tracker of rows, which forgets what it knew.
     """
     root, entry = adoption.place.root, adoption.entry
     lineage = lineage_hex(adoption.touched)

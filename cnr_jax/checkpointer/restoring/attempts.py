@@ -1,4 +1,4 @@
-"""Which step of a root a restore takes: steps are tried until one is whole.
+"""Choice of the step that a restore takes: steps are tried until one is whole.
 
 A restore of a given step never substitutes. One of the newest step passes over those that turn
 out damaged, and over what rests on them: each is named in the log with the reason. A step that is
@@ -66,17 +66,17 @@ def restore(
     """Restores a step, on all processes alike.
 
     Args:
-        step: what to restore; None: the newest that is whole.
-        args: what is asked for.
+        step: number of the step; None: the newest that is whole.
+        args: arguments of the restore.
         directory: another root to restore from.
-        steps: of the manager's root.
-        items: say how each is read.
-        listing: of the manager's steps.
-        channel: to the other processes.
-        resume: goes on saving from what was restored.
+        steps: steps of the manager's root.
+        items: items of a step, and how each is read.
+        listing: listing of the manager's steps.
+        channel: channel to the other processes.
+        resume: function that goes on saving from the restored step.
 
     Returns:
-        The step that was taken, what was restored, and what the state is called in it.
+        The number of the step, the restored items, and the name of the state's item.
 
     Raises:
         CnrError: see `CheckpointManager.restore`.
@@ -163,7 +163,7 @@ def _attempt(
     items: Items,
     channel: Channel,
 ) -> Any:
-    """Restores a step, whose state may be called otherwise than `item`, as in the arguments."""
+    """Restores a step, whose state may have another name than `item`, the one in the arguments."""
     reads = reads_state(args, item)
     try:
         held = find_state() if reads else item
@@ -190,13 +190,13 @@ def _find(steps: Steps, step: int, root: epath.Path) -> str:
 
 
 class StepChooser:
-    """Which step of a root a restore takes, and what is said of those that are passed over.
+    """Chooses the step that a restore takes, and explains the ones that are passed over.
 
     Args:
-        root: holds the step directories.
+        root: root with the step directories.
         item: name of the item in them.
-        ledger: reads what is known of them, when that is needed first; what it returns is told
-            of the damage that is found.
+        ledger: function that reads the ledger of the root when it is first needed; damage that is
+            found is noted in that ledger.
     """
 
     def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
@@ -205,25 +205,25 @@ class StepChooser:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """What is known of the steps."""
+        """Ledger of the root, read when it is first needed."""
         return self._read()
 
     def uuid_of(self, step: int) -> str | None:
-        """Which checkpoint a step is, as far as is known without reading."""
+        """Uuid of a step's checkpoint, as far as it is known without reading; else None."""
         known = self.__dict__.get("ledger")
         entry = known.by_step(step) if known is not None else None
         return entry.uuid if entry is not None and entry.manifest else None
 
     def look_again(self) -> None:
-        """Takes in which steps have come, or gone, since the root was read."""
+        """Looks for steps that have come or gone since the root was read."""
         self.ledger.refresh(self._root, self._item)
 
     def newest(self) -> int:
-        """The newest step of which no damage is known.
+        """Newest step that is not known to be damaged.
 
         Raises:
             NoStepError: if there is none.
-            OSError: if none is known that is newer than one that storage does not give out.
+            OSError: if storage withholds a step, and none is known that is newer.
         """
         ledger = self.ledger
         newest = entry.step if (entry := ledger.newest()) else -1
@@ -247,9 +247,9 @@ class StepChooser:
         """Notes that a step is damaged; adds to the error what only the root tells.
 
         Args:
-            step: that could not be restored.
-            error: why; one of `errors.DAMAGE`. It gets the chain of the step, and the steps
-                that could be restored instead.
+            step: number of the step that could not be restored.
+            error: its error, one of `errors.DAMAGE`. The chain of the step, and the steps that
+                could be restored instead, are added to it.
         """
         ledger, reason = self.ledger, str(error).partition("\n")[0]
         entry = ledger.by_step(step)
@@ -263,11 +263,12 @@ class StepChooser:
         self.explain(step, error)
 
     def warn(self, step: int, *, asked_for: bool) -> None:
-        """Says in the log what is to be known of a step that was restored.
+        """Warns in the log about a restored step: what was passed over, what it may lack.
 
         Args:
-            step: the one.
-            asked_for: by its number; else also newer ones are named, which were passed over.
+            step: number of the restored step.
+            asked_for: whether it was asked for by its number; if not, newer steps that were
+                passed over are named too.
         """
         for directory, reason in [] if asked_for else self._obstacles():
             taken = self.ledger.by_step(step)
@@ -313,7 +314,7 @@ class StepChooser:
         error.args = (text,)
 
     def _obstacles(self) -> list[tuple[str, str]]:
-        """Every step directory that cannot be restored, newest first, and why."""
+        """All step directories that cannot be restored, newest first, with reasons."""
         ledger = self.ledger
         good = {entry.directory for entry in ledger.restorable()}
         bad = [e for e in reversed(ledger.committed()) if e.directory not in good]

@@ -1,7 +1,7 @@
-"""Leaves of a state that are of other dtypes than what is stored for them.
+"""Dtypes of leaves: conversion of stored values into those of a state.
 
-What may change a value is refused, or converted where that was asked for: see `holds_all`. Numbers
-of Python are taken into any dtype that has their value, as a counter that begins as 0 is an array
+A dtype that may change a value is refused, or converted to if that was asked for: see `holds_all`.
+Numbers of Python fit any dtype that has their value, since a counter that begins as 0 is an array
 after the first train step.
 """
 
@@ -29,13 +29,14 @@ _CAST_HINT = (
 
 
 def dtype_in(value: Any, *, on_device: bool = False) -> Any:
-    """The dtype that a leaf of a state takes values in, or Python's type of a number.
+    """Dtype in which a leaf of a state takes values, or Python's type of a number.
 
-    Of an array of jax, which without jax_enable_x64 has no more than 32 bits, what jax makes of it.
+    For an array of jax it is the dtype that jax makes of it: without jax_enable_x64 at most 32
+    bits.
 
     Args:
         value: the leaf.
-        on_device: it becomes such an array in any case.
+        on_device: whether it becomes an array of jax in any case.
     """
     dtype = getattr(value, "dtype", None)
     if dtype is None:
@@ -49,11 +50,11 @@ def dtype_in(value: Any, *, on_device: bool = False) -> Any:
 
 
 def unknown_to_jax(value: Any, *, on_device: bool = False) -> str:
-    """Why a leaf of a state can be no array of jax, which it is to become; or nothing.
+    """Explains why jax has no array like a leaf that it is to hold; empty if it has.
 
     Args:
         value: the leaf, whose dtype is of numpy, or a key.
-        on_device: it becomes such an array in any case.
+        on_device: whether it becomes an array of jax in any case.
     """
     dtype = getattr(value, "dtype", None)
     if not isinstance(dtype, np.dtype):
@@ -68,7 +69,7 @@ def unknown_to_jax(value: Any, *, on_device: bool = False) -> str:
 
 
 def misfit(stored: np.dtype, value: Any, *, on_device: bool = False) -> str:
-    """How a leaf of a state would change stored values of numbers, or nothing."""
+    """Explains how a leaf of a state would change stored numbers; empty if it would not."""
     wanted = dtype_in(value, on_device=on_device)
     is_number = isinstance(wanted, type | np.dtype)
     if not is_number or holds_all(stored, wanted):
@@ -77,7 +78,7 @@ def misfit(stored: np.dtype, value: Any, *, on_device: bool = False) -> str:
 
 
 def misfit_of_number(number: bool | int | float, value: Any) -> str:
-    """How a leaf of a state would change a number of Python, or nothing."""
+    """Explains how a leaf of a state would change a number of Python; empty if not."""
     wanted = dtype_in(value)
     if holds(number, wanted):
         return ""
@@ -90,10 +91,10 @@ def _apart(stored: str, wanted: Any) -> str:
 
 
 def asked(stored: np.dtype, value: Any) -> Any:
-    """What Orbax is to restore a dense leaf into, so that `as_wanted` makes it the one wanted.
+    """Leaf to ask of Orbax, from which `as_wanted` then makes the wanted one.
 
-    Arrays of jax come as they are wanted, each device's part alone. What stays on the host, and
-    what Orbax cannot convert, comes as it is stored.
+    Arrays of jax come as they are wanted, each device's part alone. Leaves that stay on the host,
+    and those that Orbax cannot convert, come as they are stored.
     """
     wanted = dtype_in(value)
     on_host = isinstance(wanted, type) or isinstance(value, np.ndarray | np.generic)
@@ -111,7 +112,7 @@ def _converts(stored: np.dtype, wanted: Any) -> bool:
 
 
 def as_wanted(found: Any, value: Any) -> Any:
-    """What was restored into what `asked` said, or a number, as a leaf of the state wants it."""
+    """Converts a leaf that was restored as `asked`, or a number, to what the state wants."""
     wanted = dtype_in(value)
     is_key = not isinstance(wanted, type | np.dtype)
     if isinstance(found, jax.Array | str) or is_key:
@@ -131,13 +132,13 @@ def as_wanted(found: Any, value: Any) -> Any:
 def mismatch(
     step: str, problems: Sequence[str], casts: Sequence[str], hints: Sequence[str]
 ) -> errors.StateMismatchError:
-    """The error that names all differences between a state and a checkpoint.
+    """Error that names all differences between a state and a checkpoint.
 
     Args:
-        step: what it is called.
-        problems: what does not match.
+        step: name of the step.
+        problems: differences between state and checkpoint.
         casts: leaves whose values would change.
-        hints: what to do about the problems.
+        hints: advice about the problems.
     """
     hints = [*(hints if problems else ()), *([_CAST_HINT] if casts else ())]
     lines = [*problems, *casts]
@@ -149,7 +150,7 @@ def mismatch(
 
 
 def say_converted(step: str, casts: Sequence[str]) -> None:
-    """Warns, once a restore, of values that change because that was asked for."""
+    """Warns, once a restore, of values that change because a conversion was asked for."""
     if casts:
         _log.warning(
             "leaves of checkpoint %s are converted to dtypes that cannot hold all of their"

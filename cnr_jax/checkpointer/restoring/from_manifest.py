@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its manifest tells it to a reader that has no state, or no tables."""
+"""States and tables made from a manifest, for a restore without a state or without tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 
 
 def tables_of(manifest: Manifest) -> Tables:
-    """The tables of a checkpoint, on one device."""
+    """Tables of a checkpoint, on one device."""
     where = SingleDeviceSharding(jax.local_devices()[0])
     found: dict[str, Table] = {}
     for entry in manifest.tables:
@@ -45,12 +45,12 @@ def tables_of(manifest: Manifest) -> Tables:
 
 
 def tables_in(manifest: Manifest, state: Any) -> Tables:
-    """Those tables of a checkpoint of which a state has leaves, at the paths at which they were.
+    """Tables of a checkpoint that a state has, at the paths at which they were saved.
 
-    With the rows that are stored, padding included, or with as many as there are without it.
+    They have all stored rows, padding included, or as many as there are without it.
 
     Raises:
-        StateMismatchError: if a leaf of a table is no array in the state.
+        StateMismatchError: if a leaf of a table is not an array in the state.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
     found: dict[str, Table] = {}
@@ -77,7 +77,7 @@ def tables_in(manifest: Manifest, state: Any) -> Tables:
 
 
 def leaves_of(manifest: Manifest) -> dict[Path, Any]:
-    """What Orbax says of each leaf of a state, by path: its shape and dtype."""
+    """Orbax's metadata of each leaf of a state, by path: its shape and dtype."""
     found: dict[Path, Any] = {
         leaf.path: leaf_metadata(leaf.path, "array", leaf.shape, leaf.dtype)
         for table in manifest.tables
@@ -89,12 +89,12 @@ def leaves_of(manifest: Manifest) -> dict[Path, Any]:
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:
-    """What Orbax says of a state: nested dicts by path, with a shape and a dtype for each leaf."""
+    """Orbax's metadata of a state: nested dicts with a shape and a dtype for each leaf."""
     return nest(leaves_of(manifest).items())
 
 
 def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
-    """Everything a checkpoint holds as nested dicts by path."""
+    """Abstract state of everything in a checkpoint, as nested dicts by path."""
     leaves: dict[Path, Any] = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         for table in tables.values()
@@ -106,7 +106,7 @@ def abstract_state(manifest: Manifest, tables: Tables) -> dict[str, Any]:
 
 
 def _stand_in(leaf: DenseLeaf) -> Any:
-    """Something of a dense leaf's shape and kind; the leaf itself takes its place."""
+    """Placeholder with a dense leaf's shape and kind; the leaf itself takes its place."""
     if leaf.kind == "text":
         return leaf.value
     if leaf.kind == "key":

@@ -1,7 +1,7 @@
-"""How rows were stored in a run that goes on, as its steps tell.
+"""Encoding that a run inherits, derived from its steps if their manifests do not have it.
 
-Manifests say it; those of older writers do not, and there the codecs of stored rows tell what is
-to be told: not whether bits followed the restores, so that a width stays what it was.
+Manifests have it, except those of older writers. For these it is derived from the codecs of stored
+rows, which do not tell whether bits followed the restores, so a width stays as it was.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Rows of one leaf as they are stored: their elements, how many there are, and the codec."""
+    """Stored rows of one leaf: their width and dtype, their number of elements, and their codec."""
 
     leaf: str
     width: int
@@ -48,13 +48,13 @@ class _Stored(NamedTuple):
 
 
 def encoding_in(steps: Iterable[Step]) -> EncodingEntry | None:
-    """How rows are stored, by the codecs of the first step that is no exact one.
+    """Derives the encoding of a run from the codecs of its first step that is not exact.
 
     Args:
-        steps: of one run, the ones that tell most first; all were saved by writers of old.
+        steps: steps of one run, the ones that tell most first; all are of older writers.
 
     Returns:
-        None if none of them tells.
+        The encoding; None if none of them tells.
 
     Raises:
         OptionError: if a codec is not known here.
@@ -68,11 +68,11 @@ def encoding_in(steps: Iterable[Step]) -> EncodingEntry | None:
 
 
 def renamed(entry: EncodingEntry, now: Mapping[str, str]) -> EncodingEntry:
-    """The same of a state whose tables have other names.
+    """Renames the tables of an encoding, for a state with other names.
 
     Args:
-        entry: of a step.
-        now: names in the step of the tables that were restored, by those in the state.
+        entry: encoding of a step.
+        now: names in the step of the restored tables, by their names in the state.
     """
     others = entry.tables.keys() - now.keys() - set(now.values())
     tables = {name: own for name, own in entry.tables.items() if name in others}
@@ -83,7 +83,7 @@ def renamed(entry: EncodingEntry, now: Mapping[str, str]) -> EncodingEntry:
 
 
 def _stored(step: Step) -> dict[str, list[_Stored]]:
-    """What a step stores of each table; rows of a tile that are escaped come last."""
+    """Lists the stored leaves of each table of a step, with their codecs."""
     dtypes = {
         (table.name, leaf.name): (leaf.dtype, math.prod(leaf.shape))
         for table in step.manifest.tables
@@ -93,6 +93,7 @@ def _stored(step: Step) -> dict[str, list[_Stored]]:
     for process in step.processes:
         for tile in process.tiles:
             if tile.segments and tile.width:
+                # The codec of the first segment: escaped rows of a tile, stored raw, come last.
                 named = process.codecs[tile.segments[0].codec]
                 dtype, elements = dtypes[tile.table, tile.leaf]
                 try:
@@ -125,7 +126,7 @@ def _encoding(found: Mapping[str, list[_Stored]], is_packed: bool) -> EncodingEn
 
 
 def _of_tables() -> Iterator[_Options]:
-    """What options may have said of tables, the likeliest first."""
+    """Yields options that tables may have been saved with, the likeliest first."""
     for name in ("adaptive", "raw", "asymmetric", "symmetric", "greedy", "kmeans"):
         for bits in (4, 2, 3, 8) if reads_bits(name) else ():
             if (name, bits) != ("kmeans", 8):
@@ -135,7 +136,7 @@ def _of_tables() -> Iterator[_Options]:
 
 
 def _of_slots() -> Iterator[_Options]:
-    """The same of slots; quantizers are told as they are, for bits are those of tables."""
+    """Yields options that slots may have been saved with; bits are those of tables."""
     for name in ("raw", "auto", "bfloat16", "log", "log8"):
         yield {"slot_codec": name}
 
@@ -143,7 +144,7 @@ def _of_slots() -> Iterator[_Options]:
 def _told(
     found: Mapping[str, list[_Stored]], likely: Iterable[_Options], name: str
 ) -> tuple[_Options, dict[str, _Options]]:
-    """Options that explain most of what is stored, and those of tables that they do not."""
+    """Finds options that explain most of the stored rows, and those of tables for the rest."""
     stored = [x for leaves in found.values() for x in leaves]
     tried = [
         *likely,
@@ -156,12 +157,14 @@ def _told(
         for table, leaves in found.items()
     }
 
+    # By elements, so that large tables decide what is said of all.
     def explained(i: int) -> int:
         return sum(
             x.elements for t, leaves in found.items() if i in fitting[t] for x in leaves
         )
 
     best = max(range(len(tried)), key=explained)
+    # Other tables get the likeliest options that fit, as far as these differ from the best.
     own: dict[str, _Options] = {
         table: {k: v for k, v in tried[fits[0]].items() if tried[best].get(k) != v}
         for table, fits in fitting.items()

@@ -1,9 +1,9 @@
-"""What of a checkpoint goes where in a train state, and what does not fit.
+"""Match of a train state and a checkpoint: the place of each leaf, and what does not fit.
 
 Everything is compared with the manifest before anything is read, so a state that does not match
 is refused with all its differences at once.
 
-Tables go by name and rows by number, unless `Restore` says otherwise: see moved.py.
+Tables are matched by name and rows by number, unless `Restore` says otherwise: see moved.py.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be restored, checked against the checkpoint.
+    """Leaves to be restored, checked against the checkpoint.
 
     Attributes:
-        tables: those of the state, matched.
-        dense: leaves of the state to restore, by path.
-        asked: what Orbax restores those into that are not of Python's numbers.
-        numbers: of Python in the checkpoint, of which values tell whether they fit.
+        tables: tables of the state, matched.
+        dense: dense leaves of the state to restore, by path.
+        asked: leaves to ask of Orbax for those that are not numbers of Python.
+        numbers: leaves that are numbers of Python, whose stored values decide whether they fit.
         texts: strings, by path.
         kept: leaves of the given state that the checkpoint does not hold.
         casts: leaves whose dtypes cannot hold all values that are stored.
@@ -77,15 +77,15 @@ def match(
     """Compares a state with a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         state: abstract or concrete pytree to restore into.
         tables: where the tables of the checkpoint are in `state`.
-        args: what is asked for; its `partial`, `cast`, `rename` and `ids`.
+        args: arguments of the restore: `partial`, `cast`, `rename` and `ids`.
         step: the checkpoint's name, for errors.
 
     Raises:
-        StateMismatchError: with every difference; of dtypes alone not where numbers are to be
-            read, so that all are told together.
+        StateMismatchError: with every difference. If only dtypes differ and numbers are yet to be
+            read, it is raised later, with those of the numbers.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
     saved = manifest.dense_leaves
@@ -113,7 +113,7 @@ def match(
 def _fit_dense(
     saved: Sequence[DenseLeaf], dense: Mapping[Path, Any], casts: list[str]
 ) -> tuple[dict[Path, Any], list[DenseLeaf]]:
-    """What Orbax is to restore, and the numbers of Python; tells of dtypes in `casts`."""
+    """Chooses what to ask of Orbax for dense leaves, and which are numbers; notes `casts`."""
     arrays: dict[Path, Any] = {}
     numbers: list[DenseLeaf] = []
     for leaf in saved:
@@ -168,7 +168,7 @@ def _match_dense(
 
 
 def _is_alike(value: Any, leaf: DenseLeaf) -> bool:
-    """Whether a leaf is a string, a PRNG key of a kind, or a number, as what was saved."""
+    """Whether a leaf is a string, a PRNG key of a kind, or a number, as the saved one is."""
     dtype = getattr(value, "dtype", None)
     if leaf.kind == "text" or isinstance(value, str):
         return False
@@ -183,7 +183,7 @@ def _is_alike(value: Any, leaf: DenseLeaf) -> bool:
 def kept_leaves(
     leaves: Mapping[Path, Any], problems: list[str], partial: bool
 ) -> dict[Path, Any]:
-    """Leaves that the checkpoint does not hold: kept where that was asked for and possible."""
+    """Leaves that the checkpoint lacks, which keep their values; notes those that cannot."""
     for path, value in leaves.items():
         if not partial:
             problems.append(f"{'/'.join(path)}: not in the checkpoint")
@@ -196,17 +196,18 @@ def kept_leaves(
 
 @dataclasses.dataclass(slots=True)
 class MatchedTables:
-    """The tables of a state, compared with those of a checkpoint.
+    """Tables of a state, compared with those of a checkpoint.
 
     Attributes:
-        leaves: to be restored: table, leaf name, and the abstract array; the array of the state
-            if some of its rows keep their values.
+        leaves: leaves to be restored: table, leaf name, and the abstract array; or the array of
+            the state if some of its rows keep their values.
         targets: rows and layout of each table that is restored.
         stored: name of each of these tables in the checkpoint.
-        unchanged: these are all tables of the checkpoint, bit for bit and as they lay there.
-        problems: what does not match.
+        unchanged: whether these are all tables of the checkpoint, bit for bit and as they lay
+            there.
+        problems: differences between state and checkpoint.
         casts: leaves whose dtypes cannot hold all values that are stored.
-        hints: what to do about problems, as far as they are of tables.
+        hints: advice about problems with tables.
     """
 
     leaves: list[tuple[str, str, Abstract]] = dataclasses.field(default_factory=list)
@@ -229,10 +230,10 @@ def _match_tables(
 
     Args:
         entries: tables of the checkpoint.
-        dense: its other leaves.
-        tables: of the state.
-        leaves: of the state, by path; those that are restored are taken out.
-        args: what is asked for: `partial`, `rename` and `ids`.
+        dense: other leaves of the checkpoint.
+        tables: tables of the state.
+        leaves: leaves of the state, by path; those that are restored are taken out.
+        args: arguments of the restore: `partial`, `rename` and `ids`.
     """
     found, ids = MatchedTables(), args.ids or {}
     problems, hints = found.problems, found.hints
@@ -270,9 +271,9 @@ def _match_rows(
     partial: bool,
     found: MatchedTables,
 ) -> int:
-    """Says which stored row each row of a table takes; returns how many take none."""
+    """Maps each row of a table to the stored row that it takes; counts those without one."""
     where = f"table {table.name!r}"
-    new_rows = max(0, table.rows - entry.rows)
+    new_rows = max(0, table.rows - entry.rows)  # without ids row i takes row i
     if ids is None:
         if table.rows != entry.rows and not partial:
             found.problems.append(
@@ -322,7 +323,7 @@ def _match_leaves(
     partial: bool,
     found: MatchedTables,
 ) -> None:
-    """Takes the leaves of one table, of which some rows are new, out of `leaves`."""
+    """Takes the leaves of a table out of `leaves`; some of its rows may be new."""
     saved = {leaf.name: leaf for leaf in entry.leaves}
     layout = layout_from(entry.layout.name, entry.layout.configuration)
     found.unchanged &= layout == table.layout and entry.padded_rows == table.padded_rows
@@ -374,7 +375,7 @@ def _match_leaves(
 def _with_values(
     value: Any, leaf: Leaf, new_rows: int, found: MatchedTables
 ) -> Abstract:
-    """The leaf of a state whose new rows keep their values, if it has any."""
+    """Leaf of a state whose new rows keep their values; notes a problem if it has none."""
     if isinstance(value, np.ndarray):
         return jax.device_put(value, abstract_of(value).sharding)
     if isinstance(value, jax.Array) and not value.is_deleted():

@@ -1,7 +1,7 @@
 """Tables that do not come back by name and row by row: renamed, left out, grown, or by ids.
 
-What is asked for and cannot be, and what would be torn apart: nothing here is needed where a state
-is restored as it was saved.
+The functions find requests that cannot be met, and leaves that would be torn apart. None of this is
+needed if a state is restored as it was saved.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def names_in_state(
     problems: list[str],
     hints: list[str],
 ) -> dict[str, str | None]:
-    """The name that each stored table has in the state; None: it is to be left out.
+    """Name that each stored table has in the state; None: it is to be left out.
 
     Args:
         entries: tables of the checkpoint.
-        tables: of the state.
-        rename: as in `Restore`.
-        problems: to which it is added what does not fit.
-        hints: to which it is added what to do about that.
+        tables: tables of the state.
+        rename: new names, as in `Restore`.
+        problems: list that gets what does not fit.
+        hints: list that gets advice about it.
     """
     stored = [entry.name for entry in entries]
     for old, new in rename.items():
@@ -77,16 +77,16 @@ def match_missing(
     problems: list[str],
     hints: list[str],
 ) -> None:
-    """Says what is wrong where the state lacks a stored table.
+    """Notes the problem if the state lacks a stored table.
 
     Args:
-        entry: of the table.
-        named: the name that each stored table has in the state.
-        tables: of the state.
-        leaves: paths of those that are asked for, of this table and those after it.
+        entry: entry of the stored table.
+        named: name that each stored table has in the state.
+        tables: tables of the state.
+        leaves: paths of the leaves that are asked for, of this table and those after it.
         partial: whether the state may lack tables.
-        problems: to which it is added.
-        hints: to which it is added what to do about it.
+        problems: list that gets the problem.
+        hints: list that gets advice about it.
     """
     if named[entry.name] is None:
         return
@@ -121,7 +121,7 @@ def _perhaps_renamed(
     tables: Tables,
     leaves: Collection[Path],
 ) -> Table | None:
-    """A table like a stored one that the state lacks, which the checkpoint lacks."""
+    """Table of the state that may be a stored one under another name."""
     leaf = entry.leaves[0]
     new = [
         table
@@ -140,7 +140,7 @@ def match_ids(
     named: Mapping[str, str | None],
     problems: list[str],
 ) -> None:
-    """Says what is wrong with ids of tables that are not restored."""
+    """Notes problems with ids of tables that are not restored."""
     for name in ids:
         if name not in tables:
             new = named.get(name)
@@ -163,20 +163,20 @@ def match_rows_of_dense_leaves(
     problems: list[str],
     hints: list[str],
 ) -> None:
-    """Says which dense leaves are left behind by the rows of a table that change places.
+    """Notes dense leaves that rows of a table would leave behind when they move.
 
     An accumulator that `find_tables` did not take for a slot, as its path does not end with the
-    table's, would keep the order and the number of its rows. Whoever has the table's name and as
+    table's, would keep the order and the number of its rows. A leaf with the table's name and as
     many rows is taken for one.
 
     Args:
-        entry: of the table in the checkpoint.
-        table: in the state.
+        entry: entry of the table in the checkpoint.
+        table: the table in the state.
         by_ids: whether its rows are taken by ids.
-        dense: leaves of the checkpoint.
-        leaves: of the state, by path, that are asked for.
-        problems: to which it is added.
-        hints: to which it is added what to do about it.
+        dense: dense leaves of the checkpoint.
+        leaves: leaves of the state that are asked for, by path.
+        problems: list that gets the problem.
+        hints: list that gets advice about it.
     """
     stored = dataclasses.replace(
         table,

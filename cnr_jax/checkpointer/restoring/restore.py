@@ -1,4 +1,4 @@
-"""A restore of one step: what is read of it, and the state that is made of that."""
+"""Restore of one step: reading it, and putting the state together."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ _log = logger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class Attempt:
-    """A restore by a manager, perhaps of other items too; it counts as a whole, or not at all.
+    """Attempt of a manager to restore, perhaps other items too; it counts as a whole or not at all.
 
     Attributes:
         passed_over: steps that were tried before, and found damaged.
-        is_told: the processes tell each other how it went, or have done so.
-        resumption: to go on from once all that was asked for has succeeded, a `Resumption` or
-            an `Adoption`.
+        is_told: whether the processes exchange how it went, or have done so.
+        resumption: a `Resumption` or an `Adoption`, from which saving goes on once everything
+            that was asked for has succeeded.
     """
 
     passed_over: tuple[int, ...] = ()
@@ -79,13 +79,14 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore returns.
+    """Result of a restore: the state, its touched rows, and a report.
 
     Attributes:
-        state: in the structure that was asked for; nested dicts by path if none was.
-        touched: goes on with the state: pass both to the next train step. Each restore gives
-            some. A run by fingerprints does not look at them, and `Save` may have them or not.
-        report: what was read, and how far off rows of each table are.
+        state: the state in the structure that was asked for; nested dicts by path if none was.
+        touched: touched rows that go with the state: pass both to the next train step. Each
+            restore returns some. A run by fingerprints does not look at them, and `Save` may have
+            them or not.
+        report: report of what was read, and how far off rows of each table are.
     """
 
     state: Any
@@ -99,17 +100,17 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """All that this process reads of a restored step: only computation is left to do.
+    """Contents of a restored step, as this process has read them: only computation is left.
 
     Attributes:
-        chain: the full checkpoint first, the restored one last.
-        state: gives the structure of the restored state.
+        chain: readers of the chain, the full checkpoint first, the restored one last.
+        state: state that gives the structure of the restored one.
         tables: where the tables are in the restored state.
-        wanted: what was asked for and is there.
+        wanted: leaves that were asked for and are there.
         arrays: tables and slots, by table and leaf.
         dense: everything else, as nested dicts.
         stamps: shardings and values of the stamps of the touched rows.
-        report: of what was read.
+        report: report of what was read.
     """
 
     chain: tuple[StepReader, ...]
@@ -124,7 +125,7 @@ class ReadBack:
     def put_together(
         self, started_secs: float, passed_over: tuple[int, ...]
     ) -> Restored:
-        """The state that was asked for, and touched rows in a fresh lineage.
+        """Makes the state that was asked for, and touched rows in a fresh lineage.
 
         With several processes each must make this call: they draw the lineage together.
 
@@ -151,8 +152,8 @@ def read_back(
     """Reads a step and all it rests on; nothing is communicated between processes.
 
     Args:
-        place: of the item.
-        args: what is asked for; without a state everything, by path, on one device.
+        place: place of the item.
+        args: arguments of the restore; without a state everything, by path, on one device.
         tables: where the tables are in the state, if `args` does not say it; None: where they
             were when it was saved.
         verify: compare every chunk with the manifest.
@@ -235,10 +236,10 @@ def _fit_numbers(
     cast: bool,
     step: str,
 ) -> dict[tuple[str, ...], Any]:
-    """Numbers of Python as leaves of the state; tells once of all leaves whose values change.
+    """Converts numbers of Python to leaves of the state; checks those that would change.
 
     Raises:
-        StateMismatchError: if some do, and that was not asked for.
+        StateMismatchError: if some values would change, and that was not asked for.
     """
     casts, found = list(wanted.casts), dict[tuple[str, ...], Any]()
     for path, number in numbers.items():
@@ -254,7 +255,7 @@ def _fit_numbers(
 def _rebuild(
     chain: Sequence[StepReader], wanted: Wanted
 ) -> dict[str, dict[str, jax.Array]]:
-    """The table leaves, by table and leaf name."""
+    """Reads the table leaves, by table and leaf name."""
     found: dict[str, dict[str, jax.Array]] = {}
     tables = wanted.tables
     leaves = [
@@ -272,7 +273,7 @@ def _rebuild(
 def _read_stamps(
     chain: Sequence[StepReader], wanted: Wanted, tables: Tables
 ) -> tuple[dict[str, Sharding], dict[str, Any]]:
-    """Shardings and values of the stamps under which the next delta is right.
+    """Reads shardings and values of the stamps under which the next delta is right.
 
     Tables that were not restored get stamps of zero.
     """
@@ -302,7 +303,7 @@ def _assemble(
     arrays: Mapping[str, Mapping[str, jax.Array]],
     dense: Mapping[str, Any],
 ) -> Any:
-    """The state, in the structure of the one that was asked for.
+    """Assembles the state, in the structure of the one that was asked for.
 
     Args:
         state: abstract or concrete; gives the structure.
@@ -317,12 +318,12 @@ def _assemble(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumption:
-    """What was restored, and what saving goes on from.
+    """Restored step, and the ledger and touched rows from which saving goes on.
 
     Attributes:
-        place: what was restored.
-        found: what was read of it.
-        ledger: of its root, if saves are to go there from now on.
+        place: place of the restored item.
+        found: its contents, as they were read.
+        ledger: ledger of its root, if saves are to go there from now on.
         touched: the fresh touched rows that go with the restored state.
     """
 
@@ -343,20 +344,23 @@ def resume(
     channel: Channel,
     widening: Widening | None,
 ) -> None:
-    """Goes on saving from what was restored: its fresh lineage rests on the steps of its chain.
+    """Goes on saving from a restored step: its fresh lineage rests on the steps of its chain.
 
     Args:
-        resumption: all of it has succeeded, on all processes.
-        writer: where saves go; after the first restore perhaps where that came from.
-        lifecycle: is settled before anything is noted.
-        planner: is told what later saves may rest on.
-        tracker: is told which rows are as they were restored.
-        tables: that are saved, in whatever order; empty: nothing is.
-        channel: to the other processes.
-        widening: is told how rows of the run are stored; None: nothing is saved.
+        resumption: the restored step; the restore has succeeded on all processes.
+        writer: writer of the root that saves go to, after the first restore perhaps the root that
+            was read.
+        lifecycle: lifecycle of saves, which is settled before anything is noted.
+        planner: planner of saves, which notes what later ones may rest on.
+        tracker: tracker of rows, which notes the rows that are as they were restored.
+        tables: tables that are saved, in any order; empty: nothing is saved.
+        channel: channel to the other processes.
+        widening: owner of encodings, which notes how rows of the run are stored; None: nothing is
+            saved.
 
     Raises:
-        OptionError: if what options give does not go together with that; nothing is noted then.
+        OptionError: if the given options and that encoding do not go together; nothing is noted
+            then.
     """
     place, found, touched = resumption.place, resumption.found, resumption.touched
     chain, lineage = found.chain, lineage_hex(touched)
@@ -398,7 +402,7 @@ def resume(
 def _encoding_of(
     resumption: Resumption, channel: Channel, writer: RootWriter
 ) -> EncodingEntry | None:
-    """How rows are stored in the run of a restored step; None if nothing tells.
+    """Encoding in the run of a restored step; None if nothing tells.
 
     Where its manifest does not say, process 0 looks at the codecs of its full step, or, if all
     bits were asked for there, of other steps.
@@ -421,7 +425,7 @@ def _encoding_of(
 def _telling(
     place: Place, chain: Sequence[StepReader], writer: RootWriter
 ) -> Iterator[Step]:
-    """The full step of a chain, its deltas, and full ones before it, the newest first."""
+    """Steps that tell of codecs: the full one of a chain, its deltas, and older full ones."""
     for reader in chain:
         yield Step(reader.manifest, reader.processes)
     first = chain[0].manifest

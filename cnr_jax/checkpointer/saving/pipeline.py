@@ -17,6 +17,7 @@ store, which alone knows what is committed.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
@@ -316,6 +317,9 @@ class SavePipeline(Generic[S]):
         """Waits until nothing is written for a save that is cancelled."""
         for future in save.futures:
             with contextlib.suppress(BaseException):
+                future.cancel()
+        for future in save.futures:
+            with contextlib.suppress(BaseException):
                 future.result(timeout=STOP_SECS)
         save.futures = ()
 
@@ -545,6 +549,6 @@ def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:
     """What a save failed with, as all processes are told, and as it is raised."""
     if isinstance(error, errors.SaveError | errors.WriterError):
         return error
-    if isinstance(error, concurrent.futures.CancelledError):
+    if isinstance(error, concurrent.futures.CancelledError | asyncio.CancelledError):
         error = RuntimeError("the save was cancelled")
     return save_error(error, save.step, os.fspath(save.attempt.path))

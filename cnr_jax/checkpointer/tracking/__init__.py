@@ -1,1 +1,1 @@
-"""Which rows changed since the parent: recorded or found by fingerprints, and audited."""
+"""Tracking of changed rows since the parent: recorded, by fingerprints, and audited."""

@@ -1,21 +1,22 @@
-"""The audit: did any row change that was not recorded, and if so, which, where and why.
+"""Audit: finds rows that changed without being recorded, and explains which, where and why.
 
-A delta holds recorded rows. If others changed, it would restore a state that never existed;
-so the save is refused, and the error tells what a user needs to find the reason.
+A delta holds recorded rows. If others changed, it would restore a state that never existed. So the
+save is refused, with an error that has what a user needs to find the reason.
 
-An audited run compares all rows at each save, a recorded one a rotating part of them: see
-rows/fingerprints/rotation.py. Of the N rows that a table has on a device, each save compares w
-with what they were at the save before, and w with what they were a round of N / w saves ago. A
-table whose rows fit into its share is compared whole: there w is N, and what follows is certain
-at once.
+An audited run compares all rows at each save, and a recorded run compares a rotating part of them:
+see rows/fingerprints/rotation.py. Let a table have N rows on a device. Each save compares w of them
+with what they were at the save before, and another w with what they were a round of N / w saves
+ago. A table whose rows fit into its share is compared whole: then w is N, and the statements below
+are certain at once.
 
-Rows that keep moving, k of them anywhere, are all missed by n saves with probability
-C(N - n w, k) / C(N, k), about (1 - n w / N)^k, and by N / w saves never. It does not matter when
-they were recorded, but for those recorded again right before the save that compares them.
+Suppose that k rows, anywhere, keep moving. Then n saves miss all of them with probability
+C(N - n w, k) / C(N, k), about (1 - n w / N)^k, and N / w saves never do. It does not matter when
+the rows were recorded, except for those recorded again right before the save that compares them.
 
-Rows that move once are missed with the same probability by the n saves after that, if none of
-them is recorded before its turn, and if their hashes are older than the move: those of all rows
-are one round after the run began or was restored, of a share m w / N of the rows m saves after.
+Suppose that k rows move once. Then the n saves after that miss all of them with the same
+probability, if none of them is recorded before its turn, and if their hashes are older than the
+move. The hashes of all rows are, one round after the run began or was restored; m saves after,
+those of a share m w / N of the rows are.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Unrecorded:
 
     Attributes:
         rows: sorted stored rows.
-        leaves: how many of them differ in each leaf, by leaf name.
-        before: which of `rows` were recorded at an earlier time.
-        since: clock at which the one that was read first was another.
-        compared: rows of the table that were compared.
+        leaves: number of them that differ in each leaf, by leaf name.
+        before: the `rows` that were recorded at an earlier time.
+        since: clock of the oldest look with which these rows were compared.
+        compared: number of rows of the table that were compared.
         recorded: rows of the table that were recorded after `since`.
     """
 
@@ -77,19 +78,19 @@ def unrecorded_error(
     *,
     recorded: bool,
 ) -> AuditError:
-    """The error of a save of rows that changed and were not recorded since they were others.
+    """Error of a save whose rows changed without being recorded since they were compared.
 
     It names tables, rows, leaves, the likely cause and the remedy.
 
     Args:
-        tables: of the state.
-        differing: rows that differ, of each group that was compared alone.
-        missed: by group, which of these were not recorded, by their index; some.
-        stamps: tells those of all rows.
-        lineage: of the stamps.
-        state: in which the likely cause is looked for.
-        recorded: whether `record` was called since the save before, as far as the touched rows
-            tell that go with the state.
+        tables: tables of the state.
+        differing: rows that differ, for each group that was compared alone.
+        missed: indices of those that were not recorded, by group; there are some.
+        stamps: function that returns the stamps of all rows.
+        lineage: lineage of the stamps.
+        state: state in which the likely cause is looked for.
+        recorded: whether `record` was called since the save before, as far as the touched rows of
+            the state tell.
     """
     guilty = {group.table for group in missed}
     found = {
@@ -113,12 +114,12 @@ def _unrecorded(
     missed: Mapping[Group, np.ndarray],
     stamps: StampsOf,
 ) -> Unrecorded:
-    """What is to be said of one table.
+    """Collects the unrecorded rows of one table.
 
     Args:
-        differing: of its groups.
-        missed: by group, which of these rows were not recorded, by their index.
-        stamps: of all rows.
+        differing: rows of its groups that differ.
+        missed: indices of those that were not recorded, by group.
+        stamps: function that returns the stamps of all rows.
     """
     here = Unrecorded()
     here.since = min(
@@ -204,7 +205,7 @@ def _leaves_text(rows: Unrecorded) -> str:
 
 
 def _rows_text(table: Table, rows: Unrecorded) -> str:
-    """The first rows, as the ids by which a model knows them."""
+    """Lists the first rows, as the ids by which a model knows them."""
     stored = rows.rows[:_SHOWN_ROWS]
     logical = np.asarray(table.layout.to_logical(stored))
     shown = [str(row) if row < table.rows else f"{row} (padding)" for row in logical]
@@ -212,6 +213,7 @@ def _rows_text(table: Table, rows: Unrecorded) -> str:
 
 
 def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
+    # From the surest sign to the mere pattern of the rows.
     parts = moving_parts(state, table)
     if parts:
         return (

@@ -1,4 +1,4 @@
-"""How a run finds the rows that changed: recorded, by fingerprints, or both.
+"""Tracker of changed rows: recorded, by fingerprints, or both.
 
 Two sources of stamps stand behind one question, which rows are to be saved on top of a
 parent. Recorded stamps travel with the state and are tied to parents by their lineage;
@@ -40,7 +40,7 @@ _log = logger(__name__)
 
 
 class Moment(NamedTuple):
-    """A lineage of stamps, and its clock at one time."""
+    """Lineage of stamps, and its clock at one time."""
 
     lineage: str
     clock: int
@@ -86,11 +86,11 @@ class Tracker:
     """Finds changed rows for one handler.
 
     Args:
-        options: of the run.
+        options: options of the run.
 
     Attributes:
-        followed: some rows of the tables that are saved, as they were when the run began or was
-            restored; None: nothing was saved or restored yet.
+        followed: some rows of the saved tables, as they were when the run began or was restored;
+            None: nothing was saved or restored yet.
     """
 
     def __init__(self, options: Options) -> None:
@@ -112,7 +112,7 @@ class Tracker:
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
-        """How changed rows are found: as asked for, as before, or as `touched` suggests."""
+        """Mode of tracking: asked for, else as before, else suggested by `touched`."""
         asked = self._options.tracking or self._mode
         return asked or ("fingerprint" if touched is None else "recorded")
 
@@ -181,8 +181,8 @@ class Tracker:
     def _say_unused(self, given: Moment | None) -> None:
         """Says once that touched rows are not used, unless that was asked for.
 
-        Those of a restore, into which nobody has recorded, are not worth a word: each restore
-        gives some, and a program may hand on both that it was given.
+        For the touched rows of a restore, into which nobody has recorded, there is no warning: each
+        restore returns some, and a program may hand on both values that it was given.
         """
         if self._options.tracking is not None or self._has_said_unused:
             return
@@ -202,7 +202,7 @@ class Tracker:
     def by_fingerprints(self, mode: Tracking) -> bool:
         """Whether fingerprints choose the rows; else those that were recorded.
 
-        In an audited run these are the rows that both found: others stop it.
+        In an audited run they choose the rows that both found: any others stop it.
         """
         return mode == "fingerprint" or self._options.drop_unchanged
 
@@ -224,7 +224,7 @@ class Tracker:
         arrays: Arrays,
         stamps: Mapping[str, jax.Array] | None,
     ) -> Tiling:
-        """What this process saves; rows lie as the stamps, or as they would.
+        """Tiling of this process's part; rows lie as the stamps do, or as they would.
 
         The same object as long as tables and stamps are sharded in the same way.
         """
@@ -258,10 +258,10 @@ class Tracker:
     def _doubt(
         self, look: Look | None, glimpse: Glimpse | None, recorded: Moment
     ) -> str:
-        """Why rows cannot be compared with what they were; empty if they can.
+        """Reason why rows cannot be compared with what they were; empty if they can.
 
-        Such a save must be full: what was recorded since the save before is not known to be
-        all that changed. The next one is audited again.
+        Such a save must be full: the rows recorded since the save before are not known to be all
+        that changed. The next save is audited again.
         """
         last = self._last
         if last is None or last.lineage != recorded.lineage:
@@ -295,12 +295,14 @@ class Tracker:
         else:
             assert look is not None and self._watch is not None
             differing = self._watch.differing(look, self._last.clock)
+        # A row that differs since a clock is recorded if its stamp is later than that.
         missed = [
             np.flatnonzero(stamps_of(shards, found) <= found.since)
             for found in differing
         ]
         if not any(map(len, missed)):
             return
+        # What the error needs, by group: only a save that is refused pays for it.
         of_groups: dict[Group, Differing] = {}
         missed_of: dict[Group, np.ndarray] = {}
         for found, which in zip(differing, missed, strict=True):
@@ -327,10 +329,10 @@ class Tracker:
         )
 
     def keep(self, found: ChangedRows, stamps: Moment) -> None:
-        """Takes what was found as known from now on: its save was decided.
+        """Notes that a save was decided: what was found is known from now on.
 
         Args:
-            found: by `find`, with nothing kept since.
+            found: result of `find`, with nothing kept since.
             stamps: `found.stamps`, as all processes agreed on it.
         """
         self._mode = found.mode
@@ -348,11 +350,11 @@ class Tracker:
             self.followed = FollowedRows(tiling, stamps.lineage)
 
     def choose(self, found: ChangedRows, parent_clock: int | None) -> Chosen:
-        """The rows of a save on a parent.
+        """Chooses the rows of a save on a parent.
 
         Args:
-            found: for this save, and kept.
-            parent_clock: of the stamps at the parent; None chooses all rows.
+            found: changed rows of this save, after `keep`.
+            parent_clock: clock of the stamps at the parent; None chooses all rows.
         """
         tiling = found.shards.tiling
         if parent_clock is None:
@@ -367,7 +369,7 @@ class Tracker:
         )
 
     def close(self) -> None:
-        """Frees what is remembered of rows, which would lie on their devices until a collection."""
+        """Frees the hashes of rows, which would stay on their devices until a collection."""
         self._watch, self._rotation, self._last = None, None, None
         self.followed = None
 
@@ -375,8 +377,9 @@ class Tracker:
         """Forgets all rows, because the state was replaced by one that was restored.
 
         Args:
-            touched: of that state; fingerprints go on in its lineage.
-            mode: of its run, in which this one goes on unless it has its own; None: it has none.
+            touched: touched rows of that state; fingerprints go on in its lineage.
+            mode: mode of its run, in which this one goes on unless options give another; None: it
+                has none.
         """
         self.close()
         # Past the clocks of all that `touched` may be compared with, so that a save that
@@ -399,7 +402,7 @@ class Tracker:
             tables: all tables, restored whole.
             arrays: their leaves.
             touched: the fresh touched rows of the state; fingerprints go on in its lineage.
-            stamps: of restored rows, int32.
+            stamps: stamps of the restored rows, int32.
         """
         self._last = _moment(touched)
         mode = self.mode(touched)

@@ -1,1 +1,1 @@
-"""What widths of codes cost the caller's own metric: cnr_jax.try_bits."""
+"""Trials of code widths on the caller's own metric: cnr_jax.try_bits."""

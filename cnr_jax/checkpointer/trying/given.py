@@ -1,4 +1,4 @@
-"""What `try_bits` is given, and what the caller's `evaluate` returns, checked."""
+"""Checks of the arguments of `try_bits`, and of what the caller's `evaluate` returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONLY = "metric"
 
 
 def named(width: Width) -> str:
-    """A width, in a sentence.
+    """Name of a width, in a sentence.
 
     Example:
         >>> named(4), named("raw")
@@ -34,10 +34,10 @@ def named(width: Width) -> str:
 
 
 def checked_widths(bits: object) -> tuple[Width, ...]:
-    """The widths to try, the narrowest first, each once.
+    """Checks the widths to try; returns each once, the narrowest first.
 
     Raises:
-        OptionError: if one is none, or there is none.
+        OptionError: if one is not a width, or there is none.
     """
     given: list[Any] = []
     if not isinstance(bits, str):
@@ -55,7 +55,7 @@ def checked_widths(bits: object) -> tuple[Width, ...]:
 
 
 def checked_count(name: str, given: object) -> int:
-    """An integer of 1 or more.
+    """Checks an integer of 1 or more.
 
     Raises:
         OptionError: if it is none.
@@ -80,7 +80,7 @@ def check_function(name: str, given: object, arguments: str) -> None:
 
 
 def check_better(better: object) -> None:
-    """Checks that it is said which way metrics are better.
+    """Checks that each metric has a direction that is better.
 
     Raises:
         OptionError: if it is not.
@@ -95,7 +95,7 @@ def check_better(better: object) -> None:
 
 
 def check_within(within: object) -> None:
-    """Checks that the largest losses that are accepted are numbers, where they are given.
+    """Checks that the largest accepted losses, if given, are numbers.
 
     Raises:
         OptionError: if one is none, or negative.
@@ -114,10 +114,10 @@ def _each(given: object) -> list[object]:
 
 
 def accepted(within: Any, exact: Metrics) -> dict[str, float]:
-    """The largest loss that is accepted of each metric.
+    """Largest loss that is accepted of each metric.
 
     Args:
-        within: as given.
+        within: argument of `try_bits`.
         exact: metrics of the state as it is.
 
     Raises:
@@ -129,7 +129,7 @@ def accepted(within: Any, exact: Metrics) -> dict[str, float]:
 
 
 def by_metric(what: str, given: Any, metrics: Metrics) -> dict[str, Any]:
-    """What was given for each metric; a value alone is of the only one.
+    """Values given for each metric; a value alone is that of the only one.
 
     Raises:
         OptionError: if a metric has none, or there is no such metric.
@@ -151,7 +151,7 @@ def by_metric(what: str, given: Any, metrics: Metrics) -> dict[str, Any]:
 
 
 def checked_metrics(found: Any, what: str) -> dict[str, float]:
-    """What `evaluate` returned of a state, by name; a number alone is called `"metric"`.
+    """Checks the result of `evaluate`; returns it by name (`"metric"` for a number alone).
 
     Raises:
         OptionError: if there is anything but numbers.
@@ -166,7 +166,7 @@ def checked_metrics(found: Any, what: str) -> dict[str, float]:
 
 
 def _number(value: Any, name: str, what: str) -> float:
-    """A number of Python, numpy or jax.
+    """Converts a number of Python, numpy or jax to a float.
 
     Raises:
         OptionError: if it is none.

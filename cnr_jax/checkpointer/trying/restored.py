@@ -1,4 +1,4 @@
-"""A train state as a restore would bring it, without a checkpoint, and what one would take.
+"""Rounds a train state as a restore would, without a checkpoint, and counts its bytes.
 
 Rows are encoded and decoded on the shards where they are, which keep their shardings: as in a save,
 each device sees its part of a row alone.
@@ -24,12 +24,12 @@ from cnr_jax.state.table import Leaf, Table, Tables, merge, split
 
 
 class RowBytes(NamedTuple):
-    """What a full save takes of the rows of a state, and how far off they then are.
+    """Bytes that a full save takes for the rows of a state, and how far off they then are.
 
     Attributes:
         tables: bytes of encoded rows of tables, and of those that are stored exactly beside.
-        slots: the same of optimizer slots.
-        off: of the rows of tables.
+        slots: the same for optimizer slots.
+        off: errors of the rows of tables.
     """
 
     tables: int
@@ -40,13 +40,13 @@ class RowBytes(NamedTuple):
 def restored(
     state: Any, tables: Tables, encoding: Encoding, dither: Dither
 ) -> tuple[Any, list[RestoredLeaf]]:
-    """A state as it would be restored.
+    """Rounds a state as a save and a restore would.
 
     Args:
-        state: concrete; stays as it is. What is stored exactly is in both.
-        tables: of the state.
-        encoding: of its rows.
-        dither: of codes of tables.
+        state: concrete state, which stays as it is. Leaves that are stored exactly are in both.
+        tables: tables of the state.
+        encoding: encoding of its rows.
+        dither: dither of the codes of tables.
 
     Returns:
         The state, and its tables and slots once more, to ask for `row_bytes`.
@@ -64,7 +64,7 @@ def restored(
 
 @own_settings()
 def row_bytes(leaves: list[RestoredLeaf]) -> RowBytes:
-    """Bytes and errors of all rows, whichever process holds them; all processes ask."""
+    """Counts bytes and errors of all rows on all processes; all must call it."""
     sums = np.zeros((jax.process_count(), len(leaves), len(Off._fields)))
     sums[jax.process_index()] = [each.off for each in leaves]
     by_leaf = of_all(sums).transpose(1, 0, 2).tolist()
@@ -79,10 +79,10 @@ def row_bytes(leaves: list[RestoredLeaf]) -> RowBytes:
 
 
 class RestoredLeaf:
-    """A table or slot as a codec restores it.
+    """Table or slot as a codec restores it.
 
     Attributes:
-        array: its rows, sharded as they were; as they were too, where they are stored exactly.
+        array: its restored rows, sharded as they were; the given ones if they are stored exactly.
         is_dithered: whether its codes are dithered.
     """
 
@@ -111,11 +111,11 @@ class RestoredLeaf:
 
     @property
     def off(self) -> Off:
-        """How far off the rows on this process are; waits for them."""
+        """Errors of the rows on this process; waits for them."""
         return self._rounded.off() if self._rounded else Off()
 
     def bytes(self, escaped: int) -> int:
-        """What all rows take in a full save, if so many of them are escaped."""
+        """Bytes of all rows in a full save, if so many of them are escaped."""
         boxes = boxes_of(self.array.sharding, self.leaf.shape)
         rows = sum(box[0][1] - box[0][0] for box in boxes)
         dtype = self.leaf.dtype

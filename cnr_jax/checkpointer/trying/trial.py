@@ -1,4 +1,4 @@
-"""Widths of codes tried on a state: the caller's own metric, before and after the rounding.
+"""Trial of code widths on a state: the caller's own metric, before and after the rounding.
 
 To remember: the caller's functions run under the caller's settings, on all processes alike, and get
 nothing that the state they were given still needs.
@@ -59,19 +59,19 @@ def try_bits(
     train: Callable[[Any, int], Any] | None = None,
     restores: int = 1,
 ) -> TriedBits:
-    """Tries widths of codes on a state: what the caller's metric is after a restore.
+    """Tries widths of codes on a state: the caller's metric before and after a restore.
 
-    The metric is taken of the state as it is, and as each width would restore it: rows of tables
-    are encoded and decoded where they lie, slots only if the options round them. Nothing is
-    written. Given `train`, the restored state is trained on before its metric is taken, and the
-    state as it is likewise, with the same seeds: what rounding costs a training mostly shows
-    then, and with restores that follow each other soon only then.
+    The metric is computed for the state as it is, and as each width would restore it. Rows of
+    tables are encoded and decoded where they lie, and slots only if the options round them. Nothing
+    is written. With `train`, the restored state is trained on before its metric is computed, and
+    so is the state as it is, with the same seeds. The cost to a training mostly shows then, and
+    only then if restores follow each other soon.
 
     A width is `"harmless"` if the mean of its losses is at most `within`, and so is half their
-    95 % interval or its upper end; `"harmful"` if the mean is above that and can be told from
-    zero; else `"open"`. The narrowest harmless one of which no wider one is harmful is
-    recommended. An open one is not: a loss that merely cannot be told from zero, on a few seeds,
-    may be any.
+    95 % interval or its upper end. It is `"harmful"` if the mean is above `within` and can be told
+    from zero, and else `"open"`. The narrowest harmless width is recommended of which no wider one
+    is harmful. An open one is not: a loss that merely cannot be told from zero, on a few seeds, may
+    have any size.
 
     In runs of several processes all must call it, with the same arguments, and the figures of
     process 0 count.
@@ -79,28 +79,30 @@ def try_bits(
     Args:
         state: the train state, concrete; stays as it is, and alive.
         tables: from `find_tables`.
-        evaluate: from a state to a number, or to several by name. Must not donate the state.
-        better: whether a `"higher"` metric is better or a `"lower"` one; of several, for each by
-            name. Not guessed: the wrong way round, the width that harms most would be recommended.
-        bits: what is tried, as `Options(bits=...)` takes it; `"raw"`: tables exactly. What options
-            give for single tables is theirs at every width.
-        seeds: how many trials a width gets, each with a seed of its own, from 0 on: for `train`,
-            and for dither. Where nothing depends on it, one is made.
-        within: the largest loss that is accepted, in units of the metric; of several, for each by
-            name. None: 0.01 % of the metric of the state as it is.
-        options: of the run; None: the defaults. Their codecs and rounding are used, their bits
-            are not. With `rounding="auto"` the first restore is that of a run which was not
-            restored before, from nearest codes, and those after it are from dithered ones, as
-            where rows move little from one restore to the next.
-        train: from a state and a seed to the state after some steps. It may donate what it gets,
-            and should depend on nothing else: which batches come next, the step in the state
-            can tell. Needs memory for the whole state once more, and with several restores for
+        evaluate: function from a state to a number, or to several by name. It must not donate the
+            state.
+        better: `"higher"` or `"lower"`, the better direction of the metric; for several metrics by
+            name. It is not guessed: with the wrong one, the width that harms most would be
+            recommended.
+        bits: widths to try, as `Options(bits=...)` takes them; `"raw"` stores tables exactly. A
+            table with options of its own keeps them at every width.
+        seeds: number of trials of each width, each with a seed of its own, from 0 on: for `train`,
+            and for dither. If nothing depends on the seed, one trial is made.
+        within: largest accepted loss, in units of the metric; for several metrics by name. None:
+            0.01 % of the metric of the state as it is.
+        options: options of the run; None: the defaults. Their codecs and rounding are used, their
+            bits are not. With `rounding="auto"` the first restore is that of a run which was not
+            restored before, from nearest codes. Those after it are from dithered codes, as if rows
+            move little from one restore to the next.
+        train: function from a state and a seed to the state after some steps. It may donate its
+            state, and should depend on nothing else: the step in the state can tell which batches
+            come next. It needs memory for the whole state once more, and with several restores for
             its tables twice; without it, once for its tables.
         restores: how often the state is restored and trained on in turn, before its metric is
-            taken. More than one needs `train`.
+            computed. More than one needs `train`.
 
     Returns:
-        What came of each width, the bytes of a full save beside, and a recommendation with its
+        The result for each width, with the bytes of a full save, and a recommendation with its
         confidence; prints as a table.
 
     Raises:
@@ -188,15 +190,15 @@ def _means(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 
 def encoding_of(options: Options, width: Width, tables: Tables) -> Encoding:
-    """How rows are stored in a width.
+    """Encoding of rows with options whose bits are replaced by a width.
 
     Args:
-        options: whose bits for all tables it takes the place of.
-        width: of codes.
-        tables: at least one of which it must make a difference to.
+        options: options of the run, whose bits for all tables are replaced.
+        width: width of codes.
+        tables: tables of the state; at least one must be stored otherwise by the width.
 
     Raises:
-        OptionError: if options have no use for it.
+        OptionError: if options have no use for the width.
     """
     raw = _encoding_of(options.encoding, "raw")
     if width == "raw":
@@ -242,13 +244,13 @@ def _encoding_of(given: Encoding, width: Width) -> Encoding:
 
 
 class _Trial:
-    """A state, and the caller's functions of it.
+    """Trial of a state with the caller's functions.
 
     Args:
-        state: as it is.
-        tables: of the state.
-        evaluate: what its metrics are.
-        train: what runs some steps; None: nothing does.
+        state: the state as it is.
+        tables: tables of the state.
+        evaluate: function that computes its metrics.
+        train: function that runs some steps; None: it is not trained.
         restores: how often it is restored, and trained on, in turn.
 
     Raises:
@@ -269,16 +271,16 @@ class _Trial:
 
     @property
     def state_bytes(self) -> int:
-        """Of all arrays of the state, in memory."""
+        """Bytes of all arrays of the state, in memory."""
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._state))
 
     @property
     def row_bytes(self) -> int:
-        """Of these, those of tables and slots."""
+        """Bytes of tables and slots among these."""
         return sum(leaf.nbytes for t in self._tables.values() for leaf in t.leaves)
 
     def exact(self, seeds: Sequence[int]) -> list[Metrics]:
-        """Metrics of the state as it is; of each seed, once it was trained on."""
+        """Metrics of the state as it is, for each seed after training, if there is any."""
         if self._train is None:
             return [self._measured(self._state, "the state as it is", None)] * len(
                 seeds
@@ -321,7 +323,7 @@ class _Trial:
         return found, rows
 
     def _apart(self, state: Any) -> Any:
-        """A state without arrays of the one that was given, which `train` may donate."""
+        """Copies a state for `train`, which may donate it: shares no arrays with the given one."""
         kept = set(map(id, jax.tree.leaves(self._state)))
         return jax.tree.map(lambda x: _copied(x) if id(x) in kept else x, state)
 
@@ -337,7 +339,7 @@ class _Trial:
         return trained
 
     def _measured(self, state: Any, what: str, like: Metrics | None) -> Metrics:
-        """What `evaluate` says of a state.
+        """Calls `evaluate` on a state, and checks the result.
 
         Raises:
             OptionError: if that is not finite numbers, of the same names as before.
@@ -388,7 +390,7 @@ class _Trial:
 
 
 def _difference(got: Any, want: Any) -> str:
-    """How the structure of a state is another than what it should be, in a line."""
+    """Describes, in a line, how the structure of a state differs from the expected one."""
     there, here = (
         {(jax.tree_util.keystr(path),): leaf for path, leaf in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (got, want))
@@ -402,13 +404,13 @@ def _difference(got: Any, want: Any) -> str:
 
 
 def _lent(state: Any) -> Any:
-    """The same, to be looked at: what could be assigned to is its own, arrays of jax are not."""
+    """Shallow copy of a state for the caller: what can be assigned to is its own."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, state)
 
 
 @own_settings()
 def _copied(tree: Any) -> Any:
-    """The same with arrays of its own, in the memory that they are in."""
+    """Deep copy of a state, with arrays of its own in the same kind of memory."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -1,4 +1,4 @@
-"""What came of trying widths: losses with their intervals, and which width they speak for.
+"""Results of `try_bits`: losses with their intervals, verdicts, and the recommended width.
 
 To remember: a width is recommended for what was measured of it, never for what was too uncertain
 to be measured.
@@ -24,13 +24,13 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """How much worse a metric is for a rounding: positive is worse, in the units of the metric.
+    """Loss of a metric by rounding: positive is worse, in the units of the metric.
 
     Attributes:
-        values: one for each seed, the difference to the state as it is with the same seed; a
-            single one where nothing was random.
-        within: the largest that is accepted.
-        random: whether other seeds would have given others.
+        values: difference to the state as it is, one for each seed; a single one if nothing was
+            random.
+        within: the largest accepted loss.
+        random: whether other seeds would have given other values.
     """
 
     values: tuple[float, ...]
@@ -39,14 +39,14 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """Of the values."""
+        """Mean of the values."""
         return statistics.fmean(self.values)
 
     @property
     def margin(self) -> float | None:
         """Half the width of the 95 % interval of the mean, by Student's t.
 
-        0 where nothing was random; None of one seed, which has none.
+        It is 0 if nothing was random, and None for a single seed, which has none.
         """
         if not self.random:
             return 0.0
@@ -64,7 +64,7 @@ class Loss:
 
     @property
     def verdict(self) -> Verdict:
-        """What it says of the rounding.
+        """Verdict on the rounding.
 
         `"harmless"`: the mean is at most `within`, and so is the margin or the upper end of the
         interval. `"harmful"`: the mean is above `within`, and can be told from zero. `"open"`:
@@ -87,21 +87,21 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedWidth:
-    """What one width makes of a state.
+    """Result for one width: its losses, bytes and errors.
 
     Attributes:
-        bits: of a code; `"raw"`: tables were stored exactly.
-        losses: by metric.
-        metrics: by metric, its mean over the seeds.
-        table_bytes: codes and metadata of all rows of tables, and rows that are stored exactly
-            beside: what a full save takes of them before compression, without the headers and
+        bits: width of a code; `"raw"`: tables were stored exactly.
+        losses: loss by metric.
+        metrics: mean over the seeds, by metric.
+        table_bytes: bytes of codes and metadata of all rows of tables, and of rows that are stored
+            exactly beside: those of a full save before compression, without the headers and
             checksums of arrays.
-        slot_bytes: the same of optimizer slots.
-        mean_row_error: of the rows of tables that are rounded, the mean of
-            `||row - read|| / ||row||`, rows of zeros left out; of tables whose columns are cut of
-            the parts of rows. None if none is rounded. Of the first restore and seed, hence of
-            nearest codes unless options dither them from the beginning.
-        worst_row_error: the greatest.
+        slot_bytes: the same for optimizer slots.
+        mean_row_error: mean of `||row - read|| / ||row||` over rounded rows of tables, rows of
+            zeros left out; over parts of rows if columns are sharded. None if no row is rounded.
+            It is that of the first restore and seed, hence of nearest codes unless options dither
+            from the beginning.
+        worst_row_error: the greatest of them.
     """
 
     bits: Width
@@ -114,7 +114,7 @@ class TriedWidth:
 
     @property
     def verdict(self) -> Verdict:
-        """That of the worst of its losses."""
+        """Verdict on the worst of its losses."""
         found = {loss.verdict for loss in self.losses.values()}
         order: tuple[Verdict, ...] = ("harmful", "open", "harmless")
         return next(each for each in order if each in found)
@@ -122,18 +122,18 @@ class TriedWidth:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedBits:
-    """What each width makes of a state, and which is recommended; prints as a table.
+    """Results of `try_bits` for each width, and the recommended one; prints as a table.
 
     Attributes:
-        metrics: of the state as it is, by metric; the mean over the seeds where it was trained.
-        widths: what was tried, the narrowest first.
-        seeds: how many were tried; 1 where nothing was random.
+        metrics: metrics of the state as it is; means over the seeds if it was trained.
+        widths: result for each width, the narrowest first.
+        seeds: number of seeds that were tried; 1 if nothing was random.
         restores: how often the state was restored in turn.
         trained: whether `train` ran after each restore.
         random: whether seeds could differ: rows were dithered, or trained on.
-        within: the largest loss that is accepted, by metric.
-        dense_bytes: of everything that is neither table nor slot, in memory.
-        state_bytes: of all arrays of the state, in memory.
+        within: the largest accepted loss, by metric.
+        dense_bytes: bytes of everything that is neither table nor slot, in memory.
+        state_bytes: bytes of all arrays of the state, in memory.
     """
 
     metrics: Mapping[str, float]
@@ -148,9 +148,9 @@ class TriedBits:
 
     @property
     def recommended(self) -> Width | None:
-        """The narrowest harmless width of which no wider one is harmful; None if there is none.
+        """Narrowest harmless width of which no wider one is harmful; None if there is none.
 
-        Where a wider one is, it is chance that a narrower one is not.
+        If a wider one is harmful, a narrower one is harmless only by chance.
         """
         found: Width | None = None
         for each in reversed(self.widths):
@@ -161,7 +161,7 @@ class TriedBits:
         return found
 
     def full_bytes(self, bits: Width) -> int:
-        """Bytes of a full save: of tables and slots as they are stored, and of all else.
+        """Bytes of a full save: stored tables and slots, and everything else.
 
         Raises:
             KeyError: if this width was not tried.
@@ -171,7 +171,7 @@ class TriedBits:
 
     @property
     def sentence(self) -> str:
-        """What is recommended, and how sure that is."""
+        """Recommendation in a sentence, and how sure it is."""
         chosen = self.recommended
         text = "no width recommended: none that was tried is known to be harmless"
         narrower = list(itertools.takewhile(lambda e: e.bits != chosen, self.widths))
@@ -186,7 +186,7 @@ class TriedBits:
         return f"{text}; {self._basis()}{more}{self._doubts()}"
 
     def _doubts(self) -> str:
-        """What makes all figures doubtful, if anything does."""
+        """Doubts about all figures, if there are any."""
         text = ""
         rounded = [each for each in self.widths if each.mean_row_error is not None]
         for name in self.metrics:
@@ -213,7 +213,7 @@ class TriedBits:
         return f"{seeds}, trained on after each of {self.restores} restores"
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, and what follows from it, as values of JSON."""
+        """All fields, and figures that follow from them, as values of JSON."""
         found = dataclasses.asdict(self)
         for each, document in zip(self.widths, found["widths"], strict=True):
             document["verdict"] = each.verdict
@@ -256,13 +256,13 @@ def losses_of(
     *,
     random: bool,
 ) -> dict[str, Loss]:
-    """The loss of each metric, paired.
+    """Loss of each metric, paired by seed.
 
     Args:
         exact: metrics of the state as it is, one for each seed.
-        rounded: of the restored one.
-        better: by metric, whether `"higher"` or `"lower"` is.
-        within: by metric, the largest loss that is accepted.
+        rounded: metrics of the restored state, likewise.
+        better: `"higher"` or `"lower"`, by metric.
+        within: the largest accepted loss, by metric.
         random: whether seeds could differ.
     """
     return {
@@ -279,10 +279,10 @@ def losses_of(
 
 
 def t_quantile(freedom: int) -> float:
-    """What Student's t exceeds, on either side, with a probability of 1 - `CONFIDENCE`.
+    """Quantile of Student's t for both sides of a `CONFIDENCE` interval.
 
     Args:
-        freedom: degrees of it, 1 or more.
+        freedom: degrees of freedom, 1 or more.
 
     Example:
         >>> [round(t_quantile(n), 3) for n in (1, 2, 11)]

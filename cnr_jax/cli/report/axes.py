@@ -1,4 +1,4 @@
-"""The axes of a panel: where values lie, and which of them are named."""
+"""Axes of a panel: heights of values, and the values that are named."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STEPS_NAMED = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The axis of values.
+    """Axis of values.
 
     Attributes:
         low: the value at the base.
         high: the value at the top.
         logarithmic: whether equal distances are equal factors.
-        ticks: values that are named, with a line of their own.
+        ticks: values with a name and a line of their own.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def height_of(self, value: float) -> float:
-        """How high a value lies: 0 at the base, 1 at the top."""
+        """Height of a value: 0 at the base, 1 at the top."""
         low, high = self.low, self.high
         if self.logarithmic:
             value, low, high = math.log(value), math.log(low), math.log(high)
@@ -39,7 +39,7 @@ class Axis:
 
 
 def axis_of(panel: Panel) -> Axis:
-    """An axis that holds all values of a panel."""
+    """Chooses an axis that holds all values of a panel."""
     stacked = [each for each in panel.series if each.shape == "bars"]
     columns = zip(*(each.values for each in stacked), strict=True)
     tops = [sum(value or 0 for value in column) for column in columns]
@@ -54,7 +54,7 @@ def axis_of(panel: Panel) -> Axis:
 
 
 def _step_of(high: float, whole: bool) -> float:
-    """A round number that divides an axis into at most five."""
+    """Chooses a round number that divides an axis into at most five."""
     if high <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(high / 5))
@@ -71,7 +71,7 @@ def _logarithmic(low: float, high: float) -> Axis:
 
 
 def named_places(count: int) -> list[int]:
-    """Places of an axis whose steps are named: evenly spread, the first among them.
+    """Chooses the places of an axis whose steps are named: evenly spread, from the first.
 
     Example:
         >>> named_places(4), named_places(25)

@@ -1,4 +1,4 @@
-"""The course of a run: its saves in order, as the manifests of a root tell of them."""
+"""Course of a run: its saves in order, as the manifests of a root describe them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _PARTS = {"tables": "table", "slots": "slot", "dense": "dense", "manifests": "ma
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A save of a run.
+    """Save of a run.
 
     Attributes:
         step: its number.
         kind: as in a `StepDescription`.
-        kept: whether the root still holds it; else it is known from the metrics of the run, or
-            its rows, bytes of rows and seconds from the history that a later step carries.
+        kept: whether the root still holds it. Otherwise the metrics of the run describe it, or the
+            history of a later step has its rows, bytes of rows and seconds.
         branch: number of the branch; 0: not known.
-        parent: where in the course the parent of a delta is; None: nowhere.
-        depth: how many checkpoints a restore of it reads; 0: not known.
+        parent: place in the course of a delta's parent; None: it is not there.
+        depth: number of checkpoints that a restore of it reads; 0: not known.
         restores: how often the run was restored along its branch; None: not known.
-        restored: whether it was restored between the save before and this one.
-        rows: over all tables.
-        parts: its bytes by what they are: `tables`, `slots`, `dense`, `manifests`; or `ROWS`
-            alone, where only those of rows are known.
-        plain_bytes: what a plain full save would have written; None: not known.
-        secs: from the start of the save until its manifest was written; None: not known.
-        stall_secs: of these, how long training waited; None: not known.
-        phases: seconds by phase, in their order; empty where they are not known.
-        saved_at: when the manifest was written, in UTC; None: not known.
-        shares: by table, how much of its rows it holds; empty where that is not known.
+        restored: whether the run was restored between the save before and this one.
+        rows: number of rows over all tables.
+        parts: its bytes by kind: `tables`, `slots`, `dense`, `manifests`; or `ROWS` alone, if
+            only those of rows are known.
+        plain_bytes: bytes that a plain full save would have written; None: not known.
+        secs: seconds from its start until its manifest was written; None: not known.
+        stall_secs: part of `secs` in which training waited; None: not known.
+        phases: seconds by phase, in their order; empty if they are not known.
+        saved_at: time at which the manifest was written, in UTC; None: not known.
+        shares: share of its rows that it holds, by table; empty if that is not known.
         mean_error: mean relative error of rounded rows that were sampled; None: not known.
         worst_error: the greatest of them.
         problem: why it cannot be restored; empty if it can.
@@ -81,7 +81,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What a root tells of a run.
+    """Course of a run: the root, and the saves that it tells of.
 
     Attributes:
         root: what the root holds.
@@ -98,12 +98,12 @@ class Course:
 
     @property
     def plain_bytes(self) -> int:
-        """What the steps that are kept would take as plain full saves."""
+        """Bytes that the kept steps would take as plain full saves."""
         return sum(save.plain_bytes or 0 for save in self.kept)
 
 
 def course_of(root: RootDescription) -> Course:
-    """The course of the run that a root holds.
+    """Reads the course of the run that a root holds.
 
     Reads the metrics of the run, if it keeps any, and the last manifest of each cycle once more,
     for saves that retention has removed.
@@ -114,6 +114,7 @@ def course_of(root: RootDescription) -> Course:
     ]
     there = {(branch, step) for branch, step, _ in placed}
     gone = [save for place, save in noted.items() if place not in there]
+    # Histories have no branch: a removed save is the one of this step with as many rows.
     known = {(save.step, save.rows) for save in gone}
     gone += [save for save in _removed(root) if (save.step, save.rows) not in known]
     placed += [(save.branch, save.step, save) for save in gone]
@@ -140,7 +141,7 @@ def course_of(root: RootDescription) -> Course:
 
 
 def _with_restores(saves: Sequence[Save]) -> Iterator[Save]:
-    """Saves, and of each whether the run was restored before it."""
+    """Marks the saves before which the run was restored."""
     before: int | None = None
     for save in saves:
         if save.restores is None:
@@ -152,7 +153,7 @@ def _with_restores(saves: Sequence[Save]) -> Iterator[Save]:
 
 
 def _branch_of(step: StepDescription, steps: Sequence[StepDescription]) -> int:
-    """The branch of a step; of one that does not say, that of the steps before it."""
+    """Branch of a step; if it does not say, that of the steps before it."""
     if step.generation:
         return step.generation
     return max((each.generation for each in steps if each.step < step.step), default=0)
@@ -203,8 +204,8 @@ def _errors(
 def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
     """Saves that the metrics of a root tell of, by branch and step; of one twice the later.
 
-    A root may have had other runs: of these nothing is told. Lines are of whoever wrote the file,
-    and what is no number is left out.
+    A root may have had other runs, whose lines are left out. Lines come from whoever wrote the
+    file, so values that should be numbers and are not are left out too.
     """
     runs = list({s.run for s in root.steps if s.kind in ("full", "delta")})
     try:
@@ -216,10 +217,10 @@ def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
 
 
 def _save_noted(line: Mapping[str, Any]) -> Save | None:
-    """A save as a line of the metrics tells of it; None: it tells of none.
+    """Reads a save from a line of the metrics; None if the line has none.
 
-    Each field is looked at for itself, here and nowhere else: what is no value that a report has
-    there is not known.
+    Each field is checked by itself, here and nowhere else: a value that no report can have there
+    counts as not known.
     """
     step, branch = _whole(line, "step"), _whole(line, "generation")
     kind = line.get("kind")
@@ -258,7 +259,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:
-    """A number of 0 or more; None if it is none, or larger than any that is meant."""
+    """Number of 0 or more; None if a value is none, or larger than any plausible one."""
     value = line.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -271,9 +272,9 @@ def _whole(line: Mapping[str, Any], name: str) -> int | None:
 
 
 def _removed(root: RootDescription) -> Iterator[Save]:
-    """Saves that histories tell of and the root does not hold.
+    """Saves that histories mention and the root does not hold.
 
-    What a history has put together is left out: of no single save.
+    Entries that stand for several saves are left out.
     """
     own = [step for step in root.steps if step.kind in ("full", "delta")]
     known = {(step.step, step.rows, step.secs) for step in own}

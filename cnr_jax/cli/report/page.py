@@ -1,7 +1,7 @@
 """A run as one page of HTML, which needs nothing beside it: no network, fonts or images.
 
-Names of tables, folders and errors are of whoever wrote the root. They are escaped, and should
-one ever not be, the page's policy keeps it from running: only its own script may, by its digest.
+Names of tables, folders and errors come from whoever wrote the root. They are escaped. Should one
+ever not be, the page's policy keeps it from running: only its own script may, by its digest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from cnr_jax.repository.description import (
 
 
 def page_of(course: Course, now: datetime.datetime) -> str:
-    """The page of a run.
+    """HTML page of a run.
 
     Args:
-        course: of the run.
-        now: when it was read, in UTC.
+        course: course of the run.
+        now: time at which it was read, in UTC.
     """
     css, script = style(), _own_file("page.js")
     policy = (
@@ -78,7 +78,7 @@ def page_of(course: Course, now: datetime.datetime) -> str:
 
 
 def _text(words: object) -> str:
-    """Text of a page, or of an attribute: no markup, and nothing that no reader sees."""
+    """Text of a page or of an attribute: markup escaped, invisible characters spelled out."""
     return html.escape(printable(str(words), "utf-8"))
 
 
@@ -91,7 +91,7 @@ def _own_file(name: str) -> str:
 
 
 def style() -> str:
-    """The classes of the page, and of what is drawn in it."""
+    """CSS of the page, and of the drawings in it."""
     light, dark = (
         " ".join(f"--{name}: {pair[which]};" for name, pair in COLOURS.items())
         for which in (0, 1)
@@ -153,7 +153,7 @@ def _chart(
 def _table(
     name: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """A table; a head that ends in `#` is one of figures, one that ends in `...` of long texts."""
+    """HTML table; a head that ends in `#` has figures below it, one in `...` long texts."""
     classes = [
         ' class="number"'
         if head.endswith("#")

@@ -1,4 +1,4 @@
-"""What is drawn of a run: panels over one axis, its saves in order."""
+"""Panels of a run: its charts, over one axis with its saves in order."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Series:
     """Values of one kind, one for each save; None: no value there.
 
     Attributes:
-        name: of the kind.
+        name: name of the kind.
         colour: a key of `COLOURS`.
-        shape: how they are drawn; bars of a panel stand on each other.
-        values: one a save.
-        dashes: which of several patterns of dashes a line has; 0: none.
+        shape: shape in which they are drawn; bars of a panel stand on each other.
+        values: one for each save.
+        dashes: number of the dash pattern of a line; 0: none.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Panel:
     """One chart.
 
     Attributes:
-        title: what it shows, in a few words.
-        about: how to read it, in a sentence or two.
-        unit: of its values.
-        series: drawn in this order, the last on top.
+        title: title, in a few words.
+        about: explanation of how to read it, in a sentence or two.
+        unit: unit of its values.
+        series: series in the order in which they are drawn, the last on top.
         logarithmic: whether equal distances are equal factors.
-        links: places of two saves each, to be joined.
+        links: pairs of places of saves, to be joined.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Panel:
 
 
 def told(value: float, unit: Unit) -> str:
-    """A value of a panel as a text.
+    """Formats a value of a panel.
 
     Example:
         >>> told(1500, "bytes"), told(0.125, "share"), told(0.5, "secs"), told(3, "count")
@@ -88,7 +88,7 @@ def told(value: float, unit: Unit) -> str:
 
 
 def tick_told(value: float, unit: Unit) -> str:
-    """A round value beside an axis.
+    """Formats a round value beside an axis.
 
     Example:
         >>> tick_told(1e6, "bytes"), told(1e6, "bytes")
@@ -98,7 +98,7 @@ def tick_told(value: float, unit: Unit) -> str:
 
 
 def panels_of(course: Course) -> list[Panel]:
-    """All panels of a run of which something is known."""
+    """All panels of a run for which something is known."""
     panels = [
         _bytes(course.saves),
         _parts(course.saves),
@@ -201,6 +201,7 @@ def _parts(saves: Sequence[Save]) -> Panel:
 def _capacity(saves: Sequence[Save]) -> Panel:
     def summed(value: Callable[[Save], int | None]) -> Values:
         kept = [(value(save) or 0) if save.kept else 0 for save in saves]
+        # Without any known value there is no series at all.
         return tuple(itertools.accumulate(kept)) if any(kept) else (None,) * len(saves)
 
     return Panel(
@@ -379,7 +380,7 @@ def _chains(saves: Sequence[Save]) -> Panel:
 
 
 def figures_of(course: Course) -> list[tuple[str, str]]:
-    """What a run comes to: names, and each with its figure as a text."""
+    """Key figures of a run: names, and each with its figure as a text."""
     root, kept = course.root, course.kept
     latest, held = root.latest_step, root.total_bytes
     secs = [save.secs for save in kept if save.secs is not None]

@@ -1,6 +1,6 @@
 """A run as one SVG, which needs nothing beside it: the panels of the page, one below the other.
 
-Colours stand in its classes themselves: what turns SVG into other forms mostly knows no variables.
+Its classes have the colours themselves: most programs that convert SVG do not know variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LETTER, _SWATCH, _GAP = 7.2, 36, 20
 
 
 def picture_of(course: Course) -> str:
-    """The picture of a run. The same course gives the same picture."""
+    """SVG picture of a run. The same course gives the same picture."""
     steps = [save.step for save in course.saves]
     restores = restores_of(course.saves)
     below, drawn = float(_TITLE + _MARGIN), list[str]()
@@ -51,7 +51,7 @@ def _panel(
     name: str,
     top: float,
 ) -> tuple[list[str], float]:
-    """A panel from `top` on, and how high it is."""
+    """Draws a panel from `top` on; returns its height too."""
     lines = [
         f'<text class="head" id="{name}-title" x="{_MARGIN}" y="{top + _LINE:.0f}">'
         f"{_text(panel.title)}</text>",
@@ -87,7 +87,7 @@ def _text(words: object) -> str:
 
 
 def _plain_style() -> str:
-    """The classes of the page in its light colours, without variables."""
+    """CSS classes of the page in its light colours, without variables."""
     text = style()
     values = dict(re.findall(r"--([\w-]+): ([^;}]+?)\s*[;}]", "".join(_roots(text))))
     rules = re.sub(r"var\(--([\w-]+)\)", lambda found: values[found[1]], _no_dark(text))
@@ -100,11 +100,11 @@ def _plain_style() -> str:
 
 
 def _roots(text: str) -> Iterator[str]:
-    """What `:root` says by day."""
+    """Finds the `:root` rules of the light page."""
     yield from re.findall(r"^:root \{[^}]*\}", text, flags=re.M)
 
 
 def _no_dark(text: str) -> str:
-    """A style without what is said of darkness and paper, and without variables of its own."""
+    """Removes the rules of the dark page and of paper from a style, and its variables."""
     kept = (line for line in text.splitlines() if not line.startswith(("@", ":root")))
     return "\n".join(kept)

@@ -17,13 +17,13 @@ _DASHES = tuple(" ".join(map(str, pattern)) for pattern in DASHES)
 def drawn(
     panel: Panel, steps: Sequence[int], restores: Sequence[int], name: str
 ) -> str:
-    """A panel as an `svg` element.
+    """Draws a panel as an `svg` element.
 
     Args:
-        panel: to be drawn, with a value for each save at least in one series.
+        panel: panel to be drawn, with a value for each save in at least one series.
         steps: number of each save, in order.
         restores: places of saves before which the run was restored.
-        name: of the element, for what refers to it.
+        name: id of the element, by which others refer to it.
     """
     axis = axis_of(panel)
     wide = (WIDTH - _LEFT - _RIGHT) / len(steps)
@@ -56,7 +56,7 @@ def drawn(
 
 
 def _y(axis: Axis, value: float) -> float:
-    """How far down a value lies."""
+    """Vertical position of a value, from the top."""
     return _BASE - axis.height_of(value) * (_BASE - _TOP)
 
 
@@ -87,7 +87,7 @@ def _drawn(
     wide: float,
     below: list[float],
 ) -> Iterator[str]:
-    """The paths of a series; `below` is how high the bars stand so far."""
+    """Draws the paths of a series; `below` is the height of the bars so far."""
     known = [(i, v) for i, v in enumerate(series.values) if v is not None]
     colour, size = series.colour, max(3.0, min(9.0, 0.8 * wide))
     if series.shape == "bars":
@@ -143,7 +143,7 @@ def _line(
 
 
 def _runs(known: Sequence[tuple[int, float]]) -> Iterator[list[tuple[int, float]]]:
-    """Values in places that follow each other."""
+    """Splits values into runs of neighbouring places."""
     run: list[tuple[int, float]] = []
     for place, value in known:
         if run and place != run[-1][0] + 1:
@@ -155,7 +155,7 @@ def _runs(known: Sequence[tuple[int, float]]) -> Iterator[list[tuple[int, float]
 
 
 def swatch(series: Series) -> str:
-    """A small picture of how a series is drawn, for a legend."""
+    """Small picture for a legend that shows how a series is drawn."""
     colour = series.colour
     dashes = _DASHES[series.dashes % len(DASHES)]
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""

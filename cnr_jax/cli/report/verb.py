@@ -45,7 +45,7 @@ def report(
 
 
 def _check_output(output: Path, root: str, force: bool) -> None:
-    """Checks that a file may be written: before anything is read, which may take seconds.
+    """Checks that a file may be written, before anything is read, which may take seconds.
 
     Raises:
         OSError: if it is there already, its folder is not, or it would lie in the root.
@@ -69,7 +69,7 @@ def _check_output(output: Path, root: str, force: bool) -> None:
 
 
 def _written(output: Path, data: bytes, force: bool, saves: int, as_json: bool) -> Exit:
-    """Writes a file as a whole, and says so."""
+    """Writes a file as a whole, and prints its name."""
     if force:
         beside = output.with_name(f".{output.name}.{os.getpid()}")
         try:

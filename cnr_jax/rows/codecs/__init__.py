@@ -85,9 +85,10 @@ def codec_from(
     """Returns the codec of a manifest.
 
     Args:
-        name: of the codec.
-        configuration: of the codec.
-        whole: of stored rows, which leave nothing open; else what is not there is up to the codec.
+        name: name of the codec.
+        configuration: configuration of the codec.
+        whole: whether it is that of stored rows, which leaves nothing open; otherwise missing
+            values are up to the codec.
 
     Raises:
         FormatError: if the name is not known, or a configuration value is missing,

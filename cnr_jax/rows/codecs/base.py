@@ -1,4 +1,4 @@
-"""What a codec is: a pure, jit-able map from rows to fixed-width parts, and back; and `Raw`.
+"""Base of codecs: a pure, jit-able map from rows to fixed-width parts, and back; and `Raw`.
 
 A codec is a frozen, hashable value, so it can be a static argument of a jitted
 function. On disk it is a name and a configuration. Every part has one fixed width per

@@ -1,4 +1,4 @@
-"""What is asked of a codec that options name, or give, before anything is saved with it."""
+"""Checks of a codec that options name or give, before anything is saved with it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cnr_jax.rows.codecs.base import Configuration
 
 
 def has_choice(codec: Callable[[int], Codec]) -> bool:
-    """Whether `bits="auto"` has a say in a codec: then other bits make it another one."""
+    """Whether `bits="auto"` matters for a codec, that is, other bits make another one."""
     return codec(2) != codec(4)
 
 
 def is_codec(name: str) -> bool:
-    """Whether options may call a codec so."""
+    """Whether options know a codec by this name."""
     try:
         make_codec(name, 4)
     except ValueError:
@@ -25,7 +25,7 @@ def is_codec(name: str) -> bool:
 
 
 def reads_bits(codec: str | Codec, bits: object = None) -> bool:
-    """Whether bits have a say in what options call so; of an object, whether it has these.
+    """Whether a codec takes bits; for a codec object, whether it has just these.
 
     Example:
         >>> reads_bits("adaptive"), reads_bits("raw"), reads_bits("unheard")
@@ -52,7 +52,7 @@ def configuration_of(codec: Codec) -> tuple[str, Configuration]:
 
 
 def check_readable(codec: Codec) -> None:
-    """Checks that what a codec writes can be read again, by its name and configuration.
+    """Checks that rows of a codec can be read again, by its name and configuration.
 
     Raises:
         OptionError: for a codec of the user's own, and for what is none.

@@ -1,4 +1,4 @@
-"""One codebook for all rows of a table, each of which has a scale and an offset.
+"""Codebook codec: one set of levels for all rows of a table, with a scale and offset a row.
 
 Where elements gather about the middle of their row's range, levels that lie closer there
 err less than equidistant ones, and a codebook in the configuration costs a row nothing.

@@ -1,12 +1,13 @@
-"""Dither: where between two levels an element is rounded up rather than down.
+"""Dither: a threshold between two levels, above which an element is rounded up.
 
-Rounded to nearest, an element that moves by less than half a step between two restores is put back
-by each, and never moves. With dither its code is `floor(place + h)`, `h` in [0, 1): it moves by a
-whole step, with a probability of what it has moved, and is right in the mean.
+If an element moves by less than half a step between two restores, and is rounded to nearest, each
+restore puts it back, and it never moves. With dither its code is `floor(place + h)`, `h` in [0, 1).
+It moves by a whole step, with the probability of the part that it has moved, and is right in the
+mean.
 
-`h` is a hash of the row's key and of the column, not a random number: as long as the key stays, an
+`h` is a hash of the row's key and of the column, not a random number. As long as the key stays, an
 element that does not move keeps its code, and a delta its bytes. Levels go over the whole range of
-a row: what a narrower one clips would be put back by each restore.
+a row, since each restore would put back the elements that a narrower range clips.
 
 Measured in docs/accuracy.md. Source: dithered (stochastic) rounding is old; see L. Schuchman,
 "Dither signals and their effect on quantization noise" (1964).
@@ -29,11 +30,11 @@ _FRACTION_BITS = 24  # of a float32 below 1
 
 
 class Dither(NamedTuple):
-    """Which codes of tables are dithered in a save, and by which hash.
+    """Dither of a save: the widths of codes that are dithered, and their hash.
 
     Attributes:
-        lineage: of the save, 32 hex digits; see `dither_seed`.
-        most_bits: of a code; wider ones are the nearest.
+        lineage: lineage of the save, 32 hex digits; see `dither_seed`.
+        most_bits: width of the widest codes that are dithered; wider ones are the nearest.
     """
 
     lineage: str
@@ -46,8 +47,8 @@ def dither_seed(lineage: str, table: str, column: int = 0) -> np.uint32:
     Args:
         lineage: 32 hex digits; a new one begins with each restore.
         table: name of the table.
-        column: of the whole leaf, at which the rows begin: of a leaf whose columns are cut, each
-            part has keys of its own.
+        column: first column of the rows in the whole leaf: if columns are sharded, each part has
+            keys of its own.
     """
     text = f"{lineage} {column} {table}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(text, digest_size=4).digest()

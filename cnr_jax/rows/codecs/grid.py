@@ -58,7 +58,7 @@ class Grid(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """How scale and offset are stored, and up to where offsets are precise."""
+    """Dtypes of scale and offset, and the limit up to which offsets are precise."""
 
     scale_dtype: np.dtype
     offset_dtype: np.dtype
@@ -133,7 +133,7 @@ def checked_metadata_bits(bits: int, metadata_bits: int | None) -> int:
 
 
 class OnGrid:
-    """What codecs have in common whose rows have a range of their own, as of `Asymmetric`.
+    """Base of codecs whose rows have a range of their own, such as `Asymmetric`.
 
     Attributes:
         bits: width of a code.
@@ -291,7 +291,7 @@ def read_stored(
 
 
 class Levels(Protocol):
-    """What codes stand for, on the way from elements to codes."""
+    """Levels that codes stand for, on the way from elements to codes."""
 
     @property
     def last(self) -> int:

@@ -63,7 +63,7 @@ def in_one_loop(values: _T) -> _T:
 
 
 class Extremes(NamedTuple):
-    """What one pass says of each row, [rows].
+    """Extremes of each row, from one pass, [rows].
 
     Attributes:
         low, high: least and greatest element; of a row that is not finite of no meaning.

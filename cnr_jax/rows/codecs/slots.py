@@ -1,4 +1,4 @@
-"""Which codec suits an optimizer slot, as its name in the state tells: `slot_codec="auto"`.
+"""Choice of a codec by the name of an optimizer slot: `slot_codec="auto"`.
 
 Names are those of optax and of `cnr_jax.optim`; what is called otherwise is stored exactly.
 """

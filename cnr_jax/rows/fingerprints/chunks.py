@@ -1,8 +1,8 @@
 """Hashing rows in host memory, chunk by chunk, from views of their buffers.
 
-One program serves all tables of the same row shape: a thousand tables of distinct lengths cost
-no compilation each. What is compared with hashes of before is not hashed as a whole twice: a
-byte a row tells which rows differ, and only those are hashed again.
+One program serves all tables of the same row shape, so a thousand tables of distinct lengths need
+no compilation each. Rows that are compared with earlier hashes are not all hashed twice: a byte a
+row says which rows differ, and only those are hashed again.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Hashes = jax.Array | list[np.ndarray]
 
 
 class Hashed(NamedTuple):
-    """Rows of the tiles of one group, hashed.
+    """Hashes of the rows of one group's tiles.
 
     Attributes:
-        hashes: of each row; on the host, if something was compared, of some chunks only of
-            the rows that differ: `settled` makes hashes of all rows.
-        tags: of each row and tile, if asked for.
-        differ: what `changed_of` makes positions of, on the host positions by chunk; None
-            if nothing was compared.
+        hashes: hash of each row. On the host, if something was compared, some chunks have only
+            those of rows that differ; `settled` makes hashes of all rows.
+        tags: tag of each row and tile, if asked for.
+        differ: marks from which `changed_of` makes positions, on the host positions by chunk;
+            None if nothing was compared.
     """
 
     hashes: Hashes
@@ -66,7 +66,7 @@ def hash_chunks(
     """Hashes the rows that spans of the same rows make up.
 
     Args:
-        spans: of leaves in a fixed order.
+        spans: spans of leaves in a fixed order.
         seed: uint32[2].
         before: all hashes by chunk, to compare with.
         tagged: whether to make tags.
@@ -189,7 +189,7 @@ def _rows_at(span: Span, positions: np.ndarray) -> np.ndarray:
 
 
 def _chunk_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Rows of a large chunk: a multiple of the rows of a small one, or a power of two."""
+    """Number of rows in a large chunk: a multiple of those in a small one, or a power of two."""
     width = sum(
         int(np.prod(x.shape[1:], dtype=np.int64)) * np.dtype(x.dtype).itemsize
         for x in data
@@ -201,7 +201,7 @@ def _chunk_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
 
 
 def _size(count: int, step: int) -> int:
-    """Rows of the program that hashes a chunk: few sizes, none far larger than the chunk."""
+    """Number of rows of the program that hashes a chunk: few sizes, none far larger than it."""
     size = SMALL_ROWS
     while size < count:
         size *= 8
@@ -209,7 +209,7 @@ def _size(count: int, step: int) -> int:
 
 
 def _front(found: jax.Array, count: int) -> np.ndarray:
-    """The first of the results, without keeping the others."""
+    """Returns the first result, without keeping the others."""
     whole = np.asarray(found)
     return whole if len(whole) == count else whole[:count].copy()
 
@@ -217,7 +217,7 @@ def _front(found: jax.Array, count: int) -> np.ndarray:
 def chunk_programs(
     kinds: Sequence[tuple[tuple[int, ...], np.dtype]], rows: int, tagged: bool
 ) -> Iterator[Program]:
-    """What hashing so many rows needs, of leaves with these shapes of a row and dtypes."""
+    """Programs that hash so many rows of leaves with these row shapes and dtypes."""
     step = _chunk_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
     # The first chunk and the last.
     for count in (min(step, rows), rows % step or step):

@@ -200,7 +200,7 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _paired(bits: jax.Array, shift: np.unsignedinteger) -> jax.Array:
-    """Returns words of two elements each, of which only the lower halves are in use."""
+    """Returns words made of two elements each, whose lower halves alone are in use."""
     # Halves of the last axis, not neighbours, which would move every element on a device. An
     # odd one in the middle is in both halves.
     count = bits.shape[-1]

@@ -1,14 +1,14 @@
-"""A rotating part of the rows, remembered by hashes: what a save can afford to look at.
+"""Rotating look at rows: a part of them, remembered by hashes, that a save can afford to read.
 
 The rows of each group of tiles are cut into blocks of consecutive rows. Each look reads two
 windows of a few blocks: the one that the look before has read last, and the next one. Both are
-compared with the hashes that are kept of them, and these replaced. So every row is read twice in
-a round, once a look after the time before and once a round after it: the first finds rows that
-keep moving, whenever they were recorded, the second rows that moved once. The blocks of a window
-lie far apart, as rows that belong together often lie together. Groups whose rows fit into their
-share of the limit are read whole, by every look.
+compared with the hashes that are kept of them, and these are replaced. So every row is read twice
+in a round, once a look after the time before and once a round after it. The first finds rows that
+keep moving, whenever they were recorded; the second finds rows that moved once. The blocks of a
+window lie far apart, as rows that belong together often lie together. Groups whose rows fit into
+their share of the limit are read whole, by every look.
 
-What a look costs follows from the limit alone. Rows are copied before they are hashed, as the
+The cost of a look follows from the limit alone. Rows are copied before they are hashed, as the
 next train step may be given their memory.
 """
 
@@ -58,16 +58,16 @@ _KEPT = np.uint64(0xFFFFFFFF)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Glimpse:
-    """A part of the rows of this process at one moment.
+    """Look at a part of the rows of this process at one moment.
 
     Attributes:
-        differing: what differs from what was kept, of each ring.
+        differing: rows that differ from what was kept, for each ring.
         anew: whether nothing was kept of these tiles, and so nothing compared.
-        read_rows: that were hashed.
-        read_bytes: of them, by device.
-        tiling: of what was read.
-        rings: what is kept of all groups, once this is.
-        read: of each ring.
+        read_rows: number of rows that were hashed.
+        read_bytes: bytes of these rows, by device.
+        tiling: tiling of the rows.
+        rings: rings of all groups, as they are once this look is kept.
+        read: blocks that were read, for each ring.
     """
 
     differing: tuple[Differing, ...]
@@ -86,8 +86,8 @@ class Rotation:
     between leaves no trace.
 
     Args:
-        limit_bytes: of rows that a look reads on each device; two rows of each group are read
-            even where its share does not hold them.
+        limit_bytes: bytes of rows that a look reads on each device; two rows of each group are
+            read even if its share does not hold them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,8 +147,8 @@ class Rotation:
         """Remembers what `glimpse` saw.
 
         Args:
-            glimpse: of this rotation, with nothing kept since.
-            clock: of the touched rows that go with it.
+            glimpse: glimpse of this rotation, with nothing kept since.
+            clock: clock of the touched rows that go with it.
         """
         self._tiling, self._rings = glimpse.tiling, glimpse.rings
         for ring, read in zip(glimpse.rings, glimpse.read, strict=True):
@@ -156,6 +156,7 @@ class Rotation:
 
     def _read(self, shards: Shards, rings: Sequence[Ring]) -> tuple[Read, ...]:
         due = [ring.due() for ring in rings]
+        # Rings whose rows have the same words are hashed together, by one program.
         alike: dict[Words, list[int]] = {}
         for number, ring in enumerate(rings):
             alike.setdefault(ring.words, []).append(number)
@@ -186,13 +187,13 @@ class Rotation:
     def _hash(
         self, words: Words, size: int, rows: int, wanted: Iterable[Sequence[_Source]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and tags of all rows that are wanted, in order.
+        """Hashes and tags all rows that are wanted, in order.
 
         Args:
-            words: of a row.
-            size: rows of the program.
-            rows: that are wanted.
-            wanted: what each leaf of a group is read from.
+            words: words of a row.
+            size: number of rows of the program.
+            rows: number of rows that are wanted.
+            wanted: for each group, the source of each leaf.
         """
         seed = jax.device_put(self._seed, host_device())
         hashes = np.empty(rows, np.uint32)
@@ -227,7 +228,7 @@ _Source = tuple[np.ndarray, np.ndarray]
 def _sources(
     shards: Shards, ring: Ring, blocks: np.ndarray
 ) -> Iterable[Sequence[_Source]]:
-    """What the leaves of each group of a ring are read from; devices begin to gather at once."""
+    """Sources of the leaves of each group of a ring; devices begin to gather at once."""
     tiling, words = shards.tiling, shards.words
     rows, size = ring.window.rows_in(blocks), ring.window.read_rows
     numbers = [tiling.numbers[group] for group in ring.groups]
@@ -269,6 +270,7 @@ def stamps_of(shards: Shards, differing: Differing) -> np.ndarray:
     of_groups = [tiling.range_of[tiling.numbers[g][0]] for g in differing.groups]
     ranges = np.array(of_groups, np.int64)[differing.numbers]
     part_of, in_part = tiling.part_of[ranges], tiling.starts[ranges] + differing.rows
+    # Stamps in host memory part by part, those on devices (-1) group by group.
     for part in np.unique(part_of[part_of >= 0]).tolist():
         some = part_of == part
         found[some] = parts[part][in_part[some]]
@@ -286,12 +288,12 @@ def stamps_of(shards: Shards, differing: Differing) -> np.ndarray:
 
 
 def _draw() -> tuple[np.ndarray, int]:
-    """A seed of hashes, and where rounds begin: elsewhere after each restart of a run."""
+    """Draws a hash seed and the row at which rounds begin, anew in each process."""
     return np.frombuffer(secrets.token_bytes(8), np.uint32), secrets.randbits(32)
 
 
 def _program_rows(words: Words, rows: int) -> int:
-    """Rows that are hashed at once where a look reads at most so many of these words."""
+    """Number of rows hashed at once, if a look reads at most so many of these words."""
     row_bytes = sum(count * np.dtype(dtype).itemsize for count, dtype in words)
     most = max(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row_bytes))
     return min(-(-rows // _CHUNK_ROWS), most // _CHUNK_ROWS) * _CHUNK_ROWS
@@ -312,7 +314,7 @@ def _hash_zeros(words: Words, rows: int) -> None:
 
 
 def programs(tiles: Iterable[OwnTile], limit_bytes: int, way: Way) -> Iterator[Program]:
-    """What looking at rows of these tiles needs, of leaves whose sharding is known."""
+    """Programs that a look at rows of these tiles needs, of leaves with known shardings."""
     groups = group_tiles(tiles)
     windows = windows_of(groups, limit_bytes)
     read: Counter[Words] = Counter()

@@ -44,14 +44,14 @@ def hash_tiles(
 
     Args:
         spans: the rows of each tile, all of one group.
-        device: that they are on.
-        where: on the device or in host memory.
+        device: device that they are on.
+        where: place of the work, on the device or in host memory.
         seed: uint32[2].
         before: hashes to compare with, made in the same way.
         tagged: whether to make tags.
 
     Returns:
-        What is on a device is not waited for.
+        Hashes, tags and differences; those on a device are not waited for.
     """
     if where == "host":
         assert not isinstance(before, jax.Array)
@@ -87,11 +87,11 @@ def _device_program(
 
 
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
-    """What is to be remembered of `hashed`: all hashes, and tags.
+    """Returns the hashes and tags to remember of `hashed`: those of all rows.
 
     Args:
-        hashed: as `hash_tiles` returned it.
-        before: what it was compared with, which must not be used any more.
+        hashed: result of `hash_tiles`.
+        before: hashes that it was compared with, which must not be used any more.
     """
     if not isinstance(hashed.hashes, list) or not isinstance(hashed.differ, list):
         return hashed._replace(differ=None)
@@ -106,7 +106,7 @@ def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
 
 
 def _renewed(old: np.ndarray, new: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """`old` with some rows replaced, in place where that can be."""
+    """Replaces some rows of `old`, in place if that is possible."""
     if not old.flags.writeable:
         # What may be changed, and a program need not copy again.
         copy = aligned_empty(old.shape, old.dtype)
@@ -142,7 +142,7 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
 def programs(
     groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool
 ) -> Iterator[Program]:
-    """What hashing tiles like these needs, of leaves whose sharding is known."""
+    """Programs that hash tiles like these, of leaves with known shardings."""
     for tiles in groups:
         device = tiles[0].piece.device
         shapes: list[tuple[int, ...]] = []

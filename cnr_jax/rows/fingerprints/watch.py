@@ -1,4 +1,4 @@
-"""Which rows differ from what they were at the save before: their fingerprints, remembered.
+"""Watch of all rows by fingerprints: finds those that differ since the save before.
 
 The tiles of one table that one device saves of the same rows are hashed together, where they
 lie: nothing is communicated, and a row that is split by columns over devices has a hash on
@@ -42,14 +42,14 @@ class Differing:
     """Rows of some groups that differ from what they were.
 
     Attributes:
-        groups: that were compared.
-        names: of the leaves of each group.
-        numbers: for each row that differs, the number of its group; sorted.
-        rows: their positions within their groups, sorted in each.
-        since: for each of them, the clock at which it was another.
-        leaves: tells of some of `rows`, by their index, in which leaves they differ,
-            bool[rows, leaves]. Told from 8 bits: one row in 256 is missed for its leaf.
-        compared: how many rows of each group were compared.
+        groups: groups that were compared.
+        names: names of the leaves of each group.
+        numbers: number of the group of each row that differs; sorted.
+        rows: positions of these rows within their groups, sorted in each.
+        since: clock of the look with which each of them was compared.
+        leaves: function of indices into `rows` that returns the leaves in which these differ,
+            bool[rows, leaves]. It goes by 8 bits, so one row in 256 is missed for its leaf.
+        compared: number of rows of each group that were compared.
     """
 
     groups: tuple[Group, ...]
@@ -61,7 +61,7 @@ class Differing:
     compared: int
 
     def runs(self) -> Iterator[tuple[Group, slice]]:
-        """The groups of which rows differ, and which of `rows` are theirs."""
+        """Yields the groups with differing rows, and the indices of these in `rows`."""
         first = np.flatnonzero(np.diff(self.numbers, prepend=-1))
         of_groups, starts = self.numbers[first].tolist(), first.tolist()
         stops = [*starts[1:], len(self.rows)]
@@ -69,7 +69,7 @@ class Differing:
             yield self.groups[number], slice(start, stop)
 
     def by_group(self) -> dict[Group, tuple[Differing, slice]]:
-        """What differs of each group alone, and which of `rows` these are."""
+        """Splits by group, each with the indices of its rows in `rows`."""
         runs = dict(self.runs())
         found: dict[Group, tuple[Differing, slice]] = {}
         for number, group in enumerate(self.groups):
@@ -95,9 +95,9 @@ class Look:
     """All rows of this process at one moment.
 
     Attributes:
-        seen: by group.
-        changed: by group, sorted positions of the rows that differ from what was kept.
-            Groups of which nothing was kept, or other tiles, are missing.
+        seen: rows as they were seen, by group.
+        changed: sorted positions of the rows that differ from what was kept, by group. Groups of
+            which nothing was kept, or other tiles, are missing.
     """
 
     seen: Mapping[Group, Seen]
@@ -183,8 +183,8 @@ class RowWatch:
         """Remembers what `look` saw, and stamps the rows that changed.
 
         Args:
-            look: of this watch, with nothing kept since.
-            clock: greater than at any time before.
+            look: look of this watch, with nothing kept since.
+            clock: clock that is greater than any before.
         """
         # Stamps first: should this be interrupted, rows are found changed again, not missed.
         if self._stamped:
@@ -215,8 +215,9 @@ class RowWatch:
         """Remembers what `look` saw, with given stamps; forgets what was kept before.
 
         Args:
-            look: at a state that was restored.
-            stamps: int32 of some rows; not called unless stamps are kept.
+            look: look at a restored state.
+            stamps: function that returns stamps of some rows, int32; not called unless stamps are
+                kept.
         """
         self._seen = self._settled(look)
         if self._stamped:
@@ -227,11 +228,11 @@ class RowWatch:
         return np.flatnonzero(self._stamps[rows] > clock)
 
     def differing(self, look: Look, clock: int) -> list[Differing]:
-        """What differs between a look and what was kept, of each group alone.
+        """Compares a look with what was kept, each group alone.
 
         Args:
-            look: at tiles of which all was kept.
-            clock: at which it was kept.
+            look: look at tiles of which all was kept.
+            clock: clock at which it was kept.
         """
         return [self._differing(look, group, clock) for group in look.seen]
 
@@ -255,7 +256,7 @@ class RowWatch:
 
 
 def _draw_seed() -> np.ndarray:
-    """A seed of this process alone, as hashes are compared here alone.
+    """Draws a seed of this process alone, as hashes are compared here alone.
 
     Not known beforehand, so that no data can be made to collide.
     """
@@ -263,7 +264,7 @@ def _draw_seed() -> np.ndarray:
 
 
 def by_rows(groups: Iterable[Group]) -> dict[Rows, list[Group]]:
-    """The groups that hold parts of the same rows."""
+    """Collects the groups that hold parts of the same rows."""
     found: dict[Rows, list[Group]] = {}
     for group in groups:
         found.setdefault(Rows(group.table, group.rows), []).append(group)

@@ -1,4 +1,4 @@
-"""Which blocks of rows a look at a part of them reads, and the hashes that are kept of all.
+"""Windows of a rotating look: the blocks of rows that it reads, and the hashes kept of all.
 
 Everything here is arithmetic of numpy on positions and hashes; see rotation.py for how rows are
 read, and for why two windows are read at a time.
@@ -31,7 +31,7 @@ Words = tuple[tuple[int, str], ...]
 
 
 def words_of(tiles: Iterable[OwnTile]) -> Words:
-    """The words that rows of these tiles are hashed as."""
+    """Number and dtype of the words as which a row of each tile is hashed."""
     found = []
     for tile in tiles:
         shape = [stop - start for start, stop in tile.piece.box[1:]]
@@ -42,12 +42,12 @@ def words_of(tiles: Iterable[OwnTile]) -> Words:
 
 
 class Window(NamedTuple):
-    """How the rows of a group are read.
+    """Window of a group: the size of its blocks, and how many are read at once.
 
     Attributes:
-        rows: of the group.
-        block: rows of a block. The last one overlaps the one before it, if it must.
-        blocks: that are read at once.
+        rows: number of rows of the group.
+        block: number of rows of a block. The last block overlaps the one before it, if it must.
+        blocks: number of blocks that are read at once.
     """
 
     rows: int
@@ -56,16 +56,16 @@ class Window(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Blocks of the group."""
+        """Number of blocks of the group."""
         return -(-self.rows // self.block)
 
     @property
     def read_rows(self) -> int:
-        """Rows that a look reads, at most."""
+        """Number of rows that a look reads, at most."""
         return self.block * min(self.count, 2 * self.blocks)
 
     def first(self, block: ArrayLike) -> Any:
-        """The row at which a block starts, or each of several."""
+        """First row of a block, or of each of several."""
         return np.minimum(np.multiply(block, self.block), self.rows - self.block)
 
     def rows_in(self, blocks: np.ndarray) -> np.ndarray:
@@ -82,8 +82,8 @@ class Window(NamedTuple):
 
 @functools.cache
 def _stride(count: int) -> int:
-    """A step through so many blocks that meets each of them, neighbours far apart."""
-    step = max(1, round(count * 0.618))
+    """Chooses a step through so many blocks that meets each of them, neighbours far apart."""
+    step = max(1, round(count * 0.618))  # the golden ratio spreads visits best
     while math.gcd(step, count) > 1:
         step += 1
     return step
@@ -92,14 +92,14 @@ def _stride(count: int) -> int:
 def windows_of(
     groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int
 ) -> dict[Group, Window]:
-    """How the rows of each group are read.
+    """Chooses the window of each group.
 
-    All groups of a device have the same share; what a small one leaves is for the others.
+    All groups of a device have the same share; what a small group leaves of it goes to the others.
 
     Args:
-        groups: of one process.
-        limit_bytes: that a look reads on each device; two rows of each group are read even
-            where its share does not hold them.
+        groups: groups of one process.
+        limit_bytes: bytes that a look reads on each device; two rows of each group are read even
+            if its share does not hold them.
     """
     sizes = {group: bytes_in(tiles) for group, tiles in groups.items()}
     number = Counter(group.device for group in groups)
@@ -129,15 +129,15 @@ class Read(NamedTuple):
 
 
 class Ring:
-    """What is kept of the rows of groups of the same words that are cut alike.
+    """Hashes of the rows of groups with the same words that are cut alike.
 
-    What a table costs is Python's time for it: tables of one shape are compared together.
+    Tables of one shape are compared together, since most of a table's cost is time of Python.
 
     Args:
-        words: of the groups.
-        window: how they are read.
-        groups: with their tiles.
-        start: of the first round.
+        words: words of the groups.
+        window: window by which they are read.
+        groups: groups with their tiles.
+        start: start of the first round.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Ring:
         return {device: rows * size for device, size in self._row_bytes.items()}
 
     def differing(self, read: Read) -> Differing:
-        """What differs from what is kept."""
+        """Finds rows that differ from what is kept."""
         known = self._clocks[read.blocks] >= 0
         compared = min(self.window.rows, int(known.sum()) * self.window.block)
         differ = self._hashes[:, read.blocks] != read.hashes
@@ -213,7 +213,7 @@ class Ring:
 def rings_of(
     groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int, start: int
 ) -> tuple[Ring, ...]:
-    """Rings of nothing yet, for all groups at once: how much is read of one rests on the others."""
+    """Makes empty rings for all groups at once: how much is read of one depends on the others."""
     windows = windows_of(groups, limit_bytes)
     alike: dict[tuple[Words, Window], dict[Group, Sequence[OwnTile]]] = {}
     for group, own in groups.items():

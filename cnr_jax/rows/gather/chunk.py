@@ -20,14 +20,14 @@ class HostRows:
     """Rows of tiles that are gathered in host memory and saved with one codec, tile by tile.
 
     Attributes:
-        codec: how they are encoded.
-        dtype: of their elements.
-        width: elements of one row.
-        words: of each tile, the rows of the shard that holds it, see `row_words`.
-        firsts: of each tile, the row of its shard at which it starts.
-        positions: of each tile, sorted int64 positions of its rows that are saved; None: all.
-        counts: of each tile, how many these are; none without rows.
-        keys_of: of each tile, its keys; None: codes are not dithered.
+        codec: codec by which they are encoded.
+        dtype: dtype of their elements.
+        width: number of elements in a row.
+        words: rows of each tile's shard, see `row_words`.
+        firsts: row of its shard at which each tile starts.
+        positions: sorted int64 positions of each tile's saved rows; None: all.
+        counts: number of each tile's saved rows; no tile is without any.
+        keys_of: function that returns the keys of each tile's rows; None: codes are not dithered.
     """
 
     codec: Codec
@@ -47,11 +47,11 @@ class Run:
     Attributes:
         data: the shard that holds the tile, on its device.
         first: row of `data` at which the tile starts.
-        rows: rows of the tile.
+        rows: number of rows of the tile.
         positions: sorted int64 positions within the tile; None for all rows.
-        codec: how they are encoded.
-        sampled: which of the rows to be saved are also kept as they are, sorted; None: none.
-        keys_of: of positions within the tile their keys, if codes are dithered.
+        codec: codec by which they are encoded.
+        sampled: sorted indices of the saved rows that are also kept as they are; None: none.
+        keys_of: function from positions within the tile to their keys, if codes are dithered.
     """
 
     data: jax.Array
@@ -64,16 +64,16 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Rows to be saved."""
+        """Number of rows to be saved."""
         return self.rows if self.positions is None else len(self.positions)
 
     @property
     def width(self) -> int:
-        """Elements of one row."""
+        """Number of elements in a row."""
         return math.prod(self.data.shape[1:])
 
     def keys(self, start: int, stop: int) -> np.ndarray:
-        """Keys of some of the rows that are saved, uint32."""
+        """Keys of some of the saved rows, uint32."""
         assert self.keys_of is not None
         if self.positions is None:
             return self.keys_of(np.arange(start, stop))
@@ -82,16 +82,16 @@ class Run:
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """Up to a fixed number of consecutive rows of one group.
+    """Chunk of rows: up to a fixed number of consecutive rows of one group.
 
     Attributes:
-        count: rows that are meant; what follows them is padding.
-        rows: host array `[at least count, width]`; None where `encoded` holds the rows.
-        encoded: encoded on the device; None where they are encoded later.
-        escaped_rows: the rows themselves, on the device, where some were escaped.
-        sampled: rows of the chunk that are in the sample of the save, in order, where `rows`
-            does not hold them; what follows them is padding.
-        keys: of `rows`, uint32, where their codes are to be dithered.
+        count: number of rows; anything after them is padding.
+        rows: host array `[at least count, width]`; None if `encoded` holds the rows.
+        encoded: rows encoded on the device; None if they are encoded later.
+        escaped_rows: the rows themselves, on the device, if some were escaped.
+        sampled: rows of the chunk that are in the sample of the save, in order, if `rows` does
+            not hold them; anything after them is padding.
+        keys: keys of `rows`, uint32, if their codes are to be dithered.
     """
 
     codec: Codec

@@ -43,13 +43,13 @@ def gather_on_device(run: Run) -> Iterator[Chunk]:
 
 
 def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
-    """Rows of the chunks that there are programs for, ascending."""
+    """Sizes of the chunks that there are programs for, ascending."""
     middle, large = (chunk_rows(width, itemsize, n) for n in (None, LARGE_BYTES))
     return tuple(sorted({min(tiling.SMALL_ROWS, middle), middle, large}))
 
 
 def _size(left: int, sizes: tuple[int, ...]) -> int:
-    """The largest chunk that the rows which are left fill, or the smallest that holds them.
+    """Chooses the largest chunk that the remaining rows fill, or the smallest that holds them.
 
     Example:
         >>> [_size(left, (512, 8192, 262144)) for left in (300_000, 9_000, 600, 3)]
@@ -96,7 +96,7 @@ def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
 
 
 def rows_of(run: Run) -> np.ndarray:
-    """The rows of a run that are to be saved, as they are."""
+    """Rows of a run that are to be saved, as they are."""
     sizes, found = _sizes(run.width, run.data.dtype.itemsize), list[np.ndarray]()
     for start in range(0, run.count, sizes[-1]):
         count = min(sizes[-1], run.count - start)
@@ -133,7 +133,7 @@ def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
 def gather_program(
     shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What gathers so many rows of a shard, by positions int32[rows]: `[rows, width]`."""
+    """Compiled function that gathers `rows` rows of a shard, given positions int32[rows]."""
 
     def gather(data: jax.Array, index: jax.Array) -> jax.Array:
         return data.reshape(data.shape[0], -1).at[index].get(mode="clip")
@@ -150,7 +150,7 @@ def _encode_program(
     rows: int,
     dithers: bool,
 ) -> Callable[..., Encoded]:
-    """What encodes rows, given them and, if it dithers, their keys."""
+    """Compiled function that encodes rows, given them and, if it dithers, their keys."""
     given: list[Any] = [((rows, width), dtype)]
     if dithers:
         given.append(((rows,), np.uint32))
@@ -164,7 +164,7 @@ def device_programs(
     device: jax.Device,
     dithers: bool,
 ) -> Iterator[Program]:
-    """What gathering and encoding rows of a shard of this shape on a device needs."""
+    """Programs that gather and encode rows of a shard of this shape on a device."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
         yield gather_program, (shape, dtype, device, rows)

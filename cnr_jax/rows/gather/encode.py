@@ -1,4 +1,4 @@
-"""Encoding chunks that were gathered on the host, bringing all there, and how far off codes are.
+"""Encoding of chunks that were gathered on the host, on their way there, and their errors.
 
 In the background, chunk by chunk, so that a train step queued in between waits for little.
 
@@ -41,7 +41,7 @@ _Group = tuple[Codec, np.dtype, int]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(codec: Codec, rows: jax.Array, *keys: jax.Array) -> Encoded:
-    """Codes of rows; of a codec that dithers with their keys, if they are given."""
+    """Encodes rows; by a codec that dithers with their keys, if they are given."""
     return codec.encode(rows, *keys)
 
 
@@ -49,9 +49,9 @@ class EncodedChunk(NamedTuple):
     """A chunk on the host, without its padding.
 
     Attributes:
-        parts: each `[count, width of the part]`.
+        parts: parts of the codes, each `[count, width of the part]`.
         escaped: positions of escaped rows.
-        rows: these rows themselves; None when there are none.
+        rows: the escaped rows themselves; None if there are none.
     """
 
     parts: dict[str, np.ndarray]
@@ -78,7 +78,7 @@ def encode_chunks(
 
 
 def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
-    """What a chunk is encoded to, not waited for; None if it is stored as it is."""
+    """Starts to encode a chunk, without waiting; None if it is stored as it is."""
     if chunk.encoded is not None:
         return chunk.encoded
     if isinstance(chunk.codec, Raw):
@@ -103,7 +103,7 @@ def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
 def host_programs(
     codec: Codec, dtype: np.dtype, width: int, dithers: bool
 ) -> Iterator[Program]:
-    """What encoding chunks of rows of this kind on the host needs."""
+    """Programs that encode chunks of such rows on the host."""
     if not isinstance(codec, Raw):
         large = chunk_rows(width, dtype.itemsize)
         for rows in {program_rows(1, large), large}:
@@ -122,9 +122,9 @@ class RowErrors(NamedTuple):
     """Relative errors `||row - read|| / ||row||` of sampled rows.
 
     Attributes:
-        rows: how many were compared; rows of zeros, which are exact, are not among them.
-        mean: of their errors; None if there are none.
-        worst: the greatest; None if there are none.
+        rows: number of rows compared; rows of zeros, which are exact, do not count.
+        mean: mean of their errors; None if there are none.
+        worst: the greatest of them; None if there are none.
     """
 
     rows: int
@@ -137,12 +137,12 @@ def sample_positions(
 ) -> np.ndarray:
     """Positions of evenly spread rows among those of all runs, one run after the other.
 
-    At most `SAMPLE_ROWS`, of the runs that are rounded.
+    There are at most `SAMPLE_ROWS`, of the runs that are rounded.
 
     Args:
-        counts: rows of each run.
-        widths: elements in each of its rows.
-        rounded: whether its rows are stored otherwise than they are, and count.
+        counts: number of rows of each run.
+        widths: number of elements in each of its rows.
+        rounded: whether its rows are rounded, and count.
 
     Example:
         >>> sample_positions([2, 3, 2], [4, 4, 4], [True, False, True]).tolist()
@@ -162,16 +162,16 @@ def sample_positions(
 
 
 class Sample(NamedTuple):
-    """Rows of a save that are looked at on their way.
+    """Sample of the rows of a save, which is looked at on their way.
 
     Attributes:
-        positions: among all rows of the save, sorted.
-        tables: of each of them the table, as an index into `names`.
-        names: of tables.
-        compared: whether it is compared with what its codes read as.
-        followed: of each of them which of `tiles` it is of; -1: its motion is not looked at.
-        tiles: whose rows are followed, in the order of their rows.
-        in_tile: of each of them its position in its tile, where it is followed.
+        positions: positions of its rows among all rows of the save, sorted.
+        tables: table of each row, as an index into `names`.
+        names: names of tables.
+        compared: whether each row is compared with what its codes read as.
+        followed: tile of each row, as an index into `tiles`; -1: its motion is not looked at.
+        tiles: tiles whose rows are followed, in the order of their rows.
+        in_tile: position of each row in its tile, if it is followed.
     """
 
     positions: np.ndarray
@@ -186,11 +186,11 @@ class Sample(NamedTuple):
 class Comparison:
     """Compares sampled rows with what their codes read as, and with what they were.
 
-    Never raises: a save goes on.
+    It never raises: a save goes on without it.
 
     Args:
-        sample: of the rows of the save.
-        followed: knows what rows were; None where none is followed.
+        sample: sample of the rows of the save.
+        followed: followed rows, as they were; None if none is followed.
     """
 
     def __init__(self, sample: Sample, followed: FollowedRows | None = None) -> None:
@@ -209,9 +209,9 @@ class Comparison:
             self._attempt(lambda: self._take(chunk, encoded, done, slice(first, last)))
 
     def result(self) -> tuple[RowErrors | None, dict[str, RowErrors]]:
-        """The errors of all, and of each table of which rows were compared.
+        """Errors of all rows, and of each table whose rows were compared.
 
-        None and no table where there was nothing to sample, or comparing failed.
+        They are None and empty if there was nothing to sample, or if comparing failed.
         """
         self._attempt(lambda: [self._compare(group) for group in self._waiting])
         if self._failed or not self._sample.compared.any():
@@ -223,7 +223,7 @@ class Comparison:
         return _joined(errors), by_table
 
     def motions(self) -> dict[str, Motion]:
-        """How far the followed rows of each table have moved; empty where too few have."""
+        """Motion of the followed rows of each table; empty if too few have moved."""
         found: dict[str, Motion] = {}
         for table, parts in self._motions.items():
             bits = np.concatenate(parts)
@@ -251,7 +251,8 @@ class Comparison:
         self, chunk: Chunk, encoded: EncodedChunk, done: int, which: slice
     ) -> None:
         sample = self._sample
-        at = sample.positions[which] - done
+        at = sample.positions[which] - done  # within the chunk
+        # The rows themselves: gathered on the host, stored as they are, or kept on the device.
         if chunk.rows is not None:
             rows = chunk.rows[at]
         elif isinstance(chunk.codec, Raw):
@@ -354,5 +355,5 @@ def _program(
 
 
 def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:
-    """What comparing rows of this kind with what their codes read as needs."""
+    """Program that compares such rows with what their codes read as."""
     return _program, (codec, dtype, width, _batch_rows((codec, dtype, width)))

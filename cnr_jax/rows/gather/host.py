@@ -1,7 +1,7 @@
 """Selecting touched rows, gathering them into fixed-size chunks, and the memory for these.
 
 Rows are gathered in the blocking part of a save, before the next train step can donate the
-buffers they are in. What is gathered are fresh copies; nothing here outlives the call but those.
+buffers they are in. Gathered rows are fresh copies; nothing else here outlives the call.
 
 Two ways, chosen by platform and size. On CPU rows are gathered by numpy from a view of the buffer
 and encoded later, in the background: gathering needs no compilation, so a thousand tables of
@@ -50,15 +50,16 @@ _SMALL_PIECE_BYTES = 64 << 10
 
 
 class Chosen:
-    """Which rows are saved, of each range of a tiling.
+    """Rows that are saved, for each range of a tiling.
 
     Args:
-        tiling: that is saved.
-        positions: of each range, sorted int64 positions within it; None: all.
+        tiling: tiling that is saved.
+        positions: sorted int64 positions within each range; None: all.
 
     Attributes:
-        positions: None where all rows are saved; tiles of one range share the same object.
-        counts: int64[ranges], of rows that are saved.
+        positions: positions of each range; None if all rows are saved. Tiles of one range share
+            the same object.
+        counts: int64[ranges], number of rows that are saved.
     """
 
     def __init__(self, tiling: Tiling, positions: Sequence[np.ndarray | None]) -> None:
@@ -89,6 +90,7 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
     for numbers, stamps in zip(
         tiling.parts, shards.stamp_parts if tiling.parts else (), strict=True
     ):
+        # One look at the stamps of many ranges, whose positions are then cut apart.
         positions = np.flatnonzero(stamps > clock)
         stops = np.cumsum(tiling.range_rows[numbers])
         ends = np.searchsorted(positions, stops)
@@ -155,14 +157,14 @@ def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
 
 
 class _Filling(NamedTuple):
-    """What a chunk holds.
+    """Contents of a chunk that is being filled.
 
     Attributes:
         first: tile of its first row.
         last: tile of its last row.
-        done: rows of the first tile that are in earlier chunks.
-        count: rows.
-        size: rows of its memory.
+        done: number of rows of the first tile that are in earlier chunks.
+        count: number of its rows.
+        size: number of rows that its memory holds.
     """
 
     first: int
@@ -199,7 +201,7 @@ def _fill(some: HostRows, rows: np.ndarray, call: _Filling) -> Chunk:
 
 
 def _touched_bits(stamps: jax.Array, clock: int) -> jax.Array:
-    """Which stamps of a shard are greater than `clock`, a bit each; not waited for."""
+    """Marks stamps of a shard greater than `clock`, a bit each; not waited for."""
     device = stamps.device
     assert isinstance(device, jax.Device)
     program = _bits_program(stamps.shape, device)
@@ -218,18 +220,18 @@ def _bits_program(
 
 
 def stamps_program(rows: int, device: jax.Device) -> Program:
-    """What choosing rows of a shard of this many stamps on a device needs."""
+    """Program that chooses rows of a shard with this many stamps on a device."""
     return _bits_program, ((rows,), device)
 
 
 class Buffers:
-    """Hands out memory for chunks, and takes it back when nothing refers to it any more.
+    """Pool of memory for chunks, which takes it back when nothing refers to it any more.
 
     Nobody has to say when that is: what was handed out may be on its way through an encoder or
     a file while the save that asked for it is long reported.
 
     Args:
-        keep_bytes: that may lie idle.
+        keep_bytes: bytes that may lie idle.
 
     Example:
         >>> buffers = Buffers(1 << 30)
@@ -253,7 +255,7 @@ class Buffers:
         return len(self._idle) * self._size
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """As `aligned_empty`; of memory that was used before, if there is some."""
+        """Returns memory as `aligned_empty` does, used before if there is some."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not self._size // 2 < nbytes <= self._size:
             return aligned_empty(shape, dtype)
@@ -278,7 +280,7 @@ class Buffers:
 
 
 class _Lent:
-    """What arrays over lent memory refer to: it goes when the last of them does."""
+    """Owner of lent memory, to which arrays refer: it goes when the last of them does."""
 
     def __init__(self, memory: np.ndarray, owner: Buffers) -> None:
         self._memory, self._owner = memory, owner

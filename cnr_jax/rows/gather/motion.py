@@ -1,9 +1,9 @@
-"""How far rows move from one restore to the next, against the error of codes.
+"""Motion of rows from one restore to the next, compared with the error of codes.
 
-Rounding harms a training whose rows have moved by little when they are rounded again: as often as
-the run is restored, the error comes on top of what was learnt in between. Whether that is so can
-be measured: a sample of rows is kept as it was when the run began, or was restored, and compared
-with what each save gathers of it anyway.
+Rounding harms a training whose rows have moved little when they are rounded again: with each
+restore, the error comes on top of what was learnt in between. This can be measured. A sample of
+rows is kept as it was when the run began, or was restored, and is compared with the same rows in
+each save, which gathers them anyway.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LEAST_MOVED = 16
 
 
 class Motion(NamedTuple):
-    """How far rows of a sample have moved.
+    """Motion of the rows of a sample.
 
     Attributes:
-        rows: that moved, and of which codes could be made.
-        even_bits: about the width of codes whose error is even with the motion of the rows:
-            `log2(error / motion)`, the mean over these rows, of the error of dithered codes of one
-            step over the range of a row, as a root mean square, and of the way that the row has
-            gone. Codes of b bits have 2**b - 1 steps: theirs is `2**even_bits / (2**b - 1)` of the
-            motion.
+        rows: number of rows that moved, and that could be coded.
+        even_bits: about the width of codes whose error equals the motion of the rows: the mean
+            over these rows of `log2(error / motion)`. `error` is the root mean square of that of
+            dithered codes of one step over the range of a row, and `motion` the distance that the
+            row has moved. Codes of b bits have 2**b - 1 steps: their error is
+            `2**even_bits / (2**b - 1)` of the motion.
     """
 
     rows: int
@@ -47,16 +47,16 @@ TileRef = tuple[str, Box]
 
 
 class FollowedRows:
-    """Some rows of each table of this process, and what they were at the beginning.
+    """Sample of rows of each table of this process, as they were at the beginning.
 
-    What was chosen to be followed never changes. What these rows were is made by a restore before
-    anything is saved, or filled in by the thread that writes the first save; a restore begins with
-    another object, and leaves this one to a save that is still being written. Two threads get here
-    only if one of a failed save hangs: the worst is a row as either of two saves had it.
+    The choice of rows never changes. Their values are set by a restore before anything is saved,
+    or by the thread that writes the first save. A restore begins with another object, and leaves
+    this one to a save that is still being written. Two threads get here only if that of a failed
+    save hangs; at worst a row is then as either of two saves had it.
 
     Args:
-        tiling: what this process saves.
-        lineage: of the stamps of the rows; another one begins with each restore.
+        tiling: tiling of what this process saves.
+        lineage: lineage of the stamps of the rows; another one begins with each restore.
     """
 
     def __init__(self, tiling: Tiling, lineage: str) -> None:
@@ -91,6 +91,7 @@ class FollowedRows:
         """Whether these are rows of such tiles in this lineage."""
         if lineage != self.lineage or tiling is self._tiling:
             return lineage == self.lineage
+        # Another tiling may have the same tiles: then nothing has to be chosen anew.
         there = {(tile.table.name, tile.piece.box) for tile in tiling.tiles}
         return self._tiles.keys() <= there
 
@@ -98,7 +99,7 @@ class FollowedRows:
         """Keeps what all rows are now; waits for the computation that makes them.
 
         Args:
-            shards: of the tiling that they were chosen from.
+            shards: shards of the tiling that they were chosen from.
         """
         tiling = self._tiling
         for key, number in self._tiles.items():
@@ -121,11 +122,11 @@ class FollowedRows:
             self._before[key] = found.astype(np.float32)
 
     def among(self, tile: TileRef, positions: np.ndarray | None) -> np.ndarray:
-        """Which of the rows of a tile that are saved are followed: int64, sorted.
+        """Positions of the followed rows among the saved ones of a tile: int64, sorted.
 
         Args:
-            tile: that they are of.
-            positions: of the rows that are saved, sorted; None: all.
+            tile: tile of the rows.
+            positions: positions of the rows that are saved, sorted; None: all.
         """
         followed = self._positions.get(tile, np.empty(0, np.int64))
         if positions is None or not len(followed):
@@ -140,12 +141,12 @@ class FollowedRows:
     ) -> np.ndarray:
         """`log2(error / motion)` of each row that moved and has both, float64; see `Motion`.
 
-        Rows of which nothing was known, those that a run begins with, are kept as they are.
+        Rows that were not known before, at the beginning of a run, are kept as they are now.
 
         Args:
-            tile: that they are of.
-            positions: of the rows in it, all followed.
-            rows: as they are now.
+            tile: tile of the rows.
+            positions: positions of the rows in it, all followed.
+            rows: the rows as they are now.
         """
         followed = self._positions[tile]
         if tile not in self._before:
@@ -168,7 +169,7 @@ class FollowedRows:
 
 
 def _width(tile: TileRef) -> int:
-    """Elements of a row of a tile."""
+    """Number of elements in a row of a tile."""
     _, box = tile
     return math.prod(stop - start for start, stop in box[1:])
 
