@@ -306,7 +306,7 @@ def test_tiny_leaves_are_handed_over_together_and_in_order(tmp_path: Path) -> No
     sizes = [7, 1024, 3, 5000, *[9] * 60, 1_000_000, 2, 1025]
     arrays = [values((size,)) + i for i, size in enumerate(sizes)]
     leaves = check.dense_leaves([((f"leaf {i}",), a) for i, a in enumerate(arrays)])
-    pieces = dense.pieces_of(leaves, arrays)
+    pieces = dense.pieces_of(list(zip(leaves, arrays, strict=True)))
     for limit in (1 << 30, 5000, 10):
         found = [each.data for each in dense.bytes_of(pieces, limit, Buffers(0))]
         assert np.concatenate(found).tobytes() == b"".join(a.tobytes() for a in arrays)
