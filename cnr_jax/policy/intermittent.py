@@ -48,9 +48,9 @@ class Intermittent:
     Attributes:
         max_deltas: most deltas on one baseline, 1 or more; the save after that many is
             full, whatever the predictor says. None: no limit.
-        cost: what is compared. `"bytes"`: bytes written for tables and slots. `"secs"`:
+        cost: costs that are compared. `"bytes"`: bytes written for tables and slots. `"secs"`:
             seconds from the start of a save until it was written, as they were measured
-            in this run; right where saves are bound by time and not by storage. A delta
+            in this run; right if saves are bound by time and not by storage. A delta
             that took longer than the full save is then the last of its cycle.
         predictor: `"forecast"`: the next delta, forecast from the growth of those before
             (`full_is_due`). `"history"`: the last delta, which is the paper's

@@ -118,7 +118,7 @@ class Rotation:
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            shards: what this process saves of the state.
+            shards: shards of the state that this process saves.
             anew: whether what was kept is out of date.
         """
         tiling, before, rings = shards.tiling, self._tiling, self._rings

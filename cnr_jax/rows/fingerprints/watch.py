@@ -142,7 +142,7 @@ class RowWatch:
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            shards: what this process saves of the state.
+            shards: shards of the state that this process saves.
         """
         tiling = shards.tiling
         # All devices work before the first one is waited for.
