@@ -23,7 +23,7 @@ def state_of_pytree(asked: ocp.args.PyTreeRestore) -> tuple[Any, bool]:
     """The state that `PyTreeRestore` asks for, and whether for a part of what is stored.
 
     Raises:
-        OptionError: if it asks for what is no part of a state.
+        OptionError: if it asks for something that is not part of a state.
     """
     is_part = asked.transforms == {} and asked.transforms_default_to_original
     if (asked.transforms is not None and not is_part) or asked.legacy_transform_fn:

@@ -67,8 +67,8 @@ def find_tables(
         spec: names of tables, each also its path; or name -> path or `TableSpec`.
 
     Returns:
-        The tables in the order of `spec`. Print it to see what was matched, and what of the
-        rest looks like a table that is missing, or like a slot.
+        The tables in the order of `spec`. Print them to see what was matched, and which other
+        leaves look like a missing table, or like a slot.
 
     Raises:
         TableError: if a name matches nothing, or several leaves; if the leaf is not an

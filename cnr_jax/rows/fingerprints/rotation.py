@@ -82,8 +82,8 @@ class Glimpse:
 class Rotation:
     """Remembers a rotating part of the rows of this process.
 
-    Looking changes nothing. What a look saw counts from `keep` on, so a save that is refused in
-    between leaves no trace.
+    Looking changes nothing. A look counts from `keep` on, so a save that is refused in between
+    leaves no trace.
 
     Args:
         limit_bytes: bytes of rows that a look reads on each device; two rows of each group are
