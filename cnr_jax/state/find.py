@@ -385,6 +385,7 @@ def _uncovered_rows(table: Leaf, slot: Leaf) -> range | None:
     if len({process for process, _, _ in parts}) == 1:
         return None
     size = slot.shape[0]
+    # Between two edges rows are on the same devices, so one look at each interval is enough.
     edges = np.unique(
         [0, size, *(i for _, _, x in parts for i in x[0].indices(size)[:2])]
     )
