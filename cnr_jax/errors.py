@@ -4,8 +4,8 @@ Every error has a `kind`, a stable string to branch on, beside its class; the cl
 inherit the builtin a caller would catch. Errors of Orbax and TensorStore pass through unwrapped
 unless a fact about a checkpoint can be added.
 
-The docstrings say what each means, what to do, and which other kinds there are of it;
-`docs/generate.py` makes the page of errors of them.
+The docstring of a class says what it means, what to do, and which other kinds it has.
+`docs/generate.py` makes the page of errors from them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cnr_jax.texts import visible_lines
 class CnrError(Exception):
     """Base of all errors raised by `cnr_jax`.
 
-    What means a damaged step, and nothing else, is in the tuple `DAMAGE`. Errors come through
-    `pickle` and `copy` with all attributes and notes, as from a worker of a pool of processes;
-    as with all exceptions, cause and traceback stay behind.
+    The tuple `DAMAGE` has the errors that mean a damaged step, and no others. `pickle` and `copy`
+    keep all attributes and notes of an error, also from a worker of a pool of processes. Cause
+    and traceback stay behind, as with all exceptions.
 
     Kinds:
         error: no class fits better.
-        not_installed: what was asked for needs a package that is missing; the text names it.
+        not_installed: the call needs a package that is missing; the text names it.
         process_failed: another process has failed for a reason of its own, which the text tells.
 
     Attributes:
         kind: stable, append-only identifier of the trouble, such as `"parent_missing"`.
-        path: the file or folder that is in trouble, where there is one.
+        path: the file or folder that is in trouble, if there is one.
     """
 
     kind: str = "error"
@@ -122,9 +122,9 @@ class NoStepError(CnrError, FileNotFoundError):
 
 
 class ParentMissingError(ChainError, FileNotFoundError):
-    """A checkpoint names a parent that is not there, or is another than the named one.
+    """A checkpoint names a parent that is not there, or that is another checkpoint.
 
-    If folders were moved or copied, bring the parent back; else restore another step.
+    If folders were moved or copied, bring the parent back. Otherwise restore another step.
 
     Kinds:
         foreign_parent: a checkpoint is in the parent's place, and is another one.
@@ -140,8 +140,8 @@ class DependentsExistError(ChainError):
     another root.
 
     Kinds:
-        step_exists: a step, or a folder, of the number of a save is there already. A manager raises
-            it as a `StepAlreadyExistsError` of Orbax, a ValueError, too.
+        step_exists: a step, or a folder, with the number of a save is there already. A manager
+            raises it as Orbax's `StepAlreadyExistsError` too, which is a ValueError.
     """
 
     kind = "dependents_exist"
@@ -153,7 +153,7 @@ class FormatError(CnrError, ValueError):
     Restore another step, or upgrade `cnr_jax`.
 
     Kinds:
-        row_ids: of the ids of rows.
+        row_ids: the bytes are those of row ids.
     """
 
     kind = "format"
@@ -199,24 +199,24 @@ class IntegrityError(CnrError):
 
     Kinds:
         file_missing: a file or folder is not there.
-        file_damaged: it is cut, longer, of another kind, or its digest differs.
-        file_changed: it was written while it was read.
-        file_unknown: no manifest names it, and Orbax could take it for a part of the step. Nothing
+        file_damaged: a file is cut, longer, of another kind, or its digest differs.
+        file_changed: a file was written while it was read.
+        file_unknown: no manifest names a file that Orbax could take for a part of the step. Nothing
             else is wrong: move it away.
         file_unreadable: storage gave an I/O error; the next time it may read the file.
         data_damaged: rows or dense leaves do not match their checksum.
-        dense_unfinished: Orbax, which was to write dense leaves, has not written what it finds them
-            by.
+        dense_unfinished: Orbax, which was to write dense leaves, has not written the files by which
+            it finds them.
         dense_unreadable: Orbax has written dense leaves, and cannot read them.
-        foreign_chunk: a chunk is whole, and is one of another array, step or run.
-        foreign_step: the folder is of another step than the manifest in it.
+        foreign_chunk: a chunk is whole, but belongs to another array, step or run.
+        foreign_step: the folder has the name of another step than the manifest in it.
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.
-        not_ours: no item of it is a checkpoint of ours: plain Orbax has saved it, our item is
-            gone, or of several items of Orbax it is not clear which is the state;
+        not_ours: no item of the step is a checkpoint of ours: plain Orbax has saved it, our item is
+            gone, or it is not clear which of several items of Orbax is the state;
             docs/guides/from-orbax.md.
         orbax_unreadable: plain Orbax has saved this step, and cannot read it any more.
-        process_missing: not all processes have written their part of it.
+        process_missing: not all processes have written their part of the step.
         rows_missing: a full checkpoint does not hold all rows of a table.
     """
 
@@ -240,20 +240,20 @@ class StateMismatchError(CnrError, ValueError):
 class TableError(CnrError, ValueError):
     """A table specification does not single out tables and slots in a state.
 
-    A name matches no leaf, or several; the leaf is no array of numbers with rows; a slot may
-    belong to two tables. Print the tables, and give the full path of the leaf, or a `TableSpec`
-    that lists rows and slots.
+    A name matches no leaf, or several; the leaf is not an array of numbers with rows; or a slot
+    may belong to two tables. Print the tables, and give the full path of the leaf, or a
+    `TableSpec` that lists rows and slots.
     """
 
     kind = "table"
 
 
 class TouchedError(CnrError, ValueError):
-    """Row ids or a `touched` value that cannot be used with these tables.
+    """Row ids or a `touched` value cannot be used with these tables.
 
-    An unknown table, ids that are no integers, a mask that does not fit them, a sharding that
-    does not split rows evenly, or a recorded run that saves without `touched`. Pass what `record`
-    returned, in the order `Save(state, touched)`.
+    The cause is an unknown table, ids that are not integers, a mask that does not fit them, a
+    sharding that does not split rows evenly, or a recorded run that saves without `touched`. Pass
+    what `record` returned, in the order `Save(state, touched)`.
     """
 
     kind = "touched"
@@ -262,20 +262,20 @@ class TouchedError(CnrError, ValueError):
 class AuditError(CnrError, ValueError):
     """A row changed that was not recorded: the delta would have missed it.
 
-    No step was written, were it a full one, and those in doubt are noted in the root. The text
-    names tables, rows and the likely cause. Save by fingerprints
+    No step was written, not even a full one, and the steps in doubt are noted in the root. The
+    text names tables, rows and the likely cause. Save by fingerprints
     (`Options(tracking="fingerprint")`), or give tables an optimizer that leaves other rows alone,
-    or record what is missing; after putting back an older state by hand, or to save all rows as
+    or record the missing rows. After putting back an older state by hand, or to save all rows as
     they are now, give `Save` what `reset_touched` returns: that save is full;
     docs/guides/choose-tracking.md.
 
     Attributes:
         steps: committed deltas that may lack such rows: those of this run since the rows were
-            last seen right. Others before these cannot be excluded where a save compares a part
-            of the rows only. Full checkpoints lack none.
+            last seen right. If a save compares only a part of the rows, earlier ones cannot be
+            excluded. Full checkpoints lack none.
         since: the step in which the rows were last seen right; None if that is not known.
-        lineage: of the touched rows that did not have them.
-        clock: of these, at which the rows were last seen right.
+        lineage: lineage of the touched rows that lacked these rows.
+        clock: clock of these touched rows when the rows were last seen right.
     """
 
     kind = "audit"
@@ -301,8 +301,8 @@ class WriterError(CnrError, RuntimeError):
     Stop one of them. `CheckpointManager.reload()` lets this one take the root over again.
 
     Kinds:
-        writer_busy: the other one is still writing.
-        in_the_way: it is a folder that keeps this one from saving, in the place of a file.
+        writer_busy: the other manager is still writing.
+        in_the_way: there is no other manager, but a folder in the place of a file.
     """
 
     kind = "writer"
@@ -311,7 +311,7 @@ class WriterError(CnrError, RuntimeError):
 class UsedRootError(CnrError, RuntimeError):
     """A root holds checkpoints, and none was restored: saving there would mix two runs.
 
-    Nothing was saved, moved or deleted. Restore first (what plain Orbax saved, with
+    Nothing was saved, moved or deleted. Restore first (steps of plain Orbax with
     `Options(adopt=True)`), save into another root, or set the checkpoints aside with
     `Options(new_run=True)`; docs/guides/sweeps.md.
     """
@@ -322,12 +322,12 @@ class UsedRootError(CnrError, RuntimeError):
 class RootError(CnrError, OSError):
     """A root cannot be opened: the system refused a call.
 
-    Nothing was saved, moved or deleted. The text names the root, the call and what it was about.
-    Look at rights, at the path and at the mount; the same call may work the next time.
+    Nothing was saved, moved or deleted. The text names the root, the call and its path. Look at
+    rights, at the path and at the mount; the same call may work the next time.
 
     Attributes:
         path: the root.
-        call: of the system that it refused, such as `"mkdir"`; None if it is not known.
+        call: call that the system refused, such as `"mkdir"`; None if it is not known.
         errno: number of the system's error, such as `errno.EACCES`.
     """
 
@@ -362,19 +362,20 @@ class CallError(CnrError, RuntimeError):
 class OptionError(CnrError, ValueError):
     """An option or an argument has a value that cannot work.
 
-    An unknown name, options of the wrong library, a state given by position, a step that is no
-    integer, negative or past 2**63 - 1, arguments of Orbax that restore no state, a root that is no
-    folder or in another store, `rename` or `ids` of a restore that are no dicts of names or of
-    lists of integers. Bits that reach no codec which takes any: by a restore, if the codec of the
-    run is one without. The hint names the form that works.
+    It may be an unknown name, options of the wrong library, a state given by position, or a step
+    that is not an integer, is negative or is past 2**63 - 1. It may be arguments of Orbax that
+    restore no state, a root that is not a folder or is in another store, or a `rename` or `ids` of
+    a restore that is not a dict of names or of lists of integers. Or bits reach no codec that takes
+    any; a restore raises that if the codec of the run takes none. The hint names the form that
+    works.
 
     Kinds:
         no_table: there is no table of that name.
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
         not_installed: a root is in a store that needs a package, which the text names.
-        no_target: an export cannot be written to that folder, or an import not be made there.
-        faults_unavailable: of `cnr_jax.testing`: this system has no way to inject that fault.
+        no_target: an export cannot be written to that folder, or an import cannot be made there.
+        faults_unavailable: `cnr_jax.testing` has no way to inject that fault on this system.
     """
 
     kind = "option"
@@ -387,21 +388,21 @@ class SaveError(CnrError, OSError):
     raise it. Make room, or look at storage, and save again; docs/guides/full-disk-and-failures.md.
 
     Kinds:
-        timeout: what a save waits for, its directories or room in memory, did not come within
+        timeout: a save waited for its directories, or for room in memory, longer than
             `timeout_secs`.
         process_silent: another process did not answer; it may have been killed, hang, or be late.
             Look at its log.
         coordination_lost: the processes do not reach each other; jax's service in process 0 may
             have ended.
-        chain_damaged: the save was to rest on a checkpoint of which files are gone, and so is not
+        chain_damaged: files are gone of a checkpoint that the save was to rest on, so it is not
             committed; the next one is full. Our manager raises no error for it: its
-            `last_report.outcome` is `"dropped"`, and `failure` tells.
-        after_commit: the step *is* saved, and what comes after it failed, such as syncing it.
-            Older steps may still be there.
+            `last_report.outcome` is `"dropped"`, and `failure` says why.
+        after_commit: the step *is* saved, but something after the commit failed, such as syncing
+            it. Older steps may still be there.
 
     Attributes:
-        problem: what is missing of the chain, in a line; empty for other kinds.
-        step: of the failed save; None if it had none yet.
+        problem: the missing part of the chain, in a line; empty for other kinds.
+        step: step of the failed save; None if it had none yet.
         process: the process that failed or was silent; None if it is not known.
         errno: number of the system's error, such as `errno.ENOSPC`; None if it was another.
     """
@@ -427,15 +428,15 @@ class SaveError(CnrError, OSError):
 class ExportError(CnrError, OSError):
     """An export was not written, and nothing is in its place.
 
-    Make room, or name another folder; what was written beside it has been removed.
+    Make room, or name another folder. Files that were written beside it have been removed.
 
     Kinds:
         target_exists: something of that name is there already, and is left as it is.
         no_space: there is less room than the export takes; nothing was written.
 
     Attributes:
-        needed_bytes: that the export takes, about; None if that is not what was wrong.
-        free_bytes: that are free.
+        needed_bytes: bytes that the export takes, about; None if room was not the problem.
+        free_bytes: bytes that are free, likewise.
         errno: number of the system's error, such as `errno.ENOSPC`; None if it was another.
     """
 

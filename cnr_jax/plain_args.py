@@ -23,7 +23,7 @@ def state_of_pytree(asked: ocp.args.PyTreeRestore) -> tuple[Any, bool]:
     """The state that `PyTreeRestore` asks for, and whether for a part of what is stored.
 
     Raises:
-        OptionError: if it asks for what is no part of a state.
+        OptionError: if it asks for something that is not part of a state.
     """
     is_part = asked.transforms == {} and asked.transforms_default_to_original
     if (asked.transforms is not None and not is_part) or asked.legacy_transform_fn:
@@ -52,10 +52,10 @@ class AsStored:
     """A leaf that takes its shape from the checkpoint, as `PyTreeRestore` allows.
 
     Attributes:
-        dtype: to restore it in; None: the stored one.
-        sharding: to restore it with; None: one device.
-        shape: that it has to have, if that is known.
-        on_host: restore it as an array of numpy.
+        dtype: dtype to restore it in; None: the stored one.
+        sharding: sharding to restore it with; None: one device.
+        shape: shape that it has to have, if that is known.
+        on_host: whether to restore it as an array of numpy.
     """
 
     dtype: Any = None
@@ -67,7 +67,7 @@ class AsStored:
         """The abstract leaf, with the stored shape and dtype where none is asked for.
 
         Args:
-            stored: what Orbax says of it; None: there is none, and what is returned is refused.
+            stored: Orbax's metadata of the leaf; None: there is none, and the result is refused.
         """
         if isinstance(stored, ocp.metadata.value.StringMetadata):
             return ""
@@ -89,8 +89,9 @@ def with_stored_shapes(state: Any, stored: Callable[[], Mapping[Path, Any]]) -> 
     """A state whose leaves `AsStored` have the shapes and dtypes of a checkpoint.
 
     Args:
-        state: that is asked for.
-        stored: what Orbax says of each leaf of the checkpoint, by path; read if it is needed.
+        state: state that is asked for.
+        stored: function that reads Orbax's metadata of each leaf of the checkpoint, by path; it is
+            called only if it is needed.
     """
     if not any(isinstance(leaf, AsStored) for leaf in jax.tree.leaves(state)):
         return state

@@ -75,8 +75,8 @@ def bits(
 ) -> Exit:
     """Show bytes and errors of a step's rows in each width of codes.
 
-    Of rows as a restore gives them, at most 16,384 a table, in the default codec. Of a table that
-    was rounded only narrower widths can be told. This imports jax, which takes seconds.
+    Takes rows as a restore gives them, at most 16,384 a table, in the default codec. A table that
+    was rounded is shown only in narrower widths. This imports jax, which takes seconds.
     """
     from cnr_jax.cli.roots import opened, read_root, step_of
 

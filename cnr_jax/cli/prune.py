@@ -33,8 +33,8 @@ def prune(
 ) -> Exit:
     """Delete old steps; without --yes, tell which and why.
 
-    What the newest steps rest on stays, and what cannot be understood. Where a run may still
-    be saving nothing is deleted.
+    Steps that the newest ones rest on stay, and so does anything that cannot be understood. If a
+    run may still be saving, nothing is deleted.
     """
     from cnr_jax.repository.upkeep.prune import prune as pruned
 

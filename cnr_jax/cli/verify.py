@@ -24,7 +24,7 @@ def verify(
 ) -> Exit:
     """List everything that is wrong, and what it costs.
 
-    What a run left behind is listed too, and is no finding.
+    Leftovers of a run are listed too, but do not count as findings.
     """
     from cnr_jax.cli.roots import check_root, use_cpu
 

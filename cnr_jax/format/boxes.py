@@ -36,6 +36,7 @@ def cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[st
         )
         if not inside:
             return [f"{name}: tile {box_json(box)} is outside shape {list(shape)}"]
+    # No element is left out if volumes add up, provided that none is held twice.
     covered = sum(math.prod(b - a for a, b in box) for box in boxes)
     size = math.prod(shape)
     if covered != size:
@@ -50,6 +51,7 @@ def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
     """Pairs of boxes that share an element; a sweep along the rows keeps it near linear."""
     open_boxes: list[Box] = []
     for box in sorted(boxes):
+        # Boxes that end at or above this row cannot overlap any later one.
         open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
         for other in open_boxes:
             if all(a < d and c < b for (a, b), (c, d) in zip(other, box, strict=True)):

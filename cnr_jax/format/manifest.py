@@ -152,7 +152,7 @@ def bounded_history(history: Sequence[HistoryEntry]) -> tuple[HistoryEntry, ...]
     while len(found) > MAX_HISTORY:
         pairs = [
             (found[i].saves + found[i + 1].saves, i)
-            for i in range(len(found) - 2)
+            for i in range(len(found) - 2)  # the last entry stays one save
             if found[i].kind == found[i + 1].kind == "delta"
         ]
         if not pairs:

@@ -243,7 +243,7 @@ def may_be_step(name: str) -> bool:
 
 
 def kind_of_folder(name: str) -> str | None:
-    """Kind of a folder of a root that is no step, by its name: one of those of `beside`.
+    """Kind of a folder of a root that is not a step, by its name: one of those of `beside`.
 
     None: it is a step, or not a folder of ours.
 

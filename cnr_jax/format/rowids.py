@@ -43,7 +43,7 @@ def encode_rowids(
         rows: rows of the tile.
 
     Returns:
-        The form's name and its bytes, uint8[...]. Of a bitmap and gaps of equal length
+        The form's name and its bytes, uint8[...]. If a bitmap and gaps have equal length,
         the bitmap is taken. A tile without rows holds `"none"`.
 
     Raises:

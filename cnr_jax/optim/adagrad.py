@@ -39,7 +39,7 @@ def rowwise_adagrad(
 
     Args:
         learning_rate: a number, or a schedule of the table's count of earlier updates.
-        initial_accumulator_value: of every row's accumulator, at least 0.
+        initial_accumulator_value: initial value of every row's accumulator, at least 0.
         eps: added under the root, above 0.
 
     Returns:

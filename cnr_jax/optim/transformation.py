@@ -217,6 +217,7 @@ def _update(
     ]
     looked_up = _ids_by_table(params, ids, paths)
     tables = zip(looked_up, jax.tree.leaves(params), *columns, strict=True)
+    # For each table its steps, count and slots; then for each of these a tree of all tables.
     moved = [_move(optimizer, *found, *table) for found, *table in tables]
     trees = [structure.unflatten(column) for column in zip(*moved, strict=True)]
     return (trees[0], type(state)(*trees[1:])) if trees else (updates, state)
@@ -247,6 +248,7 @@ def _move(
         nothing = jnp.zeros((0, table.shape[1]), slot_dtype(table))
         steps = RowSteps(name, jnp.zeros(0, jnp.int32), nothing, table)
         return steps, count, *slots
+    # `len(table)` stands for no row: at masked entries, and to fill up.
     rows = jnp.concatenate([stored_rows(lookup, known, at) for at, lookup in features])
     rows = jnp.unique(rows, size=min(rows.size, len(table) + 1), fill_value=len(table))
     held = [read_rows(slot, rows) for slot in slots]

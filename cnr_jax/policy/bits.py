@@ -200,6 +200,7 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
     known = [(bits, e) for bits, e in sorted(errors.items()) if e is not None]
     if not any(error for _, error in known):
         return None  # as of rows that are stored exactly in each width
+    # Errors fall with the width, unless rows lie on the codes of the narrower one already.
     for (bits, error), (_, wider) in itertools.pairwise(known):
         if error <= wider:
             return bits

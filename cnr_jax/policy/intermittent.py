@@ -48,9 +48,9 @@ class Intermittent:
     Attributes:
         max_deltas: most deltas on one baseline, 1 or more; the save after that many is
             full, whatever the predictor says. None: no limit.
-        cost: what is compared. `"bytes"`: bytes written for tables and slots. `"secs"`:
+        cost: costs that are compared. `"bytes"`: bytes written for tables and slots. `"secs"`:
             seconds from the start of a save until it was written, as they were measured
-            in this run; right where saves are bound by time and not by storage. A delta
+            in this run; right if saves are bound by time and not by storage. A delta
             that took longer than the full save is then the last of its cycle.
         predictor: `"forecast"`: the next delta, forecast from the growth of those before
             (`full_is_due`). `"history"`: the last delta, which is the paper's
@@ -182,8 +182,8 @@ def should_take_full(sizes: Sequence[float], *, full_size: float = 1) -> bool:
 
     The paper's rule. Divided by i + 1: a new baseline is due as soon as the latest delta
     costs as much as the average save of its cycle. Deltas that stay flat below the full
-    size never make it due. What every save writes alike (dense parameters) adds the same
-    to both sides, so sizes may contain it or not.
+    size never make it due. Bytes that every save writes alike (dense parameters) add the same
+    to both sides, so sizes may contain them or not.
 
     Differs from Check-N-Run in: 1. sizes may be bytes (payload, row ids and metadata at
     the width in force) where the paper has fractions of rows; the rule is the same.
@@ -246,7 +246,7 @@ def full_is_due(sizes: Sequence[float], *, full_size: float = 1) -> bool:
     save falls with each delta that costs less than the average so far, and rises with
     each that costs more. So the cycle should end just before the first of these, while
     `should_take_full` ends it just after. The same properties hold: flat deltas never
-    make a full due, nor does what every save writes alike matter.
+    make a full due, and bytes that every save writes alike do not matter.
 
     Args:
         sizes: as in `cycle_costs`.

@@ -69,6 +69,7 @@ def lookups(ids: Ids, label: str) -> Iterator[tuple[str, Lookup]]:
     """Yields every feature in `ids` with a label for error messages."""
     if isinstance(ids, Lookup):
         yield label, ids
+    # A list of plain integers is one feature; any other list is a list of features.
     elif isinstance(ids, list | tuple) and not all(isinstance(i, int) for i in ids):
         for index, part in enumerate(ids):
             yield from lookups(part, f"{label}[{index}]")

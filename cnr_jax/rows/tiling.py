@@ -211,6 +211,7 @@ def _choose(
     both = [device for device in devices if device in holders]
     if both:
         return both[0]
+    # Else a device whose process has the stamps on another of its devices.
     processes = {device.process_index for device in holders}
     return next((d for d in devices if d.process_index in processes), None)
 

@@ -67,8 +67,8 @@ def find_tables(
         spec: names of tables, each also its path; or name -> path or `TableSpec`.
 
     Returns:
-        The tables in the order of `spec`. Print it to see what was matched, and what of the
-        rest looks like a table that is missing, or like a slot.
+        The tables in the order of `spec`. Print them to see what was matched, and which other
+        leaves look like a missing table, or like a slot.
 
     Raises:
         TableError: if a name matches nothing, or several leaves; if the leaf is not an
@@ -385,6 +385,7 @@ def _uncovered_rows(table: Leaf, slot: Leaf) -> range | None:
     if len({process for process, _, _ in parts}) == 1:
         return None
     size = slot.shape[0]
+    # Between two edges rows are on the same devices, so one look at each interval is enough.
     edges = np.unique(
         [0, size, *(i for _, _, x in parts for i in x[0].indices(size)[:2])]
     )

@@ -110,12 +110,12 @@ class PathIndex:
 
     Attributes:
         entries: all leaves, those with the shortest paths first.
-        by_path: the same by path.
+        by_path: leaves by path.
         order: number of each path in the order of the state.
-        by_parts: by normalised path.
-        by_suffix: by each end of the normalised path but the empty one.
+        by_parts: leaves by normalised path.
+        by_suffix: leaves by each end of the normalised path except the empty one.
         optimizer_states: paths of nodes whose classes are states of optax or of `cnr_jax.optim`.
-        row_optimizer_states: of these, those of `cnr_jax.optim`.
+        row_optimizer_states: paths of those of `cnr_jax.optim` alone.
 
     Example:
         >>> index = PathIndex({"params": {"user": {"w": 1}}, "opt": {"user": 2}})

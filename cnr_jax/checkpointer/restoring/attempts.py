@@ -1,9 +1,9 @@
 """Choice of the step that a restore takes: steps are tried until one is whole.
 
-A restore of a given step never substitutes. One of the newest step passes over those that turn
-out damaged, and over what rests on them: each is named in the log with the reason. A step that is
-whole, but for a file that could be taken for a part of it, is not passed over: its error is raised.
-One that is taken away while it is read, as retention of another program does, is not damaged.
+A restore of a given step never takes another. A restore of the newest step passes over those that
+turn out damaged, and over steps that rest on them; the log names each with the reason. A step that
+is whole, but has a file that could be taken for a part of it, is not passed over: its error is
+raised. A step that goes while it is read, as by retention of another program, is not damaged.
 """
 
 from __future__ import annotations

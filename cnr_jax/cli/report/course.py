@@ -84,8 +84,8 @@ class Course:
     """Course of a run: the root, and the saves that it tells of.
 
     Attributes:
-        root: what the root holds.
-        saves: in order: branch by branch, in each by step.
+        root: description of the root.
+        saves: saves in order: branch by branch, and in each by step.
     """
 
     root: RootDescription

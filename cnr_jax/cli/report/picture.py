@@ -105,6 +105,6 @@ def _roots(text: str) -> Iterator[str]:
 
 
 def _no_dark(text: str) -> str:
-    """Removes the rules of the dark page and of paper from a style, and its variables."""
+    """Removes the rules for dark mode and for print from a style, and its variables."""
     kept = (line for line in text.splitlines() if not line.startswith(("@", ":root")))
     return "\n".join(kept)

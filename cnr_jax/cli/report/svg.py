@@ -49,7 +49,7 @@ def drawn(
         lines.append(f'<path class="restores" d="{path}"/>')
     if panel.links:
         lines.append(f'<path class="links" d="{_links(panel, axis, x)}"/>')
-    below = [0.0] * len(steps)
+    below = [0.0] * len(steps)  # of each save, how high its bars stand so far
     for each in panel.series:
         lines += _drawn(each, axis, x, wide, below)
     return "\n".join([*lines, "</svg>"])

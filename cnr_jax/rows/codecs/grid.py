@@ -209,7 +209,7 @@ class Ranged(NamedTuple):
         x: float32[rows, dim].
         low, high: least and greatest element, [rows].
         total: sum of the elements, [rows].
-        grid: from the one to the other.
+        grid: grid from the least to the greatest element.
         held: whether that grid is within its limits and the row finite, [rows].
         zero: whether all elements are zeros, [rows].
     """
@@ -243,9 +243,9 @@ def encode(
 
     Args:
         given: the rows.
-        grid: where their levels are.
+        grid: grid of their levels.
         bits: width of a code.
-        metadata: how scale and offset are stored.
+        metadata: dtypes of scale and offset.
         keys: uint32[rows] of `row_keys`: codes are dithered; None: the nearest.
     """
     levels = Even(2**bits - 1)
@@ -347,7 +347,7 @@ def squared_errors(
         x: [rows, width], see `in_lanes`.
         candidates: [rows] each. Two at a time: so many sums stay in registers.
         dim: columns that count.
-        levels: what codes stand for.
+        levels: levels that codes stand for.
     """
     terms: list[jax.Array] = []
     for grid in candidates:

@@ -45,7 +45,7 @@ class KMeans(grids.OnGrid):
 
     Attributes:
         bits: width of a code: 2, 3 or 4.
-        iterations: of Lloyd's algorithm; 15 as in the paper.
+        iterations: number of iterations of Lloyd's algorithm; 15 as in the paper.
         metadata_bits: 16 (bfloat16 scale, float16 offset and codebook) or 32 (float32).
 
     Example:

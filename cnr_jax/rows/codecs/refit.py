@@ -59,11 +59,11 @@ def refit(
 
     Args:
         given: the rows, with the grid over the whole range of each.
-        starts: from which the search starts, [starts, rows].
+        starts: grids from which the search starts, [starts, rows].
         step: an unrounded scale of the rows, [rows]; errors are compared in it.
-        fits: passes over the rows, at least as many as starts.
-        levels: what codes stand for.
-        metadata: how scale and offset are stored.
+        fits: number of passes over the rows, at least as many as starts.
+        levels: levels that codes stand for.
+        metadata: dtypes of scale and offset.
     """
     dim = given.x.shape[1]
     x = in_lanes(given.x)

@@ -21,7 +21,7 @@ def slot_codec(name: str) -> Codec:
     """The codec of a slot.
 
     Args:
-        name: of the slot, such as "opt_state/0/nu"; the last part that is known decides.
+        name: name of the slot, such as "opt_state/0/nu"; the last part that is known decides.
 
     Returns:
         `Log(bits=16)` for accumulators of squares, which are off by at most 0.15 % then; 8 bits of

@@ -82,8 +82,8 @@ class Glimpse:
 class Rotation:
     """Remembers a rotating part of the rows of this process.
 
-    Looking changes nothing. What a look saw counts from `keep` on, so a save that is refused in
-    between leaves no trace.
+    Looking changes nothing. A look counts from `keep` on, so a save that is refused in between
+    leaves no trace.
 
     Args:
         limit_bytes: bytes of rows that a look reads on each device; two rows of each group are
@@ -118,7 +118,7 @@ class Rotation:
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            shards: what this process saves of the state.
+            shards: shards of the state that this process saves.
             anew: whether what was kept is out of date.
         """
         tiling, before, rings = shards.tiling, self._tiling, self._rings

@@ -4,8 +4,8 @@ The tiles of one table that one device saves of the same rows are hashed togethe
 lie: nothing is communicated, and a row that is split by columns over devices has a hash on
 each. Hashes stay with the rows, the stamps made from them are kept on the host.
 
-To remember: looking changes nothing. What a look saw counts from `keep` on, so a save that is
-refused in between leaves no trace.
+To remember: looking changes nothing. A look counts from `keep` on, so a save that is refused in
+between leaves no trace.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RowWatch:
         Waits for the computation that makes the arrays. They may be donated afterwards.
 
         Args:
-            shards: what this process saves of the state.
+            shards: shards of the state that this process saves.
         """
         tiling = shards.tiling
         # All devices work before the first one is waited for.
