@@ -167,3 +167,38 @@ def test_an_item_is_saved_into_its_own_step_or_refused(
         assert manager.all_steps() == [0]
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
     assert cnr.verify(root) == ()
+
+
+def test_metrics_that_json_does_not_take_are_refused_by_name(tmp_path: Path) -> None:
+    best: Any = {"best_fn": lambda metrics: metrics["auc"]}
+    metrics = {"loss": 1.0, "auc": jnp.float32(0.4)}
+    with manager_of(tmp_path, **best) as manager:
+        with pytest.raises(
+            errors.OptionError, match=r"metrics\['auc'\].*\n.*\n.*float"
+        ):
+            manager.save(0, args=SAVE, metrics=metrics)
+        assert manager.save(0, args=SAVE, metrics={"loss": 1.0, "auc": 0.4})
+        manager.wait_until_finished()
+        assert manager.best_step() == 0
+    # Where nothing is written of them, they may be anything.
+    with manager_of(tmp_path, prevent_write_metrics=True, **best) as manager:
+        manager.restore(None, args=cnr.args.Restore(STATE))
+        assert manager.save(1, args=SAVE, metrics=metrics)
+
+
+def test_a_state_with_a_name_too_many_or_without_one_is_told_how_to_be_given(
+    tmp_path: Path,
+) -> None:
+    named = ocp.args.Composite(state=SAVE)
+    with manager_of(tmp_path / "named") as manager:
+        manager.save(0, args=named)
+        with pytest.raises(errors.OptionError, match=r"hint: args=.*Composite\(state="):
+            manager.save(1, args=SAVE)
+        with pytest.raises(errors.OptionError, match=r"hint: args=.*Composite\("):
+            manager.restore(0, args=cnr.args.Restore(STATE))
+    with manager_of(tmp_path / "plain") as manager:
+        manager.save(0, args=SAVE)
+        with pytest.raises(
+            errors.OptionError, match=r"hint: args=cnr.args.Save\(state"
+        ):
+            manager.save(1, args=named)

@@ -684,6 +684,22 @@ def test_a_manager_that_could_not_be_made_listens_to_no_signal(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_sigterm_that_no_save_has_followed_is_told_of_at_the_end(
+    tiny_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a loop saves at some steps only, and stops before one of these."""
+    for saves in (True, False):
+        run = tiny_run()
+        with run.open(tmp_path / str(saves), save_on_sigterm=True) as manager:
+            run.run(manager, [3])
+            signal.raise_signal(signal.SIGTERM)
+            assert manager.reached_preemption(4)
+            if saves:
+                run.run(manager, [4])
+        told = "no save after it: the run can go on from step 3" in caplog.text
+        assert told is not saves
+
+
 def test_sigterm_is_left_alone_unless_asked_for_and_given_back(
     tiny_run: Any, tmp_path: Path
 ) -> None:

@@ -170,19 +170,20 @@ def committer_of(
     options: ocp.CheckpointManagerOptions,
     discard: Callable[[str], None],
 ) -> Committer:
-    """What commits the steps of a root: as the user asks for, or as its store can.
+    """Chooses how steps of a root are committed: by a rename where its store can.
+
+    `atomicity_options` ask for a file in its place. Both commit such a step: readers of a store
+    that renames take every folder with the name of a step for a committed one.
 
     Args:
-        root: of the manager.
-        options: the user's.
+        root: root of the manager.
+        options: options of the user.
         discard: removes a folder of the root that no reader lists.
     """
     mode = options.file_options.path_permission_mode
-    by_file = ocp.options.AtomicityMode.COMMIT_FILE
-    asked = options.atomicity_options and options.atomicity_options.mode
-    if asked == by_file or not can(root).renames:
-        return MarkerCommitter(mode)
-    return RenameCommitter(discard, mode)
+    if can(root).renames:
+        return RenameCommitter(discard, mode)
+    return MarkerCommitter(mode)
 
 
 def options_of_base(
