@@ -140,7 +140,9 @@ class CheckpointManager(ocp.CheckpointManager):
     ) -> None:
         """What its saves go through."""
         handler, channel, writer = self._handler, self._channel, self._handler.writer
-        committer = committer_of(self._root, orbax_options, writer.discard)
+        committer = committer_of(
+            self._root, orbax_options, writer.discard, writer.check_claim
+        )
         pipeline = SavePipeline[SaveInFlight](committer, channel)
         self._calls = Calls(handler.lifecycle.listener.is_here, pipeline.is_here)
         self._course = Course(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import os
 import shutil
 import types
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from cnr_jax.repository.index.ledger import Entry
 from cnr_jax.repository.index.retention import ChainPreservation
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.inprocess import failing
 
 from .conftest import each_of
 from .repository.conftest import Root
@@ -726,3 +730,53 @@ def test_a_state_saved_as_another_item_than_the_managers_is_refused(
         with pytest.raises(cnr.errors.OptionError, match="expected 'model'"):
             manager.save(1, args=state)
     assert on_disk(tmp_path) == set()
+
+
+def test_what_a_save_of_other_items_drops_goes_children_first(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """By the names of their folders the parent, 9, would come before the delta, 10."""
+    run, others = tiny_run(), ocp.args.Composite(extra=ocp.args.JsonSave({"epoch": 1}))
+
+    def items(step: int) -> ocp.args.Composite:
+        run.train(step)
+        given = cnr.args.Save(run.state, run.touched, full=step == 11)
+        return ocp.args.Composite(state=given)
+
+    orbax = {"preservation_policy": keeping.LatestN(1)}
+    with run.open(tmp_path, orbax) as manager:
+        for step, args in ((9, items(9)), (10, items(10))):
+            manager.save(step, args=args)
+        manager.wait_until_finished()
+        assert manager.last_report is not None and manager.last_report.kind == "delta"
+        for step, args, left in (
+            (11, items(11), {9, 10, 11}),
+            (12, others, {9, 10, 11}),
+            (13, others, {11}),
+        ):
+            fault = Fault("rename", action="EIO", match=f"{tmp_path}/10")
+            with failing(tmp_path, fault) if step < 13 else contextlib.nullcontext():
+                manager.save(step, args=args)
+                manager.wait_until_finished()
+            found = {int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()}
+            assert found == left
+        assert manager.all_steps() == [11]
+
+
+def test_an_item_in_the_place_of_the_state_is_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not saved by this library does not make itself durable."""
+    synced = set[str]()
+    real = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    with cnr.CheckpointManager(tmp_path, item="state") as manager:
+        monkeypatch.setattr(os, "fsync", note)
+        args = ocp.args.Composite(state=ocp.args.JsonSave({"epoch": 1}))
+        manager.save(1, args=args)
+        manager.wait_until_finished()
+    assert {"metadata", "state"} <= synced

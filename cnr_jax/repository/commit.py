@@ -67,7 +67,7 @@ def write_manifest(
         started_secs: reading of `time.perf_counter` when the save was asked for.
 
     Order: everything that the manifest names is durable before the manifest is written, and
-    the manifest is durable before Orbax renames the directory.
+    the manifest is durable before the step is committed.
 
     Returns:
         The manifest, its bytes, and the manifests of all processes.

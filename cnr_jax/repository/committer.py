@@ -139,11 +139,14 @@ class MarkerCommitter:
     """Commits by a file in the folder of the step, which is put there last.
 
     Args:
+        check_claim: raises if the root was taken over: another writer may use the same folder.
         mode: of the folders that are made; None: as the system makes them.
     """
 
-    def __init__(self, mode: int | None = None) -> None:
-        self._mode = mode
+    def __init__(
+        self, check_claim: Callable[[], None], mode: int | None = None
+    ) -> None:
+        self._check_claim, self._mode = check_claim, mode
 
     def folder(self, attempt: Attempt) -> AnyPath:
         return attempt.path
@@ -151,15 +154,12 @@ class MarkerCommitter:
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
         if exists(attempt.path / names.COMMITTED):
             raise _taken(attempt)
-        self._clear(
-            attempt
-        )  # what an earlier attempt has left, whose writers have ended
+        # What an earlier attempt has left, whose writers have ended.
+        self._clear(attempt)
         _make(attempt.path, items, self._mode)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         if exists(attempt.path / names.COMMITTED):
-            if _is_marked(attempt):
-                return  # the answer to a first try was lost
             raise _taken(attempt)
         sync_tree(attempt.path, but=durable)
         sync_directory(attempt.root)
@@ -173,6 +173,7 @@ class MarkerCommitter:
         return _is_marked(attempt)
 
     def abandon(self, attempt: Attempt) -> None:
+        self._check_claim()
         if not exists(attempt.path / names.COMMITTED):
             self._clear(attempt)
 

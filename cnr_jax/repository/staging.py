@@ -1,8 +1,8 @@
-"""Chunks of rows, and dense leaves, on their way from the training thread to the writing thread.
+"""Chunks of rows, and dense leaves, on their way from the thread that begins a save to the writer.
 
-The training thread puts them into a `Stage`, the writing thread takes them out. What is in between
-is bounded in bytes: past the limit the training thread waits, so that a save which does not fit
-into memory streams through it instead.
+The one puts them into a `Stage`, the other takes them out. What is in between is bounded in bytes:
+past the limit the beginning of the save waits, and with it training, so that a save which does not
+fit into memory streams through it instead.
 """
 
 from __future__ import annotations

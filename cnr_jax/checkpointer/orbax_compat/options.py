@@ -40,8 +40,7 @@ def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions
     if orbax_options and orbax_options.temporary_path_class is not None:
         raise errors.OptionError(
             "temporary_path_class is not taken: steps are committed by this library\n"
-            f"  got {orbax_options.temporary_path_class!r}\n"
-            "  hint: atomicity_options=ocp.options.AtomicityOptions(mode=...) says how"
+            f"  got {orbax_options.temporary_path_class!r}, expected None"
         )
     return orbax_options or ocp.CheckpointManagerOptions()
 
@@ -169,21 +168,23 @@ def committer_of(
     root: AnyPath,
     options: ocp.CheckpointManagerOptions,
     discard: Callable[[str], None],
+    check_claim: Callable[[], None],
 ) -> Committer:
     """Chooses how steps of a root are committed: by a rename where its store can.
 
-    `atomicity_options` ask for a file in its place. Both commit such a step: readers of a store
-    that renames take every folder with the name of a step for a committed one.
+    `atomicity_options` are not asked: readers of a store that renames take every folder with the
+    name of a step for a committed one, so no file could commit it there.
 
     Args:
         root: root of the manager.
         options: options of the user.
         discard: removes a folder of the root that no reader lists.
+        check_claim: raises if the root was taken over by another writer.
     """
     mode = options.file_options.path_permission_mode
     if can(root).renames:
         return RenameCommitter(discard, mode)
-    return MarkerCommitter(mode)
+    return MarkerCommitter(check_claim, mode)
 
 
 def options_of_base(

@@ -61,7 +61,6 @@ class SaveInFlight(PipelinedSave):
         write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
         written_secs: that this took.
-        agreed_at_secs: reading of `time.perf_counter` when all processes knew how it went.
         commit_secs: from then on until it was committed.
         processes: the process manifests that this process has seen by then; only the first one
             sees others than its own.
@@ -99,7 +98,6 @@ class SaveInFlight(PipelinedSave):
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
     written: Written | None = None
     written_secs: float = 0.0
-    agreed_at_secs: float | None = None
     commit_secs: float = 0.0
     processes: Sequence[ProcessManifest] = ()
     manifest_bytes: int | None = None

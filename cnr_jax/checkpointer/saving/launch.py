@@ -98,7 +98,7 @@ class Launcher:
         """Starts a save, and gathers: nothing of the state is needed afterwards.
 
         With several processes an error here does not come out here: other processes have begun,
-        and wait in Orbax's barriers. This process goes there too, and the error comes out of the
+        and wait for the word of all. The error of this process is its word, and comes out of the
         background, on all processes alike.
 
         Args:
@@ -278,9 +278,9 @@ def _in_background(
     failure = flight.stopped or failure
     if directories is not None:
         _end_alike(flight, failure, channel, topic)
+        flight.agreed_at_secs = time.perf_counter()
     elif failure is not None:
         flight.write_error = _as_told(flight, failure)
-    flight.agreed_at_secs = time.perf_counter()
 
 
 def _as_told(

@@ -124,9 +124,6 @@ class Lifecycle:
             self.doubt = ""
             self._writer.committed()
         else:
-            # So nothing is deleted in its favour.
-            if self._writer.ledger is not None:
-                self._writer.ledger.doomed.clear()
             self.doubt = f"the save before may not be durable: {error}"
 
     def report_commit(self, flight: SaveInFlight) -> None:

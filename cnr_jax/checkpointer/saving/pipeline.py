@@ -114,6 +114,7 @@ class PipelinedSave:
         futures: of what is being written.
         staging_error: why staging failed, with several processes: all are to raise the same.
         error: why it failed, or what comes after its commit.
+        agreed_at_secs: reading of `time.perf_counter` when all processes knew that it is written.
         is_committed: whether it is, as far as this process knows.
         over: opens when all is done.
         thread: that does it.
@@ -127,6 +128,7 @@ class PipelinedSave:
     futures: Sequence[Any] = ()
     staging_error: BaseException | None = None
     error: errors.CnrError | None = None
+    agreed_at_secs: float | None = None
     is_committed: bool = False
     over: Gate = dataclasses.field(default_factory=Gate)
     thread: Job = dataclasses.field(default_factory=Job)
@@ -359,6 +361,7 @@ class SavePipeline(Generic[S]):
         save.futures, save.staging_error = (), None
         mine = failure and _told(failure, save)
         agree(self._channel, mine, topic=save.topic("saved"))
+        save.agreed_at_secs = time.perf_counter()
 
     def _commit(self, save: S) -> Any:
         """Waits for its turn, and has process 0 commit it; returns what that has told."""
@@ -542,7 +545,7 @@ def wait_for(future: Any, check: Callable[[], None]) -> None:
                 raise  # an error of its own
         try:
             check()
-        except errors.SaveError:
+        except errors.CnrError:
             future.cancel()
             with contextlib.suppress(BaseException):
                 future.result(timeout=STOP_SECS)

@@ -62,6 +62,7 @@ class Retirement:
         """
         context = preservation_context()
         with self.looking:
+            self._ledger.defers = True
             keeps = self._policy.should_preserve(infos, context=context)
             gone = [i.step for i, keep in zip(infos, keeps, strict=True) if not keep]
             self.stayed([step for step in gone if step in needed])
@@ -70,6 +71,7 @@ class Retirement:
     def note(self, steps: Sequence[int]) -> None:
         """On all processes: these steps are going, so nothing may rest on them any more."""
         with self.looking:
+            self._ledger.defers = True
             for step in steps if jax.process_index() != 0 else ():
                 self._ledger.doom(self._steps.existing_directory(step))
 
@@ -104,6 +106,11 @@ class Retirement:
         with self.looking:
             for step in steps:
                 self._ledger.doomed.discard(self._steps.existing_directory(step))
+
+    def let_go(self, superfluous: bool) -> None:
+        """Drops what a save without a state has made superfluous, or keeps it; no step says so."""
+        with self.looking:
+            self._ledger.let_go(superfluous)
 
     def delete(self, step: int) -> None:
         """Removes one step.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -275,6 +274,8 @@ class Saves:
         if save not in self._begun:
             return
         is_seen = save.is_committed
+        if not save.decided:
+            self.retirement.let_go(is_seen)
         if save in self._lifecycle.open:
             is_seen = self._lifecycle.settle_one(save) is not None
         if not is_seen:
@@ -317,12 +318,12 @@ class Saves:
 
     def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
         """Ends what is written of a step; names what of it is durable already."""
-        save.agreed_at_secs = time.perf_counter()
         assert save.step_items is not None
         save.step_items.finalize(folder)
         self.before_commit()
         self._lifecycle.look_before(save)
-        return [save.item, names.ORBAX_METADATA]
+        own = [save.item] if save.decided else []
+        return [*own, names.ORBAX_METADATA]
 
     def published(self, save: SaveInFlight) -> Any:
         """Makes a commit durable; says which steps go."""
@@ -348,9 +349,10 @@ class Saves:
     def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
         leaving = told["leaving"] if told else ()
-        info, save.info = save.info, None
-        assert info is not None
-        self.steps.add(info)
+        assert save.info is not None
+        # First, or policies would be told of it neither as a step nor as a save.
+        self.steps.add(save.info)
+        save.info = None
         self.retirement.note(leaving)
         save.is_unwanted = save.step in leaving
         self._lifecycle.report_commit(save)

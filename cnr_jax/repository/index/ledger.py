@@ -35,6 +35,8 @@ class Ledger(Chains):
     Attributes:
         root: that holds them; None as long as none was read.
         doomed: step directories that are deleted once the save that is being written is committed.
+        defers: whether steps that are dropped stay known until `let_go`, also if no save of a state
+            is being written: who removes them has to know what rests on what.
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
             set aside.
@@ -55,6 +57,7 @@ class Ledger(Chains):
         self.root: AnyPath | None = None
         self.doomed: set[str] = set()
         self.leaving: set[str] = set()
+        self.defers = False
         self.crowded = False
         self.run: str | None = None
 
@@ -218,16 +221,16 @@ class Ledger(Chains):
             # Not there, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
             gone = kind in ("manifest_missing", "not_committed")
-            self._let_go(committed or (committed is None and not gone))
+            self.let_go(committed or (committed is None and not gone))
             return None
         # An older step may stand where a failed save was to be.
         self.add(entry_of(place.directory, manifest))
         is_saved = manifest.uuid == uuid
-        self._let_go(is_saved)
+        self.let_go(is_saved)
         # None if retention drops the very step that was saved.
         return self.entries.get(place.directory) if is_saved else None
 
-    def _let_go(self, superfluous: bool) -> None:
+    def let_go(self, superfluous: bool) -> None:
         """Drops steps that are being deleted, or may be, if they are superfluous; or keeps them."""
         for directory in self.doomed if superfluous else ():
             self.leaving.add(directory)
@@ -237,7 +240,8 @@ class Ledger(Chains):
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
         # What is being written came last, and has no manifest.
-        if not all(e.is_committed for e in reversed(self._entries.values())):
+        is_writing = not all(e.is_committed for e in reversed(self._entries.values()))
+        if self.defers or is_writing:
             self.doomed.add(directory)
         else:
             self.forget(directory)
