@@ -45,9 +45,9 @@ import orbax.checkpoint as ocp
 from commandline import make_parser, write_figures
 
 import cnr_jax as cnr
-from cnr_jax.checkpointer.orbax_compat.interrupts import Gate
 from cnr_jax.repository.index.chains import Derived
 from cnr_jax.testing import damage
+from cnr_jax.waiting import Gate
 
 PACKAGE = Path(cnr.__file__).parent
 ROWS, DIM = 1000, 8

@@ -1,103 +1,11 @@
-"""What an interrupt leaves of a save: threads that may run or not, and tasks that never end."""
+"""What an interrupt leaves of a call of Orbax: tasks that never end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
-
-# How often a wait looks again: who says that it is over may be interrupted in that.
-_POLL_SECS = 1.0
-_NOBODY = ()
-
-
-class Gate:
-    """An event for threads of which one may be interrupted: it opens once, for all.
-
-    `threading.Event` stays locked for good if an interrupt comes where Python has just locked it.
-
-    Attributes:
-        is_open: whether it is.
-    """
-
-    def __init__(self) -> None:
-        self.is_open, self._shut = False, threading.Lock()
-        self._shut.acquire()
-
-    def open(self) -> None:
-        """Lets all pass."""
-        self.is_open = True
-        with contextlib.suppress(RuntimeError):  # it is open
-            self._shut.release()
-
-    def wait(self, timeout_secs: float | None = None) -> bool:
-        """Waits until it is open; returns whether it is."""
-        end = None if timeout_secs is None else time.monotonic() + timeout_secs
-        while not self.is_open:
-            left = _POLL_SECS if end is None else end - time.monotonic()
-            if left <= 0:
-                return False
-            if self._shut.acquire(timeout=min(left, _POLL_SECS)):
-                self.open()  # for others
-        return True
-
-
-class Job:
-    """Work of another thread, and what is known of it: more than the thread can tell.
-
-    Who is interrupted in `Thread.start` does not know whether the thread runs, or is about to; one
-    that somebody was interrupted in waiting for Python may take for ended, though it goes on.
-    """
-
-    def __init__(self) -> None:
-        # Who does it, under one key: `setdefault` finds out who came first, and notes it, at once.
-        self._owner: dict[str, tuple[int, ...]] = {}
-        self._over = Gate()
-
-    def start(self, name: str, work: Callable[..., Any], *args: Any) -> None:
-        """Lets a thread do the work; once more, after an interrupt, in case that none does."""
-        if not self.has_begun:
-            threading.Thread(target=self.run, args=(work, *args), name=name).start()
-
-    def run(self, work: Callable[..., Any], *args: Any) -> None:
-        """Does the work, unless that was begun before or is given up."""
-        mine = (threading.get_ident(),)
-        if self._owner.setdefault("", mine) is not mine:
-            return
-        try:
-            work(*args)
-        finally:
-            self._over.open()
-
-    def give_up(self) -> bool:
-        """Keeps it from beginning; returns whether it has not begun, and never will."""
-        never = self._owner.setdefault("", _NOBODY) is _NOBODY
-        if never:
-            self._over.open()
-        return never
-
-    def wait(self, timeout_secs: float | None = None) -> bool:
-        """Waits until the work is done or given up; returns whether it is."""
-        return self.is_over or self._over.wait(timeout_secs)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether somebody does the work, or has done it."""
-        return self._owner.get("", _NOBODY) is not _NOBODY
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the work is done, or given up."""
-        return self._over.is_open or self._owner.get("") is _NOBODY
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this thread is doing it."""
-        mine = self._owner.get("") == (threading.get_ident(),)
-        return mine and not self._over.is_open
 
 
 def end_interrupted_tasks() -> None:

@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import checkpoint_manager, future
 
-from cnr_jax.checkpointer.orbax_compat.interrupts import Gate
 from cnr_jax.format import names
 from cnr_jax.integers import checked_step
 from cnr_jax.repository.layout import Place, open_root
@@ -26,6 +25,7 @@ from cnr_jax.repository.store import (
     names_in,
 )
 from cnr_jax.repository.store.checked import refuse_pipe
+from cnr_jax.waiting import Gate
 
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME

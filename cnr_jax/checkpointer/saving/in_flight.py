@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
-from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.orbax_compat.items import StepItems
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
@@ -24,6 +23,7 @@ from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store.checked import means_damage
+from cnr_jax.waiting import Gate, Job
 
 
 def _do_nothing() -> None:

@@ -9,7 +9,6 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.save_errors import without_frames
-from cnr_jax.checkpointer.saving.calls import Listener
 from cnr_jax.checkpointer.saving.chain_look import (
     chain_error,
     is_dropped,
@@ -17,6 +16,7 @@ from cnr_jax.checkpointer.saving.chain_look import (
     look_after,
 )
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.listener import Listener
 from cnr_jax.checkpointer.saving.reporting import (
     report_of_committed,
     report_of_dropped,

@@ -39,12 +39,12 @@ from cnr_jax.checkpointer.multihost import (
     on_primary,
     raise_if_told,
 )
-from cnr_jax.checkpointer.orbax_compat.interrupts import Gate, Job
 from cnr_jax.checkpointer.save_errors import after_commit, free_frames, save_error
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import logger
+from cnr_jax.waiting import Gate, Job
 
 _log = logger(__name__)
 # How often a process looks whether process 0 has failed, while it waits for something else.
