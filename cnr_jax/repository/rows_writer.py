@@ -243,20 +243,24 @@ class RowsWriter:
         rows, dense = parted(chunks)
         encoding = encode_chunks(_timed(rows, waits), device)
         for chunk, encoded in _timed(encoding, codes):
-            compared.add(chunk, encoded, done)
             for name, values in encoded.parts.items():
                 array = names.array_name(chunk.codec.name, name, values.dtype.name)
                 self._writers[array].append(values)
             if encoded.rows is not None:
                 self._write_escaped(encoded.escaped + done, encoded.rows)
+            # While they are being written.
+            compared.add(chunk, encoded, done)
             done += chunk.count
         if done != self._starts[-1]:
             raise RuntimeError(f"{done} of {self._starts[-1]} staged rows came through")
         for some in dense:
             self._dense.append(some.data)
         tiles = tuple(self._tile(plan) for plan in self._plans)
-        arrays, leaves = self._finish_arrays(), self._dense.finish()
+        self._write_ids()
+        for writer in self._writers.values():
+            writer.end()
         row_errors, by_table = compared.result()
+        arrays, leaves = self._finish_arrays(), self._dense.finish()
         manifest = ProcessManifest(
             uuid=self._uuid,
             process=self._process,
@@ -358,12 +362,14 @@ class RowsWriter:
         self._id_length += len(data)
         return len(self._ids) - 1
 
-    def _finish_arrays(self) -> dict[str, ArrayEntry]:
+    def _write_ids(self) -> None:
         data = np.concatenate([*self._id_bytes, np.empty(0, np.uint8)])
         if len(data):
             name = names.ROW_IDS_ARRAY
             self._writers[name] = self._open(name, "uint8", len(data))
             self._writers[name].append(data)
+
+    def _finish_arrays(self) -> dict[str, ArrayEntry]:
         entries = {name: writer.finish() for name, writer in self._writers.items()}
         return {name: entry for name, entry in entries.items() if entry is not None}
 

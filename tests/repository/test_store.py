@@ -243,6 +243,18 @@ def test_pipes_and_sockets_are_no_files_and_are_not_waited_for(
     assert not LOCAL.is_special(root)
 
 
+def test_a_small_file_takes_no_memory_for_the_limit_of_its_size(
+    root: epath.Path,
+) -> None:
+    LOCAL.make_folder(root)
+    (root / "small").write_bytes(b"x" * 70_000)
+    # More than there is.
+    assert store.read_small(root / "small", 1 << 50) == b"x" * 70_000
+    assert len(store.read_small(root / "small", 70_000)) == 70_000
+    with pytest.raises(errors.FormatError, match="more than 69,999 bytes"):
+        store.read_small(root / "small", 69_999)
+
+
 def test_a_file_is_known_again_until_it_is_written(root: epath.Path) -> None:
     LOCAL.make_folder(root)
     path = root / "file"

@@ -156,8 +156,17 @@ class ArrayWriter:
             self._chunk = max(1, min(length, limit // self._item.itemsize))
         self._buffer = np.empty(self._chunk, self._item)
         self._filled = self._written = 0
-        self._store: ts.TensorStore | None = None
         self._pending: collections.deque[ts.WriteFutures] = collections.deque()
+        # Made on storage while rows are encoded; where nothing may come, once something does.
+        self._store = self._create() if exact and length else None
+
+    def _create(self) -> ts.Future[ts.TensorStore]:
+        if self._length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
+            self._compression = None
+        spec = spec_of(
+            self._path, self._dtype, self._length, self._chunk, self._compression
+        )
+        return ts.open(spec, create=True, context=self._context)
 
     @property
     def position(self) -> int:
@@ -204,14 +213,9 @@ class ArrayWriter:
 
     def _write(self, values: np.ndarray) -> None:
         if self._store is None:
-            if self._length * self._item.itemsize < COMPRESSED_LEAST_BYTES:
-                self._compression = None
-            spec = spec_of(
-                self._path, self._dtype, self._length, self._chunk, self._compression
-            )
-            self._store = ts.open(spec, create=True, context=self._context).result()
+            self._store = self._create()
         stop = self._written + values.size
-        write = self._store[self._written : stop].write(
+        write = self._store.result()[self._written : stop].write(
             values, can_reference_source_data_indefinitely=True
         )
         self._pending.append(write)
@@ -219,17 +223,21 @@ class ArrayWriter:
             self._pending.popleft().commit.result()
         self._written = stop
 
+    def end(self) -> None:
+        """Starts to write what is left: nothing more is appended."""
+        if self._store is None and self._filled:
+            self._length = self._chunk = self._filled
+        if self._filled:
+            self._flush()
+
     def finish(self) -> ArrayEntry | None:
         """Waits until everything is on storage.
 
         Returns:
-            The array's entry for the process manifest; None when nothing was appended, and
-            then nothing was written.
+            The array's entry for the process manifest; None when nothing was to be appended,
+            and then nothing was written.
         """
-        if self._store is None and self._filled and not self._exact:
-            self._length = self._chunk = self._filled
-        if self._filled:
-            self._flush()
+        self.end()
         if self._store is None:
             return None
         self.drain()
@@ -238,7 +246,7 @@ class ArrayWriter:
                 f"{self._path.name}: {self._written} of {self._length} were appended"
             )
         if self._written < self._length:
-            self._store.resize(
+            self._store.result().resize(
                 exclusive_max=[self._written],
                 resize_metadata_only=True,
                 shrink_only=True,
@@ -248,6 +256,8 @@ class ArrayWriter:
 
     def stop(self) -> None:
         """Waits until nothing is being written, and frees what was to be."""
+        if self._store is not None:
+            self._store.exception()
         while self._pending:
             self._pending.popleft().commit.exception()
         self._store, self._buffer = None, np.empty(0, self._item)

@@ -19,7 +19,6 @@ from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.motion import LEAST_MOVED, FollowedRows, Motion, TileRef
 from cnr_jax.rows.tiling import (
-    SMALL_ROWS,
     Program,
     chunk_rows,
     compiled,
@@ -34,6 +33,8 @@ _log = logger(__name__)
 SAMPLE_ROWS = 16_384
 # Of wide rows fewer are looked at: 16 MiB of float32 take some milliseconds.
 _SAMPLE_ELEMENTS = 1 << 22
+# Rows compared at once, of which a small save has fewer: to start a batch takes a millisecond.
+_BATCH_ROWS = 2048
 
 # Codec, dtype and width: what decides on the program.
 _Group = tuple[Codec, np.dtype, int]
@@ -321,7 +322,7 @@ def _joined(errors: np.ndarray) -> RowErrors:
 
 def _batch_rows(group: _Group) -> int:
     _, dtype, width = group
-    return min(SMALL_ROWS, chunk_rows(width, dtype.itemsize))
+    return min(_BATCH_ROWS, chunk_rows(width, dtype.itemsize))
 
 
 def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
