@@ -296,9 +296,11 @@ def _fates(
     check_is_here(root)  # after the look, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
-        raise errors.NoStepError(
-            f"no step in {root} can be restored: nothing is deleted\n"
-            "  hint: cnr_jax.verify, or cnr-jax verify, says why"
+        raise errors.NoStepError.nothing_restores(
+            os.fspath(root),
+            ledger.obstacles(),
+            "  hint: cnr_jax.verify, or cnr-jax verify, says more",
+            done="nothing is deleted",
         )
     ledger.run = restorable[-1].run
     # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
