@@ -48,6 +48,7 @@ _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
 _ROUNDS = "rounding"
+_EXACT = "  hint: codec='raw' stores all bits, and takes no bits="
 _OF_ALL = (*_OF_TABLES, "expected_restores", _ROUNDS, _PACKS)
 ROUNDINGS = ("auto", "nearest", "dithered")
 
@@ -98,6 +99,7 @@ class Encoding:
             if bits not in (NOT_GIVEN, "auto") and not is_number:
                 raise errors.OptionError(
                     f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
+                    f"\n{_EXACT}"
                 )
         self.check_bits_of(self)
         if _given(self.expected_restores) and not self._is_auto_anywhere():
@@ -282,6 +284,9 @@ class Encoding:
             why = f"{_where(table)}: {error}"
             if leaf != "table" and not is_codec(codec):
                 why = f"{_where(table)}: slot_{error}, or 'auto'"
+            if given != "auto" and is_codec(codec):
+                auto = " or 'auto'" if is_codec(codec, FALLBACK_BITS) else ""
+                why += f"{auto}\n{_EXACT}"
             if given == "auto" and is_codec(codec):
                 why += (
                     "\n  bits='auto' comes to 8 for small tables, and after more restores than"

@@ -105,6 +105,12 @@ class CheckpointManager(ocp.CheckpointManager):
         item: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
+        """Opens a root: all but its path is passed by name, as the class describes it.
+
+        `CheckpointManager(root, tables=tables, options=cnr_jax.Options(...),
+        orbax_options=ocp.CheckpointManagerOptions(...), item="state", metadata={...})`; without
+        `tables` it only restores. `help(cnr_jax.CheckpointManager)` tells what each is for.
+        """
         options = checked(options)
         orbax_options = checked_orbax_options(orbax_options)
         registry = handler_registry(tables, options)

@@ -15,10 +15,10 @@ def has_choice(codec: Callable[[int], Codec]) -> bool:
     return codec(2) != codec(4)
 
 
-def is_codec(name: str) -> bool:
-    """Whether options know a codec by this name."""
+def is_codec(name: str, bits: int = 4) -> bool:
+    """Whether options know a codec by this name, and it can have codes of this width."""
     try:
-        make_codec(name, 4)
+        make_codec(name, bits)
     except ValueError:
         return False
     return True
