@@ -347,10 +347,11 @@ class UsedRootError(CnrError, RuntimeError):
 
 
 class RootError(CnrError, OSError):
-    """A root cannot be opened: the system refused a call.
+    """A root cannot be opened, or pruned: the system refused a call.
 
-    Nothing was saved, moved or deleted. The text names the root, the call and its path. Look at
-    rights, at the path and at the mount; the same call may work the next time.
+    Nothing was saved or moved, and nothing deleted but what `prune` then names. The text names
+    the root, the call and its path. Look at rights, at the path and at the mount; the same call may
+    work the next time.
 
     Attributes:
         path: the root.
