@@ -30,15 +30,20 @@ from cnr_jax.policy.bits import (
     bits_after,
     dithered_bits,
 )
-from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
-from cnr_jax.rows.codecs.base import WIDEST
-from cnr_jax.rows.codecs.choice import (
+from cnr_jax.rows.codecs import (
+    Codec,
+    Raw,
+    at_dim,
+    bytes_of,
     check_readable,
+    codec_from,
     configuration_of,
     has_choice,
     is_codec,
+    make_codec,
     reads_bits,
 )
+from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.slots import slot_codec
 
 # Where nothing is given, and no run goes on.
