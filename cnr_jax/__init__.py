@@ -126,4 +126,5 @@ if not TYPE_CHECKING:
         importlib.import_module(f"{__name__}.handler")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        # As numpy and scipy have it: what is imported here for its own use is not offered.
+        return sorted([*__all__, "__version__"])

@@ -30,15 +30,20 @@ from cnr_jax.policy.bits import (
     bits_after,
     dithered_bits,
 )
-from cnr_jax.rows.codecs import Codec, Raw, at_dim, bytes_of, codec_from, make_codec
-from cnr_jax.rows.codecs.base import WIDEST
-from cnr_jax.rows.codecs.choice import (
+from cnr_jax.rows.codecs import (
+    Codec,
+    Raw,
+    at_dim,
+    bytes_of,
     check_readable,
+    codec_from,
     configuration_of,
     has_choice,
     is_codec,
+    make_codec,
     reads_bits,
 )
+from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.slots import slot_codec
 
 # Where nothing is given, and no run goes on.
@@ -48,6 +53,7 @@ _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
 _ROUNDS = "rounding"
+_EXACT = "  hint: codec='raw' stores all bits, and takes no bits="
 _OF_ALL = (*_OF_TABLES, "expected_restores", _ROUNDS, _PACKS)
 ROUNDINGS = ("auto", "nearest", "dithered")
 
@@ -98,6 +104,7 @@ class Encoding:
             if bits not in (NOT_GIVEN, "auto") and not is_number:
                 raise errors.OptionError(
                     f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
+                    f"\n{_EXACT}"
                 )
         self.check_bits_of(self)
         if _given(self.expected_restores) and not self._is_auto_anywhere():
@@ -282,6 +289,9 @@ class Encoding:
             why = f"{_where(table)}: {error}"
             if leaf != "table" and not is_codec(codec):
                 why = f"{_where(table)}: slot_{error}, or 'auto'"
+            if given != "auto" and is_codec(codec):
+                auto = " or 'auto'" if is_codec(codec, FALLBACK_BITS) else ""
+                why += f"{auto}\n{_EXACT}"
             if given == "auto" and is_codec(codec):
                 why += (
                     "\n  bits='auto' comes to 8 for small tables, and after more restores than"

@@ -82,6 +82,8 @@ class CnrError(Exception):
         return error
 
 
+# Steps that a text names of those that cannot be restored.
+_MOST_OBSTACLES = 10
 # What `OSError` keeps of the system's error.
 _OF_SYSTEM = ("errno", "strerror", "filename", "filename2")
 
@@ -119,6 +121,31 @@ class NoStepError(CnrError, FileNotFoundError):
     """
 
     kind = "no_step"
+
+    @classmethod
+    def nothing_restores(
+        cls,
+        root: str,
+        obstacles: Sequence[tuple[str, str]],
+        hint: str = "",
+        *,
+        done: str = "",
+    ) -> NoStepError:
+        """Error for a root from which no step can be restored.
+
+        Args:
+            root: path of the root.
+            obstacles: name of each step directory, and why it cannot be restored, in a line; the
+                first ten are named.
+            hint: last line of the text.
+            done: what comes of it for the caller, such as `"nothing is deleted"`.
+        """
+        end = f": {done}" if done else ""
+        lines = [f"no step in {root} can be restored{end}"]
+        lines += [f"  {name}: {why}" for name, why in obstacles[:_MOST_OBSTACLES]]
+        if (left := len(obstacles) - _MOST_OBSTACLES) > 0:
+            lines.append(f"  and {left} more")
+        return cls("\n".join([*lines, *([hint] if hint else [])]), path=root)
 
 
 class ParentMissingError(ChainError, FileNotFoundError):
@@ -320,10 +347,11 @@ class UsedRootError(CnrError, RuntimeError):
 
 
 class RootError(CnrError, OSError):
-    """A root cannot be opened: the system refused a call.
+    """A root cannot be opened, or pruned: the system refused a call.
 
-    Nothing was saved, moved or deleted. The text names the root, the call and its path. Look at
-    rights, at the path and at the mount; the same call may work the next time.
+    Nothing was saved or moved, and nothing deleted but what `prune` then names. The text names
+    the root, the call and its path. Look at rights, at the path and at the mount; the same call may
+    work the next time.
 
     Attributes:
         path: the root.

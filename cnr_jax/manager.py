@@ -32,7 +32,6 @@ from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
 from cnr_jax.checkpointer.orbax_compat.steps import Steps, Unseen
 from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
@@ -45,6 +44,7 @@ from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
@@ -105,6 +105,12 @@ class CheckpointManager(ocp.CheckpointManager):
         item: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
+        """Opens a root: all but its path is passed by name, as the class describes it.
+
+        `CheckpointManager(root, tables=tables, options=cnr_jax.Options(...),
+        orbax_options=ocp.CheckpointManagerOptions(...), item="state", metadata={...})`; without
+        `tables` it only restores. `help(cnr_jax.CheckpointManager)` tells what each is for.
+        """
         options = checked(options)
         orbax_options = checked_orbax_options(orbax_options)
         registry = handler_registry(tables, options)

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from typer.testing import CliRunner
 
 import cnr_jax as cnr
 import cnr_jax.handler
 from cnr_jax import errors
+from cnr_jax.cli.app import app
 
 from .conftest import flip
 from .older_steps import leave_dense_to_orbax
@@ -255,6 +257,32 @@ def test_nothing_left_is_an_error_that_names_every_step(saved: Any) -> None:
         assert [line.split(":")[0].strip() for line in lines[1:]] == list("2103")
         assert isinstance(caught.value, FileNotFoundError)
         assert manager.latest_step() is None and manager.all_steps() == []
+
+
+def test_all_that_look_for_a_step_say_the_same_where_none_restores(saved: Any) -> None:
+    run, root = saved
+    # All others rest on it.
+    (root / "0" / "default" / "manifest.json").unlink()
+    texts = list[str]()
+    with opened(root) as manager:
+        calls = (
+            lambda: restore(manager, run),
+            lambda: cnr.read_rows(root, "user", [0]),
+            lambda: cnr.prune(root, keep=1),
+        )
+        for call in calls:
+            with pytest.raises(errors.NoStepError) as caught:
+                call()
+            assert caught.value.path == str(root)
+            texts.append(str(caught.value))
+    words = ["export", str(root), "--to", str(root.parent / "plain")]
+    texts.append(CliRunner().invoke(app, words).stderr.removeprefix("cnr-jax: "))
+    for text in texts:
+        first, *lines = text.splitlines()
+        assert first.startswith(f"no step in {root} can be restored")
+        named = [line.split(":")[0].strip() for line in lines[:4]]
+        assert named == list("3210"), text
+        assert lines[2] == "  1: its parent 0 cannot be read"
 
 
 @pytest.mark.parametrize("name", ["chunk flipped", "manifest flipped"])

@@ -671,6 +671,18 @@ FLAGS = [
         ({"codec": 4}, "4 is no codec, expected the name of one"),
         ({"bits": 4.0}, "options: bits is 4.0, expected 2, 3, 4, 8 or 'auto'"),
         ({"bits": True}, "options: bits is True, expected 2, 3, 4, 8 or 'auto'"),
+        ({"bits": "raw"}, "expected 2, 3, 4, 8 or 'auto'\n  hint: codec='raw' stores"),
+        (
+            {"bits": 5},
+            r"options: bits is 5, expected one of \(2, 3, 4, 8\) or 'auto'\n"
+            "  hint: codec='raw' stores all bits, and takes no bits=$",
+        ),
+        (
+            {"tables": {"user": cnr.TableOptions(bits=16)}},
+            r"table 'user': bits is 16, expected one of \(2, 3, 4, 8\) or 'auto'\n  hint: ",
+        ),
+        # Which has no 8 bits, that "auto" comes to at times.
+        ({"codec": "kmeans", "bits": 5}, r"bits is 5, expected one of \(2, 3, 4\)\n"),
     ],
 )
 def test_options_of_another_kind_are_refused(options: Any, message: str) -> None:

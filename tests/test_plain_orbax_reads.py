@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -66,6 +67,54 @@ def test_who_looks_where_plain_orbax_fails_is_told_what_it_is(
     assert "cnr_jax.export(<this folder>, step, directory)" in claim[1]
     call = call.replace("<this folder>", repr(str(tmp_path)))
     assert int(eval(call, {"cnr_jax": cnr}).state["step"]) == 1
+
+
+ASKED_WITHOUT_US = """
+import json, sys
+sys.modules["cnr_jax"] = None
+import numpy as np
+import orbax.checkpoint as ocp
+state = {{"w": np.ones(2)}}
+folder = {root!r} + "/1/default"
+with ocp.CheckpointManager({root!r}) as manager:
+    assert manager.item_metadata(1) is None
+    ways = [
+        lambda: manager.restore(1),
+        lambda: manager.restore(1, args=ocp.args.StandardRestore()),
+        lambda: manager.restore(1, args=ocp.args.StandardRestore(state)),
+        lambda: manager.restore(1, args=ocp.args.PyTreeRestore()),
+        lambda: ocp.StandardCheckpointer().restore(folder, state),
+        lambda: ocp.PyTreeCheckpointer().restore(folder + "/dense"),
+    ]
+    for way in ways:
+        try:
+            way()
+        except Exception as error:
+            print(json.dumps(f"{{type(error).__name__}}: {{error}}"))
+"""
+
+
+def test_the_guide_has_what_plain_orbax_says_of_our_steps(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as manager:
+        run.run(manager, [1])
+    program = ASKED_WITHOUT_US.format(root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == 6
+    guide = (Path(__file__).parents[1] / "docs/guides/from-orbax.md").read_text("utf-8")
+    told = re.findall(r"^\| .* \| (\w+Error: .*) \|$", guide, re.MULTILINE)
+    assert len(told) == 5
+    patterns = [re.escape(each).replace(re.escape("..."), ".*") for each in told]
+    # Each is said, and nothing else.
+    for each in said:
+        assert any(re.match(pattern, each) for pattern in patterns), each
+    for pattern in patterns:
+        assert any(re.match(pattern, each) for each in said), pattern
 
 
 DENSE_WITHOUT_US = """

@@ -15,8 +15,10 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
+from typer.testing import CliRunner
 
 import cnr_jax as cnr
+from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.upkeep.claim import WritingLock
 from cnr_jax.testing import inprocess
@@ -135,12 +137,44 @@ def test_deltas_go_before_what_they_rest_on_wherever_it_ends(root: Path) -> None
 
 def test_one_that_fails_stands_in_nobodys_way(root: Path) -> None:
     with inprocess.failing(root, Fault("rename", action="EIO", match="/5")):
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(cnr.errors.RootError, match="Input/output") as caught:
             cnr.prune(root, keep=2, delete=True)
+    assert "\n  nothing was deleted\n" in str(caught.value)
     assert steps_in(root) == [*range(8)]
     assert all(step.restorable for step in cnr.describe(root).steps)
     cnr.prune(root, keep=2, delete=True)
     assert steps_in(root) == [6, 7]
+
+
+def test_a_root_that_nobody_may_write_to_is_an_error_with_path_and_hint(
+    root: Path,
+) -> None:
+    before = tree(root)
+    with inprocess.failing(root, Fault("open", action="EROFS", times=0)):
+        assert len(cnr.prune(root, keep=2).going) == 6
+        with pytest.raises(cnr.errors.RootError) as caught:
+            cnr.prune(root, keep=2, delete=True)
+        words = ["prune", str(root), "--keep", "2", "--yes"]
+        ended = CliRunner().invoke(app, words)
+    error = caught.value
+    assert (error.path, error.errno) == (str(root), errno.EROFS)
+    first, why, nothing, hint = str(error).splitlines()
+    assert first == f"the root {root} cannot be pruned"
+    assert "Read-only file system" in why and nothing == "  nothing was deleted"
+    assert hint.startswith("  hint: ")
+    assert ended.exit_code == 1 and ended.stderr.startswith(f"cnr-jax: {first}\n")
+    assert tree(root) == before
+
+
+def test_an_error_in_the_middle_tells_what_is_deleted(root: Path) -> None:
+    with inprocess.failing(root, Fault("rename", action="EIO", match="/4")):
+        with pytest.raises(cnr.errors.RootError) as caught:
+            cnr.prune(root, keep=2, delete=True)
+    left = steps_in(root)
+    assert {5} <= {*range(8)} - {*left} <= {0, 1, 2, 5} and 4 in left
+    count = f"{8 - len(left)} folder"
+    assert f"\n  deleted before: {count}" in str(caught.value)
+    check_all_restore(root)
 
 
 def test_nothing_is_deleted_where_somebody_may_be_saving(

@@ -269,7 +269,7 @@ def test_bad_arguments_are_named(tiny_run: Any, opened: Any, tmp_path: Path) -> 
     assert "steps: 0, 1" in str(caught.value)
     for step in (0, 1):
         (root / str(step) / "default" / "manifest.json").unlink()
-    with pytest.raises(errors.NoStepError, match="can be read\n  0: "):
+    with pytest.raises(errors.NoStepError, match="can be restored\n  1: "):
         cnr.read_rows(root, "user", [0])
 
 

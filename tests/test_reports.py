@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
@@ -22,6 +23,8 @@ import cnr_jax as cnr
 from cnr_jax.errors import CallError, SaveError
 from cnr_jax.testing.faults import Call, Fault
 from cnr_jax.testing.inprocess import failing, watching
+
+from .conftest import each_of
 
 # Orbax leaves coroutines behind when a save fails.
 pytestmark = pytest.mark.filterwarnings(
@@ -40,6 +43,48 @@ def until(found: Callable[[], Any]) -> Any:
 
 def step_of(report: cnr.SaveReport | None) -> int:
     return -1 if report is None else report.step
+
+
+# ---- what is counted ------------------------------------------------------------------------
+
+
+@each_of(
+    ("ids", "where", "saved"),
+    [
+        ([3, 5, -1, -1], [True, True, False, False], [3, 5]),
+        ([3, 5, 40, 40], [True, True, False, False], [3, 5]),
+        # As indexing takes them: row 39, twice.
+        ([3, 5, -1, 40], None, [3, 5, 39]),
+    ],
+)
+def test_padding_of_ids_counts_only_where_it_is_not_masked(
+    tmp_path: Path, ids: list[int], where: list[bool] | None, saved: list[int]
+) -> None:
+    root = tmp_path / f"{ids} {where}"
+    state = {"user": jnp.zeros((40, 4))}
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    with cnr.CheckpointManager(root, tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state, touched))
+        mask = None if where is None else jnp.array(where)
+        looked_up = cnr.Lookup(jnp.array(ids), where=mask)
+        touched = cnr.record(touched, {"user": looked_up})
+        state = {"user": state["user"].at[jnp.array([3, 5])].add(1.0)}
+        manager.save(1, args=cnr.args.Save(state, touched))
+        manager.wait_until_finished()
+        report = manager.last_report
+    assert report is not None and report.rows == len(saved)
+    assert report.tables[0].saved_rows == len(saved)
+    assert cnr.changed_rows(root, 1, "user").tolist() == saved
+
+
+def test_a_step_that_holds_a_padded_table_whole_holds_all_of_it(tmp_path: Path) -> None:
+    state = {"user": jnp.zeros((40, 4))}
+    tables = cnr.find_tables(state, {"user": cnr.TableSpec(rows=30)})
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    (table,) = cnr.describe(tmp_path).steps[0].tables
+    assert (table.rows, table.saved_rows, table.saved_share) == (30, 40, 1.0)
 
 
 # ---- as soon as it is known -----------------------------------------------------------------

@@ -235,6 +235,9 @@ def test_the_narrowest_harmless_width_is_recommended(
         ((0.3, 0.0, 0.2), 0.01, "open"),
         ((0.3, 0.31, 0.29), 0.01, "harmful"),
         ((0.3,), 1.0, "open"),
+        # Seeds that tell nothing of the spread.
+        ((0.3, 0.3, 0.3), 1.0, "open"),
+        ((0.3, 0.3, 0.3), 0.1, "open"),
     ],
 )
 def test_a_loss_is_judged_by_its_interval(
@@ -242,7 +245,7 @@ def test_a_loss_is_judged_by_its_interval(
 ) -> None:
     loss = cnr.Loss(values, within, random=True)
     assert loss.verdict == verdict
-    if len(values) == 1:
+    if len(set(values)) == 1:
         assert loss.margin is None and str(loss) == "0.3 ± ?"
         return
     low, high = stats.t.interval(
@@ -379,7 +382,10 @@ def test_restores_in_turn_show_what_one_restore_does_not(
 ) -> None:
     # A tenth of a step of 4 bits: rounding to nearest puts each of them back.
     step = 0.1 * float(np.ptp(np.asarray(state["user"]), axis=1).mean()) / 15
-    train = jax.jit(lambda state, seed: {**state, "user": state["user"] + step})
+
+    @jax.jit
+    def train(state: Any, seed: Any) -> Any:
+        return {**state, "user": state["user"] + step * (1 + 0.01 * seed)}
 
     def tried(rounding: Any, restores: int) -> cnr.TriedBits:
         return cnr.try_bits(
@@ -443,6 +449,34 @@ def test_seeds_that_tell_too_little_leave_a_width_open(
     assert (two.verdict, raw.verdict) == ("open", "harmless")
     assert found.recommended == "raw"
     assert found.sentence.endswith("more seeds would tell of 2 bits")
+
+
+def test_seeds_that_change_nothing_are_no_evidence(
+    state: Any, tables: cnr.Tables
+) -> None:
+    def tried(train: Any) -> cnr.TriedBits:
+        ask = {"better": "lower", "within": 1e3, "options": QUICK, "bits": [2, "raw"]}
+        rows = state["user"]
+        far = lambda state: distance(state, rows)  # noqa: E731
+        return cnr.try_bits(state, tables, far, train=train, **ask)
+
+    found = tried(lambda state, seed: {**state, "user": state["user"] * 2})
+    two, raw = found.widths
+    assert two.losses["metric"].margin is None and two.verdict == "open"
+    # What is stored exactly loses nothing with any seed.
+    assert raw.losses["metric"].margin == 0 and raw.verdict == "harmless"
+    assert found.recommended == "raw"
+    assert "all seeds gave the same loss with 2 bits, so its spread" in found.sentence
+    assert "more seeds would tell" not in found.sentence
+    assert found.asdict()["widths"][0]["losses"]["metric"]["margin"] is None
+    assert "± ?" in str(found)
+    found = tried(lambda state, seed: {**state, "user": state["user"] * (2 + seed)})
+    assert found.recommended == 2 and "all seeds" not in found.sentence
+    # Noise of its own, whatever is restored.
+    noise = np.random.default_rng(0)
+    found = tried(lambda state, seed: {**state, "user": state["user"] + noise.normal()})
+    loss = found.widths[1].losses["metric"]
+    assert loss.random and loss.margin is not None and loss.margin > 0
 
 
 # ---- options, and what is refused -------------------------------------------------------------

@@ -11,9 +11,9 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.steps import Steps
-from cnr_jax.checkpointer.save_errors import as_root_errors
 from cnr_jax.checkpointer.saving.saves import Saves
 from cnr_jax.format import names
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import blockers

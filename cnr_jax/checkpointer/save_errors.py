@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import jax
 
 from cnr_jax.checkpointer.orbax_compat.step_errors import as_orbax_says
-from cnr_jax.errors import CnrError, DependentsExistError, RootError, SaveError
-from cnr_jax.repository.causes import call_of, causes, errno_of, in_one_line
-from cnr_jax.repository.store import AnyPath
+from cnr_jax.errors import CnrError, DependentsExistError, SaveError
+from cnr_jax.repository.causes import causes, errno_of, with_call
 
 
 def save_error(
@@ -39,7 +38,7 @@ def save_error(
             " untouched\n  hint: use `with`, or call close() or wait_until_finished() before"
             " the program ends"
         )
-    text = f"{what} failed{where}\n  {_told(error)}\n"
+    text = f"{what} failed{where}\n  {with_call(error)}\n"
     if errno_of(error) in (errno.ENOSPC, errno.EDQUOT):
         rest += "\n  hint: make room, or keep fewer steps"
     if directory:
@@ -48,18 +47,12 @@ def save_error(
     return _caused_by(error, f"{text}  {rest}", kind, step)
 
 
-def _told(error: BaseException) -> str:
-    """Describes an error, and the call of the system in which it was raised, if known."""
-    call = call_of(error)
-    return f"{in_one_line(error)}, in {call}" if call else in_one_line(error)
-
-
 def after_commit(error: BaseException, step: int | None) -> SaveError:
     """Makes a `SaveError` for a failure after the step was committed."""
     if isinstance(error, SaveError):
         return error
     text = (
-        f"step {step} is saved, but what comes after it failed\n  {_told(error)}\n"
+        f"step {step} is saved, but what comes after it failed\n  {with_call(error)}\n"
         "  steps that retention does not keep may still be there"
     )
     return _caused_by(error, text, "after_commit", step)
@@ -108,23 +101,6 @@ def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
         if isinstance(error, CnrError) or errno_of(error, handled) is None:
             raise
         raise save_error(error, step, directory) from error
-
-
-@contextlib.contextmanager
-def as_root_errors(root: AnyPath) -> Iterator[None]:
-    """Raises a `RootError` for errors of the system while a root is opened."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CnrError):
-            raise
-        raise RootError(
-            f"the root {root} cannot be opened\n  {_told(error)}\n"
-            "  hint: is the path right, is it mounted, and may this program read and write there?",
-            path=str(root),
-            call=call_of(error),
-            errno=error.errno,
-        ) from error
 
 
 def free_frames(error: BaseException) -> None:

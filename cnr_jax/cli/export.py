@@ -38,6 +38,10 @@ def export(
 
     Rows are as a restore gives them: where a save has rounded them, they stay so.
     Changes nothing in the root. This imports jax and Orbax, which takes seconds.
+
+    A step does not know the types of nodes, so plain Orbax gets dicts and lists: restore the folder
+    without a target. To restore it into a state, such as a TrainState, export it in Python:
+    cnr_jax.export(root, step, directory, like=state) has the very structure of the state.
     """
     from cnr_jax.cli.roots import read_root, step_of, use_cpu
     from cnr_jax.repository.description import amount

@@ -63,7 +63,8 @@ def step_of(found: RootDescription, number: int | None) -> StepDescription:
     """
     number = found.latest_step if number is None else number
     if number is None:
-        raise errors.NoStepError(f"no step in {found.root} can be restored")
+        whys = [(each.directory, each.problem) for each in reversed(found.steps)]
+        raise errors.NoStepError.nothing_restores(found.root, whys)
     steps = [each for each in found.steps if each.step == number]
     own = [each for each in steps if each.kind != "orbax"]
     if own:

@@ -1,12 +1,20 @@
-"""What is behind an error: the number of the system, and what it says in a line."""
+"""What is behind an error of the system: its number, its call, and what it says in a line.
+
+And the error of ours that says so of a whole root.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
+import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from cnr_jax.errors import CnrError, RootError
+from cnr_jax.texts import count_of
 
 # How TensorStore's errors, which are no OSErrors, name that of the system.
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
@@ -62,6 +70,47 @@ def call_of(error: BaseException) -> str | None:
             found = call["some"] or call["all"]
     same = {"listdir": "scandir", "iterdir": "scandir", "replace": "rename"}
     return same.get(found, found) if found else None
+
+
+def with_call(error: BaseException) -> str:
+    """An error in a line, and the call of the system in which it was raised, if known."""
+    call = call_of(error)
+    return f"{in_one_line(error)}, in {call}" if call else in_one_line(error)
+
+
+@contextlib.contextmanager
+def as_root_errors(
+    root: str | os.PathLike[str],
+    what: str = "opened",
+    deleted: Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Raises a `RootError` for errors of the system while something is done with a root.
+
+    Args:
+        root: path of the root.
+        what: what is done with it, such as `"pruned"`.
+        deleted: names in the root that have been deleted meanwhile; None: none could be.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CnrError):
+            raise
+        lines = [f"the root {root} cannot be {what}", f"  {with_call(error)}"]
+        if deleted:
+            some = f"{count_of(len(deleted), 'folder')}, {deleted[-1]} last"
+            lines.append(f"  deleted before: {some}; the others are as they were")
+        elif deleted is not None:
+            lines.append("  nothing was deleted")
+        lines.append(
+            "  hint: is the path right, is it mounted, and may this program read and write there?"
+        )
+        raise RootError(
+            "\n".join(lines),
+            path=str(root),
+            call=call_of(error),
+            errno=error.errno,
+        ) from error
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -46,7 +46,7 @@ class TableDescription:
     Attributes:
         name: of the table.
         rows: of the table.
-        saved_rows: of these, held by the step.
+        saved_rows: rows that the step holds, those of the table's padding among them.
         table_bytes: its encoded rows and row ids in the step.
         slot_bytes: encoded rows of its slots.
         leaves: the table itself first, then its slots.
@@ -68,8 +68,9 @@ class TableDescription:
 
     @property
     def saved_share(self) -> float:
-        """Share of its rows that the step holds: of a delta those that changed."""
-        return self.saved_rows / max(1, self.rows)
+        """Share of its stored rows that the step holds: of a delta those that changed."""
+        stored = self.leaves[0].shape[0] if self.leaves else self.rows
+        return self.saved_rows / max(1, stored)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few
 from cnr_jax.texts import count_of
 
-_SHOWN = 10
 _FORMS = (
     "read_rows(root, table, ids, step=...), changed_rows(root, step, table),"
     " export(root, step, directory)"
@@ -268,13 +267,9 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
         return Place(path, named[0], item)
     ledger = Ledger.load(path, item)
     newest = ledger.newest() if step is None else ledger.by_step(step)
-    if newest is None:
-        lines = [f"no step in {os.fspath(path)} can be read"]
-        whys = {name: each.why for name, each in ledger.folders.items()}
-        whys |= {e.directory: ledger.obstacle(e) for e in ledger.committed()}
-        lines += [f"{name}: {why}" for name, why in sorted(whys.items())]
-        raise errors.NoStepError("\n  ".join(lines[:_SHOWN]), path=os.fspath(path))
-    return Place(path, newest.directory, item)
+    if newest is None and step is None:
+        raise errors.NoStepError.nothing_restores(os.fspath(path), ledger.obstacles())
+    return Place(path, newest.directory if newest else named[0], item)
 
 
 def table_entry(manifest: Manifest, table: str) -> TableEntry:

@@ -411,6 +411,8 @@ def test_export_writes_a_step_and_says_what_is_lossy(root: Path) -> None:
     want = truth_of(root, 1, "params/user")
     np.testing.assert_array_equal(plain["params"]["user"]["embedding"], want)
     assert call("export", root, "--to", f"{to}3", "--table", "usr")[0] == 13
+    # What no option of the verb can do.
+    assert "like=state" in call("export", "--help")[1]
     assert call("export", root, "--to", root / "out")[0] == 1
     lose(root, 2)
     assert call("export", root, 2, "--to", f"{to}3")[0] == 14

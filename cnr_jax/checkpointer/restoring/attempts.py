@@ -235,12 +235,10 @@ class StepChooser:
         if (entry := ledger.newest()) is not None:
             return entry.step
         check_is_here(self._root)
-        lines = [f"no step in {os.fspath(self._root)} can be restored"]
-        lines += [f"{name}: {why}" for name, why in self._obstacles()[:_SHOWN]]
         hint = naming_hint(self._root, ledger.is_step)
         hint = hint or way_on(self._root, adopts=ledger.adopts)
-        raise errors.NoStepError(
-            "\n".join(["\n  ".join(lines), *([hint] if hint else [])])
+        raise errors.NoStepError.nothing_restores(
+            os.fspath(self._root), ledger.obstacles(), hint
         )
 
     def note(self, step: int, error: errors.CnrError) -> None:
@@ -270,7 +268,7 @@ class StepChooser:
             asked_for: whether it was asked for by its number; if not, newer steps that were
                 passed over are named too.
         """
-        for directory, reason in [] if asked_for else self._obstacles():
+        for directory, reason in [] if asked_for else self.ledger.obstacles():
             taken = self.ledger.by_step(step)
             entry = self.ledger.entries.get(directory)
             if taken is None:
@@ -312,13 +310,3 @@ class StepChooser:
         else:
             text += "\n  no other step can be restored"
         error.args = (text,)
-
-    def _obstacles(self) -> list[tuple[str, str]]:
-        """All step directories that cannot be restored, newest first, with reasons."""
-        ledger = self.ledger
-        good = {entry.directory for entry in ledger.restorable()}
-        bad = [e for e in reversed(ledger.committed()) if e.directory not in good]
-        found = [(entry.directory, ledger.obstacle(entry)) for entry in bad]
-        for name in sorted(ledger.folders, key=names.step_number, reverse=True):
-            found.append((name, ledger.folders[name].why.partition("\n")[0]))
-        return found

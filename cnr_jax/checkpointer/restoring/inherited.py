@@ -23,8 +23,7 @@ from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.given import TableOptions
 from cnr_jax.repository.index.planner import ALL_BITS
 from cnr_jax.repository.store.checked import numpy_dtype
-from cnr_jax.rows.codecs import Codec, codec_from
-from cnr_jax.rows.codecs.choice import reads_bits
+from cnr_jax.rows.codecs import Codec, codec_from, reads_bits
 
 # Values of options, by name.
 _Options = Mapping[str, Any]

@@ -84,6 +84,7 @@ class RestoredLeaf:
     Attributes:
         array: its restored rows, sharded as they were; the given ones if they are stored exactly.
         is_dithered: whether its codes are dithered.
+        is_rounded: whether a codec rounds its rows.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class RestoredLeaf:
             rows = np.arange(box[0][1] - box[0][0])
             return keys_of(table, box, dither.lineage)(rows)
 
-        if not isinstance(codec, Raw):
+        self.is_rounded = not isinstance(codec, Raw)
+        if self.is_rounded:
             self._rounded = rounded(codec, array, keys if self.is_dithered else None)
             self.array = self._rounded.rows
 

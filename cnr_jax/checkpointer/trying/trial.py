@@ -71,7 +71,8 @@ def try_bits(
     95 % interval or its upper end. It is `"harmful"` if the mean is above `within` and can be told
     from zero, and else `"open"`. The narrowest harmless width is recommended of which no wider one
     is harmful. An open one is not: a loss that merely cannot be told from zero, on a few seeds, may
-    have any size.
+    have any size. So may one that is the same on all seeds, if anything was to depend on them: its
+    spread is not known.
 
     In runs of several processes all must call it, with the same arguments, and the figures of
     process 0 count.
@@ -152,8 +153,8 @@ def try_bits(
     ways, most = by_metric("better", better, means), accepted(within, means)
     tried: list[TriedWidth] = []
     for width, encoding in encodings.items():
-        metrics, rows = trial.rounded(width, encoding, numbers, means)
-        losses = losses_of(exact, metrics, ways, most, random=is_random)
+        metrics, rows, varies = trial.rounded(width, encoding, numbers, exact)
+        losses = losses_of(exact, metrics, ways, most, random=varies)
         tried.append(_tried(width, losses, _means(metrics), rows))
         lost = ", ".join(f"{name} {loss}" for name, loss in losses.items())
         _log.info("%s tried: a loss of %s", named(width), lost)
@@ -296,14 +297,24 @@ class _Trial:
         return found
 
     def rounded(
-        self, width: Width, encoding: Encoding, seeds: Sequence[int], like: Metrics
-    ) -> tuple[list[Metrics], RowBytes]:
-        """Metrics of the state as a width restores it, one for each seed, and its rows."""
+        self,
+        width: Width,
+        encoding: Encoding,
+        seeds: Sequence[int],
+        exact: Sequence[Metrics],
+    ) -> tuple[list[Metrics], RowBytes, bool]:
+        """Metrics of the state as a width restores it, one for each seed, and its rows.
+
+        Also whether the loss may depend on the seed. It does not if all rows are stored exactly,
+        and so the metrics are those of the state as it is, `exact`.
+        """
         found: list[Metrics] = []
         rows: RowBytes | None = None
         what = f"the state as {named(width)} would restore it"
+        is_random = is_rounded = False
         for seed in seeds:
-            state, is_random = self._state, self._train is not None
+            state = self._state
+            is_random = is_random or self._train is not None
             for i in range(self._restores):
                 # As where it is not known how far rows move from restore to restore.
                 dither = Dither(f"{seed:016x}{i:016x}", encoding.dithered_bits(i))
@@ -311,16 +322,17 @@ class _Trial:
                 # Of the state that was given, the first restored.
                 rows = rows or row_bytes(leaves)
                 is_random = is_random or any(each.is_dithered for each in leaves)
+                is_rounded = is_rounded or any(each.is_rounded for each in leaves)
                 del leaves
                 if self._train is not None:
                     state = self._trained(self._apart(state), seed)
-            found.append(self._measured(state, what, like))
+            found.append(self._measured(state, what, exact[0]))
             del state
             if not is_random:
                 found *= len(seeds)
                 break
         assert rows is not None
-        return found, rows
+        return found, rows, is_random and (is_rounded or found != [*exact])
 
     def _apart(self, state: Any) -> Any:
         """Copies a state for `train`, which may donate it: shares no arrays with the given one."""

@@ -30,7 +30,8 @@ class Loss:
         values: difference to the state as it is, one for each seed; a single one if nothing was
             random.
         within: the largest accepted loss.
-        random: whether other seeds would have given other values.
+        random: whether seeds could give other values: rows were rounded, and dithered or
+            trained on.
     """
 
     values: tuple[float, ...]
@@ -46,12 +47,13 @@ class Loss:
     def margin(self) -> float | None:
         """Half the width of the 95 % interval of the mean, by Student's t.
 
-        It is 0 if nothing was random, and None for a single seed, which has none.
+        It is 0 if nothing was random, and None if the spread is not known: of a single seed, and
+        of seeds that all gave the same value, as if nothing depended on them.
         """
         if not self.random:
             return 0.0
         count = len(self.values)
-        if count == 1:
+        if len(set(self.values)) == 1:
             return None
         spread = statistics.stdev(self.values) / math.sqrt(count)
         return t_quantile(count - 1) * spread
@@ -68,7 +70,7 @@ class Loss:
 
         `"harmless"`: the mean is at most `within`, and so is the margin or the upper end of the
         interval. `"harmful"`: the mean is above `within`, and can be told from zero. `"open"`:
-        neither; more seeds would tell.
+        neither, or the spread is not known; more seeds, that differ, would tell.
         """
         mean, margin = self.mean, self.margin
         if margin is None:
@@ -181,13 +183,20 @@ class TriedBits:
                 f"loss of {name} {loss} (accepted: {loss.within:.3g})"
                 for name, loss in losses
             )
-        unclear = [named(each.bits) for each in narrower if each.verdict == "open"]
+        unclear = [each for each in narrower if each.verdict == "open"]
+        unclear = [named(e.bits) for e in unclear if not self._with_equal_seeds(e)]
         more = f"; more seeds would tell of {', '.join(unclear)}" if unclear else ""
         return f"{text}; {self._basis()}{more}{self._doubts()}"
 
     def _doubts(self) -> str:
         """Doubts about all figures, if there are any."""
         text = ""
+        equal = [named(e.bits) for e in self.widths if self._with_equal_seeds(e)]
+        if equal:
+            text = (
+                f"; all seeds gave the same loss with {', '.join(equal)}, so its spread is not"
+                " known: does train use its seed, and does evaluate tell small changes?"
+            )
         rounded = [each for each in self.widths if each.mean_row_error is not None]
         for name in self.metrics:
             losses = [each.losses[name] for each in rounded]
@@ -202,6 +211,10 @@ class TriedBits:
                 " try it again once they were trained on"
             )
         return text
+
+    def _with_equal_seeds(self, width: TriedWidth) -> bool:
+        """Whether a loss of a width is the same on all of several seeds."""
+        return self.seeds > 1 and any(x.margin is None for x in width.losses.values())
 
     def _basis(self) -> str:
         seeds = f"on {count_of(self.seeds, 'seed')}"
@@ -263,7 +276,7 @@ def losses_of(
         rounded: metrics of the restored state, likewise.
         better: `"higher"` or `"lower"`, by metric.
         within: the largest accepted loss, by metric.
-        random: whether seeds could differ.
+        random: whether seeds could differ in the rounded state alone.
     """
     return {
         name: Loss(

@@ -177,7 +177,7 @@ def _save_kept(
         plain_bytes=step.state_bytes if known else None,
         secs=step.secs,
         saved_at=step.saved_at,
-        shares={table.name: table.saved_rows / table.rows for table in step.tables},
+        shares={table.name: table.saved_share for table in step.tables},
         mean_error=mean,
         worst_error=worst,
         problem="" if step.kind == "orbax" else step.problem,

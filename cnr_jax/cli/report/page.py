@@ -196,7 +196,7 @@ def _tables(course: Course) -> Iterator[str]:
 
 
 def _table_row(table: TableDescription, held: Sequence[TableDescription]) -> list[str]:
-    shares = [each.saved_rows / each.rows for each in held]
+    shares = [each.saved_share for each in held]
     codecs = dict.fromkeys(codec for each in held for codec in each.leaves[0].codecs)
     return [
         table.name,

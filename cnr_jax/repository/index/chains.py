@@ -407,6 +407,18 @@ class Chains:
                 return f"{below} cannot be restored: {flaw}"
         return "" if harm is None else harm.reason
 
+    def obstacles(self) -> list[tuple[str, str]]:
+        """Step directories that cannot be restored, with the reasons.
+
+        Checkpoints come first, then those without a readable manifest, each the newest first.
+        """
+        good = {entry.directory for entry in self._derive().restorable}
+        bad = [e for e in reversed(self.committed()) if e.directory not in good]
+        found = [(entry.directory, self.obstacle(entry)) for entry in bad]
+        for name in sorted(self._folders, key=names.step_number, reverse=True):
+            found.append((name, self._folders[name].why.partition("\n")[0]))
+        return found
+
     def _flaw_text(self, entry: Entry) -> str:
         flaw = self.flaw(entry)
         return flaw.text if flaw is not None else ""

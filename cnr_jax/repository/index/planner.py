@@ -12,7 +12,6 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 
-from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import (
@@ -26,12 +25,12 @@ from cnr_jax.format.manifest import (
 from cnr_jax.integers import LARGEST
 from cnr_jax.policy import Decision, Policy, SaveRecord
 from cnr_jax.policy.baseline import NO_BASELINE, full_because
+from cnr_jax.repository.index import rollback
 from cnr_jax.repository.index.entries import (
     Branch,
     Entry,
     branch_of,
     forks_of_next,
-    named,
     records,
 )
 from cnr_jax.repository.index.ledger import Ledger
@@ -177,12 +176,14 @@ class Planner:
         self.runs.tries(directory)
         branch = self._branch(lineage, clock)
         branch.forget_parents(ledger.entries)
-        generation = self._generation(ledger, branch)
+        generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
         abandoned = [*left]
         if all(entry.directory != directory for entry in left):
-            abandoned += self._in_the_way(ledger, branch, directory, generation, run)
+            abandoned += rollback.in_the_way(
+                ledger, branch.tip, directory, generation, run
+            )
         gone = {entry.directory for entry in abandoned}
         if full:
             decision = full_because("a full save was asked for")
@@ -332,78 +333,6 @@ class Planner:
             )
             self.branches[lineage] = branch
         return branch
-
-    def _generation(self, ledger: Ledger, branch: Branch) -> int:
-        """The current generation if the branch goes on from its head, else a higher one.
-
-        Unreadable steps may be of the head's generation and newer, or each of a later one: a
-        restored branch must stay the highest, should they become readable again.
-
-        Raises:
-            SaveError: if there is none that manifests can hold.
-        """
-        head, tip = ledger.head(), branch.tip
-        highest = head.generation if head is not None else 0
-        unknown = sum(not each.is_foreign for each in ledger.folders.values())
-        if head is not None and tip is not None and tip.uuid == head.uuid:
-            if not unknown or tip.uuid.startswith(self._nonce):
-                return head.generation
-        if highest + unknown >= LARGEST:
-            raise errors.SaveError(
-                "nothing can be saved here: no generation is left, and saves of this branch"
-                f" could not be read\n  got generation {highest}, expected less than {LARGEST}\n"
-                "  hint: save into another root; cnr_jax.verify(root) tells of its steps"
-            )
-        return highest + unknown + 1
-
-    def _in_the_way(
-        self,
-        ledger: Ledger,
-        branch: Branch,
-        directory: str,
-        generation: int,
-        run: str,
-    ) -> list[Entry]:
-        """Abandoned steps that must go aside, dependents first."""
-        step = names.step_number(directory)
-        folder = ledger.folders.get(directory)
-        if folder is not None and folder.is_foreign:
-            raise errors.DependentsExistError(
-                f"step {step} cannot be saved: the folder {directory}"
-                " holds something that cnr_jax did not write\n"
-                "  hint: save into another root, or move that folder away",
-                kind="step_exists",
-            )
-        if folder is not None:
-            return [ledger.movable(directory)]
-        entry = ledger.entries.get(directory)
-        if entry is None:
-            return []
-        # One that nobody can restore, say a delta copied here without its parent, goes aside.
-        if not entry.is_of(run) and ledger.is_whole(entry):
-            raise errors.DependentsExistError(
-                f"step {step} cannot be saved: the folder {directory} holds"
-                " a step of another run, which is left alone\n"
-                f"  got run {entry.run or 'without an id'}, expected {run}\n"
-                "  hint: save another step, save into another root, or delete that one",
-                kind="step_exists",
-            )
-        if entry.generation >= generation:
-            raise errors.DependentsExistError(
-                f"step {step} was saved already, in the branch that goes on here",
-                kind="step_exists",
-            )
-        dependents = ledger.dependents(directory)
-        own = {e.uuid for e in ledger.chain(branch.tip)} if branch.tip else set[str]()
-        kept = [e for e in (*dependents, entry) if e.uuid in own]
-        if kept:
-            raise errors.DependentsExistError(
-                f"step {step} cannot be saved: the folder {directory}"
-                f" is in use\n  it belongs to generation {entry.generation} and"
-                f" {named(kept)} of the restored chain needs it\n"
-                f"  hint: go on with a step number after {branch.tip.step if branch.tip else 0}"
-            )
-        return [*dependents, entry]
 
     def _decide(
         self,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
-from cnr_jax.repository.index.entries import Entry, order
+from cnr_jax.repository.index import rollback
+from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.layout import hint_of_names
 from cnr_jax.repository.store import AnyPath, store_of
@@ -155,8 +156,7 @@ class Runs:
         self.check_origin(ledger, touched)
         if self.current is None:
             if self.new_run and not self._own(ledger):
-                there = [*ledger.others(), *ledger.checkpoints()]
-                return uuid, [ledger.movable(name) for name in there]
+                return uuid, rollback.all_of_root(ledger)
             known = self._joinable(ledger, touched)
             if known is None:
                 return uuid, []
@@ -173,7 +173,7 @@ class Runs:
             self._encodings[whose] = _encoding_of(ledger, touched)
         if whose is not None or touched is None:
             return (self.current if whose is None else whose), []
-        later = self._later(ledger, step)
+        later = rollback.from_step_on(ledger, self.current, step)
         return (uuid if later else self.current), later
 
     def _whose(self, ledger: Ledger, touched: Stamps | None) -> str | None:
@@ -196,20 +196,6 @@ class Runs:
     def _own(self, ledger: Ledger) -> list[str]:
         """Runs of the saves of this process that storage did not show at first."""
         return [e.run for e in ledger.committed() if e.uuid.startswith(self._nonce)]
-
-    def _later(self, ledger: Ledger, step: int) -> list[Entry]:
-        """Steps of the current run from one on, if it has got that far, dependents first.
-
-        Fresh touched rows at such a step are of a loop that begins again from nothing: what
-        retention counts for it is none of the steps before.
-        """
-        own = [entry for entry in ledger.committed() if entry.run == self.current]
-        if not own or step > own[-1].step:
-            return []
-        found = {e.uuid: e for e in own if e.step >= step}
-        for entry in [*found.values()]:
-            found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
-        return sorted(found.values(), key=order, reverse=True)
 
 
 def _encoding_of(ledger: Ledger, touched: Stamps | None) -> EncodingEntry | None:

@@ -1,4 +1,7 @@
-"""Steps that are moved out of the way of a save, and back unless it is committed."""
+"""Steps that are moved out of the way of a save, and back unless it is committed.
+
+Which steps these are is decided in `index.rollback`.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.integers import integer
 from cnr_jax.repository import layout, store
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.describe import look_into
 from cnr_jax.repository.description import aligned, amount
 from cnr_jax.repository.index import folders
@@ -152,7 +153,8 @@ def prune(
         NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
         OptionError: if it is no root, or not a local one, or a number is not positive.
         WriterError: if a manager that may still be running saves there; nothing was deleted.
-        OSError: if something cannot be removed; it is there as before, with what it rests on.
+        RootError: if the root cannot be read or written, or something in it cannot be removed: it
+            is there as before, with what it rests on. It is an OSError.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -168,21 +170,27 @@ def prune(
     """
     keep, min_fulls = _positive("keep", keep), _positive("min_fulls", min_fulls)
     path = layout.open_root(root)
-    item = _item_of(path, item)
-    if not delete:
-        ledger = Ledger.load(path, item, adopts=True)
-        fates = _fates(path, item, ledger, keep, min_fulls, other_runs=other_runs)
-        return PrunePlan(root=os.fspath(path), fates=fates)
-    with _claimed(path, item, writer_is_dead=writer_is_dead) as (writer, ledger):
-        fates = _fates(path, item, ledger, keep, min_fulls, other_runs=other_runs)
-        going = [fate.name for fate in fates if not fate.stays]
-        steps = children_first(ledger, (n for n in going if n in ledger.entries))
-        assert writer.remover is not None
-        # What was set aside may rest on steps, but no step on what was set aside.
-        for name in [*(n for n in going if n not in ledger.entries), *steps]:
-            writer.check_claim()
-            writer.remover.remove(name, background=False)
-            ledger.forget(name)
+    deleted = list[str]()
+
+    def fates_in(ledger: Ledger) -> tuple[Fate, ...]:
+        return _fates(path, held, ledger, keep, min_fulls, other_runs=other_runs)
+
+    with as_root_errors(path, "pruned", deleted):
+        held = _item_of(path, item)
+        if not delete:
+            fates = fates_in(Ledger.load(path, held, adopts=True))
+            return PrunePlan(root=os.fspath(path), fates=fates)
+        with _claimed(path, held, writer_is_dead=writer_is_dead) as (writer, ledger):
+            fates = fates_in(ledger)
+            going = [fate.name for fate in fates if not fate.stays]
+            steps = children_first(ledger, (n for n in going if n in ledger.entries))
+            assert writer.remover is not None
+            # What was set aside may rest on steps, but no step on what was set aside.
+            for name in [*(n for n in going if n not in ledger.entries), *steps]:
+                writer.check_claim()
+                writer.remover.remove(name, background=False)
+                ledger.forget(name)
+                deleted.append(name)
     return PrunePlan(root=os.fspath(path), fates=fates, is_done=True)
 
 
@@ -296,9 +304,11 @@ def _fates(
     check_is_here(root)  # after the look, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
-        raise errors.NoStepError(
-            f"no step in {root} can be restored: nothing is deleted\n"
-            "  hint: cnr_jax.verify, or cnr-jax verify, says why"
+        raise errors.NoStepError.nothing_restores(
+            os.fspath(root),
+            ledger.obstacles(),
+            "  hint: cnr_jax.verify, or cnr-jax verify, says more",
+            done="nothing is deleted",
         )
     ledger.run = restorable[-1].run
     # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.

@@ -1,0 +1,126 @@
+"""Rollback: where a run goes back to an older step, and which steps that leaves behind.
+
+The first save after a rollback is of a higher generation, so its branch is the newest. Steps of the
+branch that was left stay where they are, but for those that are moved aside: what is in the place
+of the save, all from its step on where the loop begins again from nothing, and the whole root where
+a new run begins. This module decides which; `upkeep.aside` moves them, and back if the save fails.
+"""
+
+from __future__ import annotations
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.integers import LARGEST
+from cnr_jax.repository.index.entries import Entry, named, order
+from cnr_jax.repository.index.ledger import Ledger
+
+
+def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
+    """Generation of the next save: that of the head if the save goes on from it, else a higher one.
+
+    Unreadable steps may be of the head's generation and newer, or each of a later one: a
+    restored branch must stay the highest, should they become readable again.
+
+    Args:
+        ledger: ledger of the root.
+        tip: checkpoint that the save goes on from; None: none that is known.
+        nonce: digits that uuids of saves of this process begin with.
+
+    Raises:
+        SaveError: if there is none that manifests can hold.
+    """
+    head = ledger.head()
+    highest = head.generation if head is not None else 0
+    unknown = sum(not each.is_foreign for each in ledger.folders.values())
+    if head is not None and tip is not None and tip.uuid == head.uuid:
+        if not unknown or tip.uuid.startswith(nonce):
+            return head.generation
+    if highest + unknown >= LARGEST:
+        raise errors.SaveError(
+            "nothing can be saved here: no generation is left, and saves of this branch"
+            f" could not be read\n  got generation {highest}, expected less than {LARGEST}\n"
+            "  hint: save into another root; cnr_jax.verify(root) tells of its steps"
+        )
+    return highest + unknown + 1
+
+
+def in_the_way(
+    ledger: Ledger, tip: Entry | None, directory: str, generation: int, run: str
+) -> list[Entry]:
+    """Steps that a branch has left and that are in the place of a save, dependents first.
+
+    Args:
+        ledger: ledger of the root.
+        tip: checkpoint that the save goes on from; None: none that is known.
+        directory: step directory of the save.
+        generation: generation of the save.
+        run: run of the save.
+
+    Raises:
+        DependentsExistError: if what is there is not left behind: it is of somebody else, of
+            another run, of this branch, or the restored chain needs it.
+    """
+    step = names.step_number(directory)
+    folder = ledger.folders.get(directory)
+    if folder is not None and folder.is_foreign:
+        raise errors.DependentsExistError(
+            f"step {step} cannot be saved: the folder {directory}"
+            " holds something that cnr_jax did not write\n"
+            "  hint: save into another root, or move that folder away",
+            kind="step_exists",
+        )
+    if folder is not None:
+        return [ledger.movable(directory)]
+    entry = ledger.entries.get(directory)
+    if entry is None:
+        return []
+    # One that nobody can restore, say a delta copied here without its parent, goes aside.
+    if not entry.is_of(run) and ledger.is_whole(entry):
+        raise errors.DependentsExistError(
+            f"step {step} cannot be saved: the folder {directory} holds"
+            " a step of another run, which is left alone\n"
+            f"  got run {entry.run or 'without an id'}, expected {run}\n"
+            "  hint: save another step, save into another root, or delete that one",
+            kind="step_exists",
+        )
+    if entry.generation >= generation:
+        raise errors.DependentsExistError(
+            f"step {step} was saved already, in the branch that goes on here",
+            kind="step_exists",
+        )
+    dependents = ledger.dependents(directory)
+    own = {e.uuid for e in ledger.chain(tip)} if tip else set[str]()
+    kept = [e for e in (*dependents, entry) if e.uuid in own]
+    if kept:
+        raise errors.DependentsExistError(
+            f"step {step} cannot be saved: the folder {directory}"
+            f" is in use\n  it belongs to generation {entry.generation} and"
+            f" {named(kept)} of the restored chain needs it\n"
+            f"  hint: go on with a step number after {tip.step if tip else 0}"
+        )
+    return [*dependents, entry]
+
+
+def from_step_on(ledger: Ledger, run: str | None, step: int) -> list[Entry]:
+    """Steps of a run from one on, if it has got that far, dependents first.
+
+    Fresh touched rows at such a step are of a loop that begins again from nothing: what
+    retention counts for it is none of the steps before.
+    """
+    own = [entry for entry in ledger.committed() if entry.run == run]
+    if not own or step > own[-1].step:
+        return []
+    found = {e.uuid: e for e in own if e.step >= step}
+    for entry in [*found.values()]:
+        found |= {e.uuid: e for e in ledger.dependents(entry.directory)}
+    return sorted(found.values(), key=order, reverse=True)
+
+
+def all_of_root(ledger: Ledger) -> list[Entry]:
+    """All checkpoints of a root, dependents first, which a new run leaves behind.
+
+    Raises:
+        OSError: if the root cannot be seen or listed.
+    """
+    there = [*ledger.others(), *ledger.checkpoints()]
+    return [ledger.movable(name) for name in there]
