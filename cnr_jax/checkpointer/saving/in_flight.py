@@ -150,8 +150,8 @@ class SaveInFlight(PipelinedSave):
     def stop(self) -> None:
         """Makes the save fail if it has not ended, and waits until nothing is written.
 
-        Orbax raises the first error while other parts may still be writing, into a directory
-        of which the same step, saved again, uses the name.
+        A plain manager of Orbax raises the first error while other parts may still be writing,
+        into a directory of which the same step, saved again, uses the name.
         """
         self.cancel()
         self.launched.open()
