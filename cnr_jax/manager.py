@@ -467,13 +467,15 @@ class CheckpointManager(ocp.CheckpointManager):
         """Waits for the save that is being written, and for `on_save`; frees what is held.
 
         A program that ends without it, or `with`, may lose its last save. Again it does nothing,
-        but end what an interrupt has kept the first call from.
+        but end what an interrupt has kept the first call from. In a forked process it does nothing.
 
         Raises:
             SaveError: if the save failed.
             CallError: inside `on_save`, or a handler or callback of a save, which would wait for
                 itself.
         """
+        if self._calls.is_forked:
+            return  # such as at the end of `with`, of a child that ends in it
         self._calls.refuse_inside("close")
         try:
             self.wait_until_finished()
