@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import dataclasses
 import gc
 import secrets
 import signal
@@ -82,6 +83,9 @@ class Files:
     def note(self, what: str) -> None:
         self.writer.events.append((what, self.step))
 
+    def items(self, save: Any) -> list[str]:
+        return [ITEM]
+
     def stage(self, save: Any, folder: Any) -> Sequence[Any]:
         self.at["stage"].pass_()
         return [self.writer.pool.submit(self._write, Path(folder))]
@@ -108,7 +112,7 @@ class Files:
     def published(self, save: Any) -> Any:
         self.note("published")
         self.at["published"].pass_()
-        return {"goes": self.writer.superfluous(self)}
+        return {"goes": self.writer.superfluous(save)}
 
     def committed(self, save: Any, told: Any) -> None:
         self.note("committed" if told is not None else "committed, unheard")
@@ -129,6 +133,30 @@ class Files:
 
     def ended(self, save: Any) -> None:
         self.note("ended")
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class Saved(PipelinedSave):
+    """A save of files, maybe on top of another one."""
+
+    files: Files | None
+    parent: Saved | None = None
+
+    @property
+    def rests_on(self) -> str | None:
+        return self.parent.attempt.nonce if self.parent else None
+
+
+class Work:
+    """Lets the files of a save do what a pipeline asks for, until it is over."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda save, *given: getattr(save.files, name)(save, *given)
+
+    def ended(self, save: Saved) -> None:
+        assert save.files is not None
+        save.files.ended(save)
+        save.files = None
 
 
 class Writer:
@@ -152,38 +180,33 @@ class Writer:
             if kind == "rename"
             else MarkerCommitter(lambda: None)
         )
-        self.pipeline = SavePipeline[PipelinedSave](
-            self.committer, channel or Channel(30.0), most
+        self.pipeline = SavePipeline[Saved](
+            self.committer, channel or Channel(30.0), Work(), most
         )
-        self.saves: list[PipelinedSave] = []
+        self.saves: list[Saved] = []
 
     def save(
         self,
         step: int,
         prepare: Callable[[Files], Any] = lambda _: None,
-        rests_on: PipelinedSave | None = None,
+        parent: Saved | None = None,
         nonce: str = "",
     ) -> Files:
         work = Files(self, step)
         prepare(work)
         attempt = Attempt(self.root, str(step), nonce or secrets.token_hex(16))
 
-        def plan() -> PipelinedSave:
-            save = PipelinedSave(
-                attempt=attempt, items=[ITEM], work=work, rests_on=rests_on
-            )
-            self.saves.append(save)
-            return save
+        def plan() -> Saved:
+            self.saves.append(Saved(attempt=attempt, files=work, parent=parent))
+            return self.saves[-1]
 
         self.pipeline.begin(plan)
         return work
 
-    def superfluous(self, work: Files) -> list[int]:
-        steps = [*self.steps()]
-        flying = self.pipeline.in_flight()
-        later = flying[[each.work for each in flying].index(work) + 1 :]
-        needed = {each.rests_on.step for each in later if each.rests_on is not None}
-        return [step for step in steps[: -self.kept] if step not in needed]
+    def superfluous(self, save: Saved) -> list[int]:
+        later = self.pipeline.later(save)
+        needed = {each.parent.step for each in later if each.parent is not None}
+        return [step for step in self.steps()[: -self.kept] if step not in needed]
 
     def remove(self, step: int) -> None:
         if isinstance(self.committer, MarkerCommitter):
@@ -197,7 +220,7 @@ class Writer:
             if path.name.isdigit() and (path / COMMITTED).exists()
         )
 
-    def end(self) -> list[PipelinedSave]:
+    def end(self) -> list[Saved]:
         self.pipeline.wait()
         found = self.pipeline.ended()
         for save in found:
@@ -320,7 +343,7 @@ def test_what_a_save_in_flight_rests_on_stays_and_other_superfluous_steps_go(
     saving.save(1)
     first = saving.saves[-1]
     saving.save(2, lambda work: work.at.update(write=before))
-    saving.save(3, lambda work: work.at.update(write=stop), rests_on=first)
+    saving.save(3, lambda work: work.at.update(write=stop), parent=first)
     before.open()
     while 2 not in saving.steps() or saving.of(2)[-1] != "ended":
         time.sleep(0.005)
@@ -359,12 +382,12 @@ def test_a_failure_takes_down_what_rests_on_it_and_no_other(writer: Any) -> None
     saving.kept = 9
     saving.save(1, lambda work: work.at.update(write=stop))
     first = saving.saves[-1]
-    saving.save(2, rests_on=first)
+    saving.save(2, parent=first)
     second = saving.saves[-1]
-    saving.save(3, rests_on=second)
+    saving.save(3, parent=second)
     saving.save(4)
     stop.open(NO_SPACE)
-    first.over.wait()
+    first.thread.wait()
     found = saving.pipeline.ended()
     while len(found) < 4:
         found = saving.pipeline.ended()
@@ -394,7 +417,7 @@ def test_a_failure_in_staging_comes_out_of_the_call_and_leaves_nothing(
 def test_a_plan_that_is_refused_leaves_nothing_at_all(writer: Any) -> None:
     saving = writer()
 
-    def refuse() -> PipelinedSave:
+    def refuse() -> Saved:
         raise errors.OptionError("no")
 
     with pytest.raises(errors.OptionError):
@@ -642,7 +665,7 @@ class Run:
 
         return self.processes.all(one)
 
-    def end(self) -> list[list[PipelinedSave]]:
+    def end(self) -> list[list[Saved]]:
         found = self.processes.all(lambda process: self.writers[process].end())
         assert not [each for each in found if isinstance(each, BaseException)], found
         return found

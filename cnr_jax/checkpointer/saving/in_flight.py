@@ -122,6 +122,12 @@ class SaveInFlight(PipelinedSave):
         assert self.decided is not None
         return self.decided
 
+    @property
+    def rests_on(self) -> str | None:
+        """The nonce of the save whose step is its parent; None if it rests on no other."""
+        parent = self.decided.parent if self.decided else None
+        return parent.uuid if parent else None
+
     # What Orbax asks of a future.
 
     def result(self, timeout: float | None = None) -> None:

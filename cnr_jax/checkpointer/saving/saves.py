@@ -25,7 +25,7 @@ from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
-from cnr_jax.repository.committer import Attempt
+from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
@@ -45,7 +45,7 @@ class Saves:
     Also of those that hold no state of ours, but other items.
 
     Args:
-        pipeline: that they go through.
+        committer: says what it means that a save is committed.
         steps: of the root.
         items: say how each is written.
         lifecycle: finds out what became of each.
@@ -57,9 +57,14 @@ class Saves:
         plan: decides on the save of a state.
         warm_up: for each plan, before anything of it is staged.
         before_commit: of the user; called when a save is about to be committed.
+
+    Attributes:
+        pipeline: that they go through.
+        steps: of the root.
+        retirement: of steps that they make superfluous.
     """
 
-    pipeline: SavePipeline[SaveInFlight]
+    _committer: Committer
     steps: Steps
     _items: Items
     _lifecycle: Lifecycle
@@ -70,7 +75,7 @@ class Saves:
     _channel: Channel
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
     _warm_up: Callable[[SavePlan], None]
-    before_commit: Callable[[], None]
+    _before_commit: Callable[[], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
@@ -80,6 +85,11 @@ class Saves:
     _failures: list[errors.CnrError] = dataclasses.field(
         default_factory=list, init=False
     )
+
+    def __post_init__(self) -> None:
+        self.pipeline = SavePipeline[SaveInFlight](
+            self._committer, self._channel, work=self
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -131,7 +141,6 @@ class Saves:
             save.step_items = self._items.begin(
                 own, self._metrics_of(save.info), custom_metadata
             )
-            save.items, save.work = tuple(save.step_items.handlers), self
             return save
 
         try:
@@ -302,6 +311,11 @@ class Saves:
 
     # In the threads of the pipeline, as its `Work`.
 
+    def items(self, save: SaveInFlight) -> Sequence[str]:
+        """Names of the items of a step."""
+        assert save.step_items is not None
+        return tuple(save.step_items.handlers)
+
     def stage(self, save: SaveInFlight, folder: AnyPath) -> Sequence[Any]:
         """Starts to write all items of a step."""
         if save.decided is not None:
@@ -322,7 +336,7 @@ class Saves:
         assert save.step_items is not None and save.info is not None
         time = save.step_items.finalize(folder)
         save.info = dataclasses.replace(save.info, time=time)
-        self.before_commit()
+        self._before_commit()
         self._lifecycle.look_before(save)
         own = [save.item] if save.decided else []
         return [*own, names.ORBAX_METADATA]
@@ -330,7 +344,7 @@ class Saves:
     def published(self, save: SaveInFlight) -> Any:
         """Makes a commit durable; says which steps go."""
         try:
-            self.pipeline.committer.settle(save.attempt)
+            self._committer.settle(save.attempt)
         except OSError as error:
             self._lifecycle.synced(save, error)
             raise
@@ -344,9 +358,8 @@ class Saves:
 
     def _needed_later(self, save: SaveInFlight) -> set[int]:
         """Steps that later saves in flight rest on."""
-        flying = self.pipeline.in_flight()
-        below = (later.rests_on for later in flying[flying.index(save) + 1 :])
-        return {each.step for each in below if each is not None}
+        later = self.pipeline.later(save)
+        return {entry.step for each in later for entry in each.chain}
 
     def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
