@@ -65,16 +65,12 @@ class SaveInFlight(PipelinedSave):
         processes: the process manifests that this process has seen by then; only the first one
             sees others than its own.
         manifest_bytes: of `manifest.json`, if this process has written it.
-        is_synced: whether it was committed, and synced or found impossible to sync, before
-            anything was deleted in its favour.
-        is_unwanted: whether retention is to delete this very step.
         chain: committed checkpoints that it cannot be restored without, its parent first.
         beside: newest full ones of its branch that it does not rest on.
         harm: what was found missing of it, or of what it rests on, once it was committed.
         made: the manifest that this process has written of it, for all.
         manifest: of the save, once it is seen to be committed.
         is_reported: whether its report is handed over.
-        is_failure_told: whether the log says why it failed.
     """
 
     item: str
@@ -101,15 +97,12 @@ class SaveInFlight(PipelinedSave):
     commit_secs: float = 0.0
     processes: Sequence[ProcessManifest] = ()
     manifest_bytes: int | None = None
-    is_synced: bool = False
-    is_unwanted: bool = False
     chain: tuple[Entry, ...] = ()
     beside: tuple[Entry, ...] = ()
     harm: Gap | None = None
     made: Manifest | None = None
     manifest: Manifest | None = None
     is_reported: bool = False
-    is_failure_told: bool = False
 
     @property
     def place(self) -> Place:
@@ -175,8 +168,8 @@ class SaveInFlight(PipelinedSave):
         try:
             manifest = read_committed(root, directory, item)
         except (errors.CnrError, OSError) as error:
-            # It was there when it was synced: somebody has taken or harmed it since.
-            return self.made if self.is_synced and means_damage(error) else None
+            # It was there when it was committed: somebody has taken or harmed it since.
+            return self.made if self.is_committed and means_damage(error) else None
         return manifest if manifest.uuid == self.plan.uuid else None
 
     def free(self) -> None:

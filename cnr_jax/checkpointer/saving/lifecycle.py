@@ -98,11 +98,14 @@ class Lifecycle:
         On the process that commits.
 
         Raises:
-            SaveError: if a file is missing or cut short; it is told of already.
+            SaveError: if a file is missing or cut short.
         """
         error = chain_error(self._writer, flight) if flight in self.open else None
         if error is not None:
-            self.fail(flight, error)
+            if not self.managed:
+                self.fail(
+                    flight, error
+                )  # Orbax tells nobody here that a save has failed
             raise error
 
     def look_after(self, flight: SaveInFlight, leaving: Collection[int]) -> None:
@@ -117,9 +120,8 @@ class Lifecycle:
         if flight in self.open and self._see(flight) is not None:
             look_after(self._writer, flight, leaving, self._min_fulls)
 
-    def synced(self, flight: SaveInFlight, error: OSError | None) -> None:
+    def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
-        flight.is_synced = True
         if error is None:
             self.doubt = ""
             self._writer.committed()
@@ -128,7 +130,7 @@ class Lifecycle:
 
     def report_commit(self, flight: SaveInFlight) -> None:
         """Reports a save if it is seen to be committed; in doubt `settle_one` looks again."""
-        if flight not in self.open or flight.is_unwanted:
+        if flight not in self.open or self._is_unwanted(flight):
             return
         if not flight.is_reported:
             flight.note_commit()
@@ -148,19 +150,20 @@ class Lifecycle:
     def fail(self, flight: SaveInFlight, error: errors.CnrError) -> None:
         """Says in the log why a save, or what comes after its commit, failed."""
         self.last_failure = without_frames(error)
-        if not flight.is_failure_told:
-            _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
-        flight.is_failure_told, flight.error = True, flight.error or error
+        _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
+        flight.error = flight.error or error
         if is_dropped(error):
             self._report_dropped(flight, error.problem, error.path)
 
     def report_unwanted(self, flight: SaveInFlight) -> None:
         """Reports a save if retention has not kept it."""
-        ledger = self._writer.ledger
-        if flight not in self.open or ledger is None or not flight.is_unwanted:
-            return
-        if flight.place.directory in ledger.doomed:
+        if flight in self.open and self._is_unwanted(flight):
             self._tell_unwanted(flight)
+
+    def _is_unwanted(self, flight: SaveInFlight) -> bool:
+        """Whether retention deletes the very step that was saved."""
+        ledger = self._writer.ledger
+        return ledger is not None and flight.place.directory in ledger.doomed
 
     def _tell_unwanted(self, flight: SaveInFlight) -> None:
         if flight.is_reported:
@@ -184,9 +187,9 @@ class Lifecycle:
                 flight.stop()
             self._writer.end_writing()
 
-    def withdraw(self) -> None:
-        """Undoes what was prepared for a save that then did not begin."""
-        self.end_writing(*self.open)
+    def withdraw(self, *flights: SaveInFlight) -> None:
+        """Undoes what was prepared for saves that then did not begin."""
+        self.end_writing(*flights)
         if not self.open:
             self._writer.undo()
 
@@ -231,9 +234,9 @@ class Lifecycle:
     def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
         place, plan, ledger = flight.place, flight.plan, self._writer.ledger
         assert ledger is not None  # since the save began
-        dropped, seen = place.directory in ledger.doomed, None
+        dropped, seen = self._is_unwanted(flight), None
         if self._writer.writes and self.managed:
-            seen = flight.is_synced
+            seen = flight.is_committed
             dropped = dropped and seen
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
@@ -270,9 +273,7 @@ class Lifecycle:
         """Notes why a save failed, and removes what it wrote."""
         flight.stop()
         if flight.error is None:
-            flight.error = flight.reason()
-        if not flight.is_failure_told:
-            self.fail(flight, flight.error)
+            self.fail(flight, flight.reason())
         if not self.managed:
             self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
         self._writer.undo()

@@ -291,7 +291,7 @@ class Saves:
         if not is_seen:
             self._course.failed()
         if not save.is_committed:
-            self._lifecycle.withdraw()
+            self._lifecycle.withdraw(save)
             if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
         self._begun.remove(save)
@@ -346,14 +346,18 @@ class Saves:
         try:
             self._committer.settle(save.attempt)
         except OSError as error:
-            self._lifecycle.synced(save, error)
+            self._lifecycle.synced(error)
             raise
-        self._lifecycle.synced(save, None)
+        self._lifecycle.synced(None)
         assert save.info is not None
         infos = [each for each in self.steps.infos() if each.step != save.step]
         infos = sorted([*infos, save.info], key=lambda info: info.step)
         leaving = self.retirement.decide(infos, self._needed_later(save))
-        self._lifecycle.look_after(save, leaving)
+        try:
+            self._lifecycle.look_after(save, leaving)
+        except Exception:
+            self.retirement.stayed(leaving)  # nothing goes in favour of what failed
+            raise
         return {"leaving": leaving, "time": save.info.time.isoformat()}
 
     def _needed_later(self, save: SaveInFlight) -> set[int]:
@@ -370,7 +374,6 @@ class Saves:
         self.steps.add(dataclasses.replace(save.info, time=time))
         save.info = None
         self.retirement.note(leaving)
-        save.is_unwanted = save.step in leaving
         self._lifecycle.report_commit(save)
 
     def retire(self, save: SaveInFlight, told: Any) -> Any:
