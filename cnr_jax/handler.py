@@ -44,6 +44,7 @@ from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import STOP_SECS
 from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.reporting import report_of_begun
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import (
     ChangedRows,
@@ -112,8 +113,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tables=table_entries(tables or Tables({})),
             new_run=self.options.new_run,
         )
-        doubts = tables.doubts if tables else ()
-        self.lifecycle = Lifecycle(self.writer, self._planner, self.options, doubts)
+        self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self._tracker = Tracker(self.options)
@@ -210,10 +210,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             dense_leaves=tuple(leaf for leaf, _ in changed.dense),
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
-            encoding=self.widening.encoding,
             started_secs=started,
-            find_secs=time.perf_counter() - started,
-            fingerprint_secs=changed.secs,
+            report=report_of_begun(
+                plan,
+                tracking=changed.mode,
+                inherited=self.widening.encoding.inherited,
+                doubts=self.tables.doubts if self.tables else (),
+                find_secs=time.perf_counter() - started,
+                fingerprint_secs=changed.secs,
+            ),
         )
         return flight, changed
 
@@ -298,7 +303,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.lifecycle.begin(flight)
         with own_settings():
             self._launcher.launch(flight, changed, directory, directories)
-        flight.blocking_secs = time.perf_counter() - flight.started_secs
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -329,7 +333,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 tracking=tracking,
                 recorded_clock=flight.recorded_clock,
                 fingerprint_clock=plan.clock if by_fingerprints else None,
-                encoding=flight.encoding.entry(),
+                encoding=self.widening.encoding.entry(),
                 started_secs=flight.started_secs,
             )
             self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)

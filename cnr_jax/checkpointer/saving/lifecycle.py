@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -43,7 +42,6 @@ class Lifecycle:
         writer: where saves go.
         planner: is told of committed saves.
         options: of the run.
-        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
 
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
@@ -61,9 +59,8 @@ class Lifecycle:
         writer: RootWriter,
         planner: Planner,
         options: Options,
-        doubts: tuple[str, ...],
     ) -> None:
-        self._writer, self._planner, self._doubts = writer, planner, doubts
+        self._writer, self._planner = writer, planner
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
         self.listener = Listener(options.on_save, metrics=options.metrics)
@@ -132,8 +129,7 @@ class Lifecycle:
         """Reports a save if it is seen to be committed; in doubt `settle_one` looks again."""
         if flight not in self.open or self._is_unwanted(flight):
             return
-        if not flight.is_reported:
-            flight.note_commit()
+        flight.note_commit()
         manifest = self._see(flight)
         if manifest is not None:
             self._report(flight, manifest)
@@ -166,7 +162,7 @@ class Lifecycle:
         return ledger is not None and flight.place.directory in ledger.doomed
 
     def _tell_unwanted(self, flight: SaveInFlight) -> None:
-        if flight.is_reported:
+        if flight.report is None:
             return
         problem = "retention did not keep it: by its rule others are to stay"
         if not self._has_said_dropped:
@@ -280,7 +276,7 @@ class Lifecycle:
         self._end(flight)
 
     def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
-        if flight.is_reported:
+        if flight.report is None:
             return
         self.last_failure = None
         if flight.harm is not None:
@@ -288,7 +284,9 @@ class Lifecycle:
         else:
             self._tell(
                 flight,
-                lambda: report_of_committed(flight, self._planner.tables, manifest),
+                lambda known: report_of_committed(
+                    known, flight, self._planner.tables, manifest
+                ),
             )
 
     def _report_dropped(
@@ -296,16 +294,20 @@ class Lifecycle:
     ) -> None:
         self._tell(
             flight,
-            lambda: report_of_dropped(flight, self._planner.tables, problem, damaged),
+            lambda known: report_of_dropped(
+                known, flight, self._planner.tables, problem, damaged
+            ),
         )
 
-    def _tell(self, flight: SaveInFlight, make: Callable[[], SaveReport]) -> None:
-        """Hands over the report of a save, once."""
-        if flight.is_reported or flight.decided is None:
+    def _tell(
+        self, flight: SaveInFlight, make: Callable[[SaveReport], SaveReport]
+    ) -> None:
+        """Hands over the report of a save, once, made of what is known so far."""
+        known, flight.report = flight.report, None
+        if known is None:
             return
-        flight.is_reported = True
         try:
-            report = dataclasses.replace(make(), doubts=self._doubts)
+            report = make(known)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.
