@@ -61,7 +61,7 @@ from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.metrics import check_can_append
-from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.step import held_tables, read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.rows.touched import Touched
@@ -324,7 +324,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.writer.check_claim()
             plan, tracking = flight.plan, flight.tracking
             by_fingerprints = self._tracker.by_fingerprints(tracking)
-            flight.made, flight.manifest_bytes, flight.processes = write_manifest(
+            made, manifest_bytes, processes = write_manifest(
                 directory,
                 plan,
                 flight.written,
@@ -336,7 +336,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 encoding=self.widening.encoding.entry(),
                 started_secs=flight.started_secs,
             )
-            self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
+            flight.made = made
+            self.writer.gaps.know(made, processes, manifest_bytes)
+            flight.know(
+                tables=held_tables(made, processes),
+                manifest_bytes=made.totals.manifest_bytes + manifest_bytes,
+            )
             flight.note_commit()
             if not self.lifecycle.managed:
                 self.lifecycle.look_before(flight)

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cnr_jax import errors
@@ -15,7 +15,6 @@ from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.pipeline import STOP_SECS, PipelinedSave
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
-from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import SavePlan
@@ -56,9 +55,6 @@ class SaveInFlight(PipelinedSave):
         stopped: why its writing must end, if it must.
         write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
-        processes: the process manifests that this process has seen by then; only the first one
-            sees others than its own.
-        manifest_bytes: of `manifest.json`, if this process has written it.
         chain: committed checkpoints that it cannot be restored without, its parent first.
         beside: newest full ones of its branch that it does not rest on.
         harm: what was found missing of it, or of what it rests on, once it was committed.
@@ -82,8 +78,6 @@ class SaveInFlight(PipelinedSave):
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
     written: Written | None = None
-    processes: Sequence[ProcessManifest] = ()
-    manifest_bytes: int | None = None
     chain: tuple[Entry, ...] = ()
     beside: tuple[Entry, ...] = ()
     harm: Gap | None = None
@@ -163,7 +157,7 @@ class SaveInFlight(PipelinedSave):
         """Frees what only its writing, and finding out what became of it, needed."""
         self.written = self.made = self.manifest = None
         self.stopped = self.write_error = None
-        self.processes, self.chain, self.beside = (), (), ()
+        self.chain, self.beside = (), ()
         self.release = _do_nothing
 
     def know(self, **found: Any) -> None:

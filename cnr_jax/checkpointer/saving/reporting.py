@@ -1,4 +1,4 @@
-"""What a save did, put together for its report once it is known what became of it."""
+"""The report of a save, from what is known when it begins to what became of it."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def report_of_committed(
     tables: Sequence[TableEntry],
     manifest: Manifest,
 ) -> SaveReport:
-    """What a save did that is committed."""
-    totals = manifest.totals
-    own, written = flight.manifest_bytes, flight.written
+    """What a save did that is committed; what all have written process 0 alone knows before."""
+    totals, written = manifest.totals, flight.written
     rounding = written.row_errors if written else None
-    processes = flight.processes or ([written.manifest] if written else [])
-    if own is None:  # another process has written it
-        own = len(dump(manifest))
+    tables_held, manifest_bytes = known.tables, known.manifest_bytes
+    if not manifest_bytes:  # another process has written the manifest
+        manifest_bytes = totals.manifest_bytes + len(dump(manifest))
+        tables_held = held_tables(manifest, [written.manifest]) if written else ()
     return dataclasses.replace(
         known,
         state_bytes=state_bytes(tables, flight.dense_leaves),
@@ -79,9 +79,9 @@ def report_of_committed(
         table_bytes=totals.table_bytes,
         slot_bytes=totals.slot_bytes,
         dense_bytes=totals.dense_bytes,
-        manifest_bytes=totals.manifest_bytes + own,
+        manifest_bytes=manifest_bytes,
         total_secs=manifest.history[-1].secs,
-        tables=held_tables(manifest, processes) if processes else (),
+        tables=tables_held,
         sample_rows=rounding.rows if rounding else None,
         mean_row_error=rounding.mean if rounding else None,
         worst_row_error=rounding.worst if rounding else None,
@@ -106,6 +106,8 @@ def report_of_dropped(
     """
     return dataclasses.replace(
         known,
+        manifest_bytes=0,
+        tables=(),
         state_bytes=state_bytes(tables, flight.dense_leaves),
         total_secs=time.perf_counter() - flight.started_secs,
         outcome="dropped",
