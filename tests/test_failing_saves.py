@@ -18,10 +18,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -43,7 +46,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.testing import inprocess
-from cnr_jax.testing.faults import Call
+from cnr_jax.testing.faults import Call, Fault
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -282,6 +285,23 @@ def test_wherever_a_save_fails_nothing_changes_and_its_rows_are_in_the_next(
     run.check(manager, 2)
     run.check(manager, 1)
     manager.close()
+
+
+def test_an_error_holds_nothing_of_what_was_to_be_saved(tmp_path: Path) -> None:
+    state = {"user": jnp.ones((64, 8)), "w": jnp.ones(3)}
+    tables = cnr.find_tables(state, ["user"])
+    fault = Fault("rename", action="EIO", match="1.orbax")
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        touched = cnr.init_touched(state, tables)
+        with inprocess.failing(tmp_path, fault):
+            manager.save(1, args=cnr.args.Save(state, touched))
+            with pytest.raises(SaveError) as caught:
+                manager.wait_until_finished()
+        held = [weakref.ref(leaf) for leaf in jax.tree.leaves((state, touched))]
+        del state, touched
+        gc.collect()
+        assert [each() for each in held if each() is not None] == []
+        assert "Input/output error" in str(caught.value)
 
 
 def test_each_attempt_at_a_step_is_written_into_a_folder_of_another_name(

@@ -1,5 +1,10 @@
 """Saves on their way: their order, failures, interrupts and what they leave, with real files.
 
+What is saved is a file a process, written by work of this module: it can be held up and made to
+fail at each stage, and several saves can be in flight, of which a manager has one. What a manager
+does at each stage is tested with managers: `test_failing_saves.py`, `test_interrupts.py`,
+`test_storage.py`, `test_retention.py` and `multiprocess/`.
+
 Threads stand for processes where there are several: each has a pipeline of its own, and all have
 one root.
 """
@@ -9,12 +14,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextvars
 import dataclasses
-import gc
 import secrets
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +81,6 @@ class Files:
         self.at = {name: Stop() for name in names}
         self.why: BaseException | None = None
         self.error: errors.CnrError | None = None
-        self.state: Any = None
 
     def note(self, what: str) -> None:
         self.writer.events.append((what, self.step))
@@ -112,7 +114,7 @@ class Files:
     def published(self, save: Any) -> Any:
         self.note("published")
         self.at["published"].pass_()
-        return {"goes": self.writer.superfluous(save)}
+        return {"goes": self.writer.superfluous()}
 
     def committed(self, save: Any, told: Any) -> None:
         self.note("committed" if told is not None else "committed, unheard")
@@ -139,7 +141,7 @@ class Files:
 class Saved(PipelinedSave):
     """A save of files, maybe on top of another one."""
 
-    files: Files | None
+    files: Files
     parent: Saved | None = None
 
     @property
@@ -148,15 +150,10 @@ class Saved(PipelinedSave):
 
 
 class Work:
-    """Lets the files of a save do what a pipeline asks for, until it is over."""
+    """Lets the files of a save do what a pipeline asks for."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda save, *given: getattr(save.files, name)(save, *given)
-
-    def ended(self, save: Saved) -> None:
-        assert save.files is not None
-        save.files.ended(save)
-        save.files = None
 
 
 class Writer:
@@ -203,10 +200,8 @@ class Writer:
         self.pipeline.begin(plan)
         return work
 
-    def superfluous(self, save: Saved) -> list[int]:
-        later = self.pipeline.later(save)
-        needed = {each.parent.step for each in later if each.parent is not None}
-        return [step for step in self.steps()[: -self.kept] if step not in needed]
+    def superfluous(self) -> list[int]:
+        return self.steps()[: -self.kept]
 
     def remove(self, step: int) -> None:
         if isinstance(self.committer, MarkerCommitter):
@@ -334,23 +329,19 @@ def test_the_commit_is_told_before_anything_goes_in_its_favour(writer: Any) -> N
     assert save.is_committed and saving.steps() == [2, 3]
 
 
-def test_what_a_save_in_flight_rests_on_stays_and_other_superfluous_steps_go(
-    writer: Any,
-) -> None:
-    """Only those count that are later: of ended ones nobody may have taken note yet."""
+def test_later_saves_are_those_in_flight_that_began_after_one(writer: Any) -> None:
+    """Of ended ones, which are not later, nobody may have taken note yet."""
     saving, before, stop = writer(3), Stop().shut(), Stop().shut()
-    saving.kept = 1
     saving.save(1)
-    first = saving.saves[-1]
-    saving.save(2, lambda work: work.at.update(write=before))
-    saving.save(3, lambda work: work.at.update(write=stop), parent=first)
+    saving.save(2, lambda work: work.at.update(published=before))
+    saving.save(3, lambda work: work.at.update(write=stop))
+    assert before.reached.wait(30)
+    _, second, third = saving.saves
+    assert saving.pipeline.later(second) == [third]
+    assert saving.pipeline.later(third) == []
     before.open()
-    while 2 not in saving.steps() or saving.of(2)[-1] != "ended":
-        time.sleep(0.005)
-    assert saving.steps() == [1, 2], "step 3 rests on step 1"
     stop.open()
-    saving.end()
-    assert saving.steps() == [3]
+    assert [save.step for save in saving.end()] == [1, 2, 3]
 
 
 # ---- failures -------------------------------------------------------------------------------
@@ -512,24 +503,6 @@ def test_what_still_writes_for_an_attempt_that_was_given_up_harms_no_other(
     held = sorted(path.name for path in (saving.root / "1" / ITEM).iterdir())
     assert held == ["0.txt", "whole"]
     saving.close()
-
-
-def test_errors_hold_nothing_of_what_was_saved(writer: Any) -> None:
-    class State:
-        """What a save holds as long as it is being written."""
-
-    saving, states = writer(), [State()]
-    held = weakref.ref(states[0])
-
-    def prepare(work: Files) -> None:
-        work.state = states.pop()
-        work.at["seal"].open(OSError(28, "no space"))
-
-    saving.save(1, prepare)
-    (save,) = saving.end()
-    error = save.error
-    gc.collect()
-    assert held() is None and "no space" in str(error)
 
 
 # ---- interrupts -----------------------------------------------------------------------------
