@@ -220,7 +220,8 @@ class Writer:
         found = self.pipeline.ended()
         for save in found:
             self.pipeline.forget(save)
-        return found
+        # Of others the call that began them has told.
+        return [save for save in found if save.has_begun]
 
     def close(self) -> None:
         self.pipeline.wait()

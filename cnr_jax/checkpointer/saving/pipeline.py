@@ -144,6 +144,11 @@ class PipelinedSave:
         """Whether all is done, and nothing is written or removed for it any more."""
         return self.thread.is_over
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was in flight; else whoever began it was told why not."""
+        return self.thread.has_begun
+
 
 S = TypeVar("S", bound=PipelinedSave)
 
@@ -163,7 +168,7 @@ class SavePipeline(Generic[S]):
     ) -> None:
         self.committer, self._channel, self._most = committer, channel, most
         self._work = work
-        # In their order, until somebody has taken note of their ends.
+        # In their order, from when they are decided until somebody has taken note of their ends.
         self._saves: list[S] = []
         self._beginning: _Beginning[S] | None = None
         # One thread for all beginnings: jax opens files for each thread that it is new to.
@@ -174,6 +179,7 @@ class SavePipeline(Generic[S]):
     def begin(
         self,
         plan: Callable[[], S],
+        prepare: Callable[[S], None] = lambda save: None,
         settings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> S:
         """Begins a save, once there is room; returns when it is staged.
@@ -184,19 +190,21 @@ class SavePipeline(Generic[S]):
         Args:
             plan: decides on the save, in a thread of its own. What it raises is raised here; with
                 several processes it must be raised on all.
+            prepare: makes ready what is staged, after that and alike.
             settings: that the save is decided and staged in.
 
         Raises:
-            Exception: as `plan` or, of one process, as staging. With several what fails later comes
-                out of the background, on all alike.
+            Exception: as `plan`, `prepare` or, of one process, staging. With several what fails
+                later comes out of the background, on all alike.
         """
         self.end_beginning()
         self.make_room()
         beginning = self._beginning = _Beginning[S]()
         context = contextvars.copy_context()
-        run: Any = functools.partial(beginning.run, self._begin, plan, settings)
+        begin: Any = functools.partial(self._begin, beginning, plan, prepare)
+        run: Any = functools.partial(beginning.run, begin, settings)
         run = functools.partial(context.run, run)
-        del plan  # which holds what is saved
+        del plan, prepare, begin  # which hold what is saved
         try:
             try:
                 self._pool.submit(beginning.job.run, run)
@@ -249,6 +257,10 @@ class SavePipeline(Generic[S]):
         """Saves that are not over, in their order."""
         return [save for save in tuple(self._saves) if not save.is_over]
 
+    def unnoted(self) -> list[S]:
+        """Saves of which nobody has taken note what became of them, in their order."""
+        return [*self._saves]
+
     def later(self, save: S) -> list[S]:
         """Saves in flight that began after one that is in flight too."""
         flying = self.in_flight()
@@ -273,7 +285,7 @@ class SavePipeline(Generic[S]):
         return any(save.thread.is_here for save in tuple(self._saves))
 
     def ended(self) -> list[S]:
-        """Saves that have ended and are not forgotten, in their order.
+        """Saves that have ended and are not forgotten, in their order, also in their beginning.
 
         None comes before all that began earlier. With one that failed come those that rest on it,
         which are waited for: else they would look like failures of their own.
@@ -298,8 +310,19 @@ class SavePipeline(Generic[S]):
 
     # The beginning.
 
-    def _begin(self, beginning: _Beginning[S], plan: Callable[[], S]) -> S:
+    def _begin(
+        self,
+        beginning: _Beginning[S],
+        plan: Callable[[], S],
+        prepare: Callable[[S], None],
+    ) -> S:
         save = plan()
+        self._saves.append(save)
+        try:
+            prepare(save)
+        except BaseException:
+            save.thread.give_up()  # nothing is left to do
+            raise
         beginning.stages(functools.partial(self._work.cancel, save))
         try:
             folder = self.committer.folder(save.attempt)
@@ -322,7 +345,6 @@ class SavePipeline(Generic[S]):
             failed = concurrent.futures.Future[None]()
             failed.set_exception(error)
             save.futures = [failed]
-        self._saves.append(save)
         try:
             self._drive(save)
         except RuntimeError:
@@ -494,14 +516,13 @@ class _Beginning(Generic[S]):
 
     def run(
         self,
-        begin: Callable[[_Beginning[S], Callable[[], S]], S],
-        plan: Callable[[], S],
+        begin: Callable[[], S],
         settings: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Begins; in its thread."""
         try:
             with settings():
-                self.found = begin(self, plan)
+                self.found = begin()
         except BaseException as error:
             self.error = error
 

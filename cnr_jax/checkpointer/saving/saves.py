@@ -79,12 +79,6 @@ class Saves:
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
-    # What has begun and of which it is not known what became.
-    _begun: list[SaveInFlight] = dataclasses.field(default_factory=list, init=False)
-    # Why saves failed, until somebody raises it.
-    _failures: list[errors.CnrError] = dataclasses.field(
-        default_factory=list, init=False
-    )
 
     def __post_init__(self) -> None:
         self.pipeline = SavePipeline[SaveInFlight](
@@ -98,7 +92,8 @@ class Saves:
 
     def flying(self) -> list[StepInfo]:
         """Steps that are being saved, as policies are told of them."""
-        return [info for save in tuple(self._begun) if (info := save.info) is not None]
+        saves = self.pipeline.unnoted()
+        return [info for save in saves if (info := save.info) is not None]
 
     # Beginning.
 
@@ -133,19 +128,25 @@ class Saves:
         settings, where = settings_here(), str(self.steps.root)
         called = called_at.set(calling_line())
 
+        planned: Any = None
+
         def plan() -> SaveInFlight:
+            nonlocal planned
             save, planned = self._plan(step, item, state, urgent)
             save.info = StepInfo(step, now(), metrics)
-            self._note_begun(save, state)
-            own = planned_args(args, state, planned)
-            save.step_items = self._items.begin(
-                own, self._metrics_of(save.info), custom_metadata
-            )
             return save
+
+        def prepare(save: SaveInFlight) -> None:
+            nonlocal planned
+            self._note_begun(save, state)
+            own, planned = planned_args(args, state, planned), None
+            save.step_items = self._items.begin(
+                own, self._metrics_of(metrics, step), custom_metadata
+            )
 
         try:
             with as_save_errors(step, where):
-                return self.pipeline.begin(plan, settings)
+                return self.pipeline.begin(plan, prepare, settings)
         except BaseException:
             self._inside = None
             # What an interrupt keeps this from, the next call does.
@@ -177,7 +178,6 @@ class Saves:
 
     def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
         """Notes a save that is decided, and what goes out of its way."""
-        self._begun.append(save)
         self._course.begin(save.step, state.touched if state else None)
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
@@ -188,11 +188,11 @@ class Saves:
         if not save.decided:
             check_not_in_the_way(save.step, save.place)
 
-    def _metrics_of(self, info: StepInfo) -> Any:
+    def _metrics_of(self, metrics: Any, step: int) -> Any:
         """Those that are written with a step; None: none are."""
-        if self.steps.has_best and info.metrics is None:
-            _log.warning("step %d is ranked by metrics, but has none", info.step)
-        return info.metrics if self._writes_metrics else None
+        if self.steps.has_best and metrics is None:
+            _log.warning("step %d is ranked by metrics, but has none", step)
+        return metrics if self._writes_metrics else None
 
     @property
     def _writes_metrics(self) -> bool:
@@ -244,8 +244,11 @@ class Saves:
     def _raise_failure(self) -> None:
         """Raises why a save failed, if nobody has."""
         with self._calls.lock:
-            if self._failures and not self._is_inside():
-                raise self._failures.pop(0)
+            for save in () if self._is_inside() else self.pipeline.ended():
+                if (failure := _failure_of(save)) is not None:
+                    self._note(save)  # another thread may have begun it since
+                    self.pipeline.forget(save)
+                    raise failure
 
     def _is_inside(self) -> bool:
         """Whether this is asked in the middle of a call that begins a save."""
@@ -260,17 +263,13 @@ class Saves:
         self.pipeline.end_beginning()
         for save in self.pipeline.ended():
             self._note(save)
-            failure = save.error
-            if failure is not None and not is_dropped(failure):
+            if (failure := _failure_of(save)) is None:
+                self.pipeline.forget(save)
+            else:
+                # Until somebody raises it.
                 self._lifecycle.last_failure = without_frames(failure)
-                if failure not in self._failures:
-                    self._failures.append(failure)
-            self.pipeline.forget(save)
         if self.pipeline.is_busy:
             return
-        # What is left failed in its beginning, which has raised why, or was interrupted.
-        for save in tuple(self._begun):
-            self._note(save)
         if not self._lifecycle.open and self._writer.is_prepared:
             self._lifecycle.withdraw()
         if self.steps.is_stale:
@@ -281,8 +280,6 @@ class Saves:
 
         Done again from its beginning if an interrupt ends it.
         """
-        if save not in self._begun:
-            return
         is_seen = save.is_committed
         if not save.decided:
             self.retirement.let_go(is_seen)
@@ -294,7 +291,7 @@ class Saves:
             self._lifecycle.withdraw(save)
             if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
-        self._begun.remove(save)
+        save.info = None  # it is not being saved any more
 
     def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
@@ -398,6 +395,11 @@ class Saves:
         save.step_items = None  # which may hold the state still
         self._lifecycle.end_writing(save)
         self._lifecycle.report_unwanted(save)
+
+
+def _failure_of(save: SaveInFlight) -> errors.CnrError | None:
+    """Why a save failed, or what comes after its commit, if it is to be raised by a later call."""
+    return save.error if save.has_begun and not is_dropped(save.error) else None
 
 
 def check_not_in_the_way(step: int, place: Place) -> None:
