@@ -375,13 +375,15 @@ class RootError(CnrError, OSError):
 
 
 class CallError(CnrError, RuntimeError):
-    """A call of a manager that would wait for itself, or that comes after its end.
+    """A call of a manager that would wait for itself, or comes after its end or in another process.
 
     Kinds:
         inside_on_save: call it after `on_save` has returned.
         nested: call it elsewhere than in a signal handler that interrupts another call, or in a
             handler or callback that a save waits for.
         closed: call it before `close()`.
+        forked: call it in the process that made the manager, and start others by
+            `multiprocessing.get_context("spawn")`.
     """
 
     kind = "call"

@@ -44,6 +44,7 @@ from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import STOP_SECS
 from cnr_jax.checkpointer.saving.plan import Planning
+from cnr_jax.checkpointer.saving.reporting import report_of_begun
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import (
     ChangedRows,
@@ -60,7 +61,7 @@ from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.metrics import check_can_append
-from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.step import held_tables, read_manifest
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.rows.touched import Touched
@@ -112,8 +113,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tables=table_entries(tables or Tables({})),
             new_run=self.options.new_run,
         )
-        doubts = tables.doubts if tables else ()
-        self.lifecycle = Lifecycle(self.writer, self._planner, self.options, doubts)
+        self.lifecycle = Lifecycle(self.writer, self._planner, self.options)
         self.widening = Widening(self.options, tables)
         self.channel = Channel(self.options.timeout_secs)
         self._tracker = Tracker(self.options)
@@ -210,10 +210,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             dense_leaves=tuple(leaf for leaf, _ in changed.dense),
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
-            encoding=self.widening.encoding,
             started_secs=started,
-            find_secs=time.perf_counter() - started,
-            fingerprint_secs=changed.secs,
+            report=report_of_begun(
+                plan,
+                tracking=changed.mode,
+                inherited=self.widening.encoding.inherited,
+                doubts=self.tables.doubts if self.tables else (),
+                find_secs=time.perf_counter() - started,
+                fingerprint_secs=changed.secs,
+            ),
         )
         return flight, changed
 
@@ -298,7 +303,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.lifecycle.begin(flight)
         with own_settings():
             self._launcher.launch(flight, changed, directory, directories)
-        flight.blocking_secs = time.perf_counter() - flight.started_secs
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -320,7 +324,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.writer.check_claim()
             plan, tracking = flight.plan, flight.tracking
             by_fingerprints = self._tracker.by_fingerprints(tracking)
-            flight.made, flight.manifest_bytes, flight.processes = write_manifest(
+            made, manifest_bytes, processes = write_manifest(
                 directory,
                 plan,
                 flight.written,
@@ -329,10 +333,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 tracking=tracking,
                 recorded_clock=flight.recorded_clock,
                 fingerprint_clock=plan.clock if by_fingerprints else None,
-                encoding=flight.encoding.entry(),
+                encoding=self.widening.encoding.entry(),
                 started_secs=flight.started_secs,
             )
-            self.writer.gaps.know(flight.made, flight.processes, flight.manifest_bytes)
+            flight.made = made
+            self.writer.gaps.know(made, processes, manifest_bytes)
+            flight.know(
+                tables=held_tables(made, processes),
+                manifest_bytes=made.totals.manifest_bytes + manifest_bytes,
+            )
             flight.note_commit()
             if not self.lifecycle.managed:
                 self.lifecycle.look_before(flight)

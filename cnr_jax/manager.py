@@ -36,8 +36,6 @@ from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
-from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
@@ -149,12 +147,13 @@ class CheckpointManager(ocp.CheckpointManager):
         committer = committer_of(
             self._root, orbax_options, writer.discard, writer.check_claim
         )
-        pipeline = SavePipeline[SaveInFlight](committer, channel)
-        self._calls = Calls(handler.lifecycle.listener.is_here, pipeline.is_here)
+        self._calls = Calls(
+            handler.lifecycle.listener.is_here, lambda: self._saves.pipeline.is_here()
+        )
         self._course = Course(
             self._steps,
             lambda: self._saves.flying(),
-            lambda: pipeline.is_busy,
+            lambda: self._saves.pipeline.is_busy,
             handler.uses,
             channel,
             options,
@@ -162,7 +161,7 @@ class CheckpointManager(ocp.CheckpointManager):
         policy: Any = orbax_options.preservation_policy
         given = orbax_options.async_options or ocp.AsyncOptions()
         self._saves = Saves(
-            pipeline,
+            committer,
             self._steps,
             self._items,
             handler.lifecycle,
@@ -473,13 +472,15 @@ class CheckpointManager(ocp.CheckpointManager):
         """Waits for the save that is being written, and for `on_save`; frees what is held.
 
         A program that ends without it, or `with`, may lose its last save. Again it does nothing,
-        but end what an interrupt has kept the first call from.
+        but end what an interrupt has kept the first call from. In a forked process it does nothing.
 
         Raises:
             SaveError: if the save failed.
             CallError: inside `on_save`, or a handler or callback of a save, which would wait for
                 itself.
         """
+        if self._calls.is_forked:
+            return  # such as at the end of `with`, of a child that ends in it
         self._calls.refuse_inside("close")
         try:
             self.wait_until_finished()

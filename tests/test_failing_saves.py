@@ -18,10 +18,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -43,6 +46,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Call, Fault
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
@@ -281,6 +285,48 @@ def test_wherever_a_save_fails_nothing_changes_and_its_rows_are_in_the_next(
     run.check(manager, 2)
     run.check(manager, 1)
     manager.close()
+
+
+def test_an_error_holds_nothing_of_what_was_to_be_saved(tmp_path: Path) -> None:
+    state = {"user": jnp.ones((64, 8)), "w": jnp.ones(3)}
+    tables = cnr.find_tables(state, ["user"])
+    fault = Fault("rename", action="EIO", match="1.orbax")
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        touched = cnr.init_touched(state, tables)
+        with inprocess.failing(tmp_path, fault):
+            manager.save(1, args=cnr.args.Save(state, touched))
+            with pytest.raises(SaveError) as caught:
+                manager.wait_until_finished()
+        held = [weakref.ref(leaf) for leaf in jax.tree.leaves((state, touched))]
+        del state, touched
+        gc.collect()
+        assert [each() for each in held if each() is not None] == []
+        assert "Input/output error" in str(caught.value)
+
+
+def test_each_attempt_at_a_step_is_written_into_a_folder_of_another_name(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    """Whoever still writes for the one that failed must not write into the next."""
+    run, folders = tiny_run(), list[str]()
+
+    def note(call: Call) -> None:
+        path = Path(call.path)
+        if call.call == "mkdir" and path.parent == tmp_path:
+            folders.append(path.name)
+        elif call.call == "rename" and [path.name] == folders:
+            folders.append("failed")
+            raise OSError(errno.EIO, "Input/output error", call.path)
+
+    with run.open(tmp_path) as manager, inprocess.watching(tmp_path, before=note):
+        run.train(1)
+        run.save(manager, 1)
+        with pytest.raises(SaveError, match="step 1 failed"):
+            manager.wait_until_finished()
+        run.save(manager, 1)
+        manager.wait_until_finished()
+    first, _, second = folders
+    assert first != second and first.split("-")[:-1] == second.split("-")[:-1]
 
 
 def test_a_run_of_failing_saves_leaks_nothing(

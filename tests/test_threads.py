@@ -380,6 +380,46 @@ def test_saves_and_exports_begin_in_any_threads(
 @pytest.mark.filterwarnings(
     "ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning"
 )
+def test_a_forked_child_is_told_that_it_cannot_save_rather_than_hanging(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path / "root") as manager:
+        run.run(manager, [1])
+        args, here = cnr.args.Save(run.state, run.touched), os.getpid()
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(
+                20
+            )  # ends a child that waits for a thread that it does not have
+            for call in (
+                lambda: manager.save(2, args=args),
+                lambda: manager.restore(1),
+                manager.wait_until_finished,
+                manager.check_for_errors,
+                manager.reload,
+            ):
+                try:
+                    call()
+                except CallError as error:
+                    os.write(tell, f"{error.kind}: {error}\n\n".encode())
+            manager.close()
+            os.write(tell, b"closed")
+            os._exit(0)
+        os.close(tell)
+        with open(told) as file:
+            *errors, end = file.read().split("\n\n")
+        assert os.waitpid(child, 0)[1] == 0 and end == "closed" and len(errors) == 5
+        assert all(each.startswith("forked: ") for each in errors)
+        assert f"expected process {here}" in errors[0] and "spawn" in errors[0]
+        run.run(manager, [2])
+        run.check(manager, 2)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning"
+)
 def test_a_fork_in_the_middle_of_a_beginning_leaves_the_child_free_to_begin() -> None:
     may_end, is_held = threading.Event(), threading.Event()
 

@@ -10,6 +10,7 @@ of one can be asked of the store, whoever was interrupted or did not answer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -184,7 +185,8 @@ class MarkerCommitter:
 
 def _temporary(attempt: Attempt) -> str:
     """The name of the folder of an attempt; of digits behind, since others read it too."""
-    number = int(attempt.nonce[:12], 16)
+    # Of all of the nonce: those of one run begin alike.
+    number = int(hashlib.sha256(attempt.nonce.encode()).hexdigest()[:12], 16)
     return f"{attempt.directory}{names.TEMPORARY_SUFFIX}-{number}"
 
 

@@ -90,7 +90,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
 
 
 def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
-    """The manifest of a step that Orbax has committed.
+    """The manifest of a step that is committed.
 
     Where directories cannot be renamed, one that holds a manifest need not be: a run may have
     been killed right before the file that commits it was written.
@@ -105,7 +105,7 @@ def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
 
 
 def check_committed(root: AnyPath, directory: str) -> None:
-    """Checks that Orbax has committed a step; one that is renamed for it always is.
+    """Checks that a step is committed; one that is renamed for it always is.
 
     Raises:
         IntegrityError: if not.

@@ -50,7 +50,6 @@ KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("open", "doubt"),
     ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
-    ("checkpointer/saving/saves.py", "Saves"): ("_begun", "_failures"),
     ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),

@@ -1,5 +1,10 @@
 """Saves on their way: their order, failures, interrupts and what they leave, with real files.
 
+What is saved is a file a process, written by work of this module: it can be held up and made to
+fail at each stage, and several saves can be in flight, of which a manager has one. What a manager
+does at each stage is tested with managers: `test_failing_saves.py`, `test_interrupts.py`,
+`test_storage.py`, `test_retention.py` and `multiprocess/`.
+
 Threads stand for processes where there are several: each has a pipeline of its own, and all have
 one root.
 """
@@ -8,12 +13,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import gc
+import dataclasses
 import secrets
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,10 +81,12 @@ class Files:
         self.at = {name: Stop() for name in names}
         self.why: BaseException | None = None
         self.error: errors.CnrError | None = None
-        self.state: Any = None
 
     def note(self, what: str) -> None:
         self.writer.events.append((what, self.step))
+
+    def items(self, save: Any) -> list[str]:
+        return [ITEM]
 
     def stage(self, save: Any, folder: Any) -> Sequence[Any]:
         self.at["stage"].pass_()
@@ -108,7 +114,7 @@ class Files:
     def published(self, save: Any) -> Any:
         self.note("published")
         self.at["published"].pass_()
-        return {"goes": self.writer.superfluous(self)}
+        return {"goes": self.writer.superfluous()}
 
     def committed(self, save: Any, told: Any) -> None:
         self.note("committed" if told is not None else "committed, unheard")
@@ -129,6 +135,25 @@ class Files:
 
     def ended(self, save: Any) -> None:
         self.note("ended")
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class Saved(PipelinedSave):
+    """A save of files, maybe on top of another one."""
+
+    files: Files
+    parent: Saved | None = None
+
+    @property
+    def rests_on(self) -> str | None:
+        return self.parent.attempt.nonce if self.parent else None
+
+
+class Work:
+    """Lets the files of a save do what a pipeline asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda save, *given: getattr(save.files, name)(save, *given)
 
 
 class Writer:
@@ -152,38 +177,31 @@ class Writer:
             if kind == "rename"
             else MarkerCommitter(lambda: None)
         )
-        self.pipeline = SavePipeline[PipelinedSave](
-            self.committer, channel or Channel(30.0), most
+        self.pipeline = SavePipeline[Saved](
+            self.committer, channel or Channel(30.0), Work(), most
         )
-        self.saves: list[PipelinedSave] = []
+        self.saves: list[Saved] = []
 
     def save(
         self,
         step: int,
         prepare: Callable[[Files], Any] = lambda _: None,
-        rests_on: PipelinedSave | None = None,
+        parent: Saved | None = None,
         nonce: str = "",
     ) -> Files:
         work = Files(self, step)
         prepare(work)
         attempt = Attempt(self.root, str(step), nonce or secrets.token_hex(16))
 
-        def plan() -> PipelinedSave:
-            save = PipelinedSave(
-                attempt=attempt, items=[ITEM], work=work, rests_on=rests_on
-            )
-            self.saves.append(save)
-            return save
+        def plan() -> Saved:
+            self.saves.append(Saved(attempt=attempt, files=work, parent=parent))
+            return self.saves[-1]
 
         self.pipeline.begin(plan)
         return work
 
-    def superfluous(self, work: Files) -> list[int]:
-        steps = [*self.steps()]
-        flying = self.pipeline.in_flight()
-        later = flying[[each.work for each in flying].index(work) + 1 :]
-        needed = {each.rests_on.step for each in later if each.rests_on is not None}
-        return [step for step in steps[: -self.kept] if step not in needed]
+    def superfluous(self) -> list[int]:
+        return self.steps()[: -self.kept]
 
     def remove(self, step: int) -> None:
         if isinstance(self.committer, MarkerCommitter):
@@ -197,12 +215,13 @@ class Writer:
             if path.name.isdigit() and (path / COMMITTED).exists()
         )
 
-    def end(self) -> list[PipelinedSave]:
+    def end(self) -> list[Saved]:
         self.pipeline.wait()
         found = self.pipeline.ended()
         for save in found:
             self.pipeline.forget(save)
-        return found
+        # Of others the call that began them has told.
+        return [save for save in found if save.has_begun]
 
     def close(self) -> None:
         self.pipeline.wait()
@@ -311,23 +330,19 @@ def test_the_commit_is_told_before_anything_goes_in_its_favour(writer: Any) -> N
     assert save.is_committed and saving.steps() == [2, 3]
 
 
-def test_what_a_save_in_flight_rests_on_stays_and_other_superfluous_steps_go(
-    writer: Any,
-) -> None:
-    """Only those count that are later: of ended ones nobody may have taken note yet."""
+def test_later_saves_are_those_in_flight_that_began_after_one(writer: Any) -> None:
+    """Of ended ones, which are not later, nobody may have taken note yet."""
     saving, before, stop = writer(3), Stop().shut(), Stop().shut()
-    saving.kept = 1
     saving.save(1)
-    first = saving.saves[-1]
-    saving.save(2, lambda work: work.at.update(write=before))
-    saving.save(3, lambda work: work.at.update(write=stop), rests_on=first)
+    saving.save(2, lambda work: work.at.update(published=before))
+    saving.save(3, lambda work: work.at.update(write=stop))
+    assert before.reached.wait(30)
+    _, second, third = saving.saves
+    assert saving.pipeline.later(second) == [third]
+    assert saving.pipeline.later(third) == []
     before.open()
-    while 2 not in saving.steps() or saving.of(2)[-1] != "ended":
-        time.sleep(0.005)
-    assert saving.steps() == [1, 2], "step 3 rests on step 1"
     stop.open()
-    saving.end()
-    assert saving.steps() == [3]
+    assert [save.step for save in saving.end()] == [1, 2, 3]
 
 
 # ---- failures -------------------------------------------------------------------------------
@@ -359,12 +374,12 @@ def test_a_failure_takes_down_what_rests_on_it_and_no_other(writer: Any) -> None
     saving.kept = 9
     saving.save(1, lambda work: work.at.update(write=stop))
     first = saving.saves[-1]
-    saving.save(2, rests_on=first)
+    saving.save(2, parent=first)
     second = saving.saves[-1]
-    saving.save(3, rests_on=second)
+    saving.save(3, parent=second)
     saving.save(4)
     stop.open(NO_SPACE)
-    first.over.wait()
+    first.thread.wait()
     found = saving.pipeline.ended()
     while len(found) < 4:
         found = saving.pipeline.ended()
@@ -394,7 +409,7 @@ def test_a_failure_in_staging_comes_out_of_the_call_and_leaves_nothing(
 def test_a_plan_that_is_refused_leaves_nothing_at_all(writer: Any) -> None:
     saving = writer()
 
-    def refuse() -> PipelinedSave:
+    def refuse() -> Saved:
         raise errors.OptionError("no")
 
     with pytest.raises(errors.OptionError):
@@ -489,24 +504,6 @@ def test_what_still_writes_for_an_attempt_that_was_given_up_harms_no_other(
     held = sorted(path.name for path in (saving.root / "1" / ITEM).iterdir())
     assert held == ["0.txt", "whole"]
     saving.close()
-
-
-def test_errors_hold_nothing_of_what_was_saved(writer: Any) -> None:
-    class State:
-        """What a save holds as long as it is being written."""
-
-    saving, states = writer(), [State()]
-    held = weakref.ref(states[0])
-
-    def prepare(work: Files) -> None:
-        work.state = states.pop()
-        work.at["seal"].open(OSError(28, "no space"))
-
-    saving.save(1, prepare)
-    (save,) = saving.end()
-    error = save.error
-    gc.collect()
-    assert held() is None and "no space" in str(error)
 
 
 # ---- interrupts -----------------------------------------------------------------------------
@@ -642,7 +639,7 @@ class Run:
 
         return self.processes.all(one)
 
-    def end(self) -> list[list[PipelinedSave]]:
+    def end(self) -> list[list[Saved]]:
         found = self.processes.all(lambda process: self.writers[process].end())
         assert not [each for each in found if isinstance(each, BaseException)], found
         return found

@@ -21,7 +21,7 @@ def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions
 
     Raises:
         OptionError: if they are of another kind, or give the part of process 0 to another, or
-            leave processes out.
+            leave processes out, or name what this library does in another way.
     """
     if not isinstance(orbax_options, ocp.CheckpointManagerOptions | None):
         raise errors.OptionError(
@@ -41,6 +41,14 @@ def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions
         raise errors.OptionError(
             "temporary_path_class is not taken: steps are committed by this library\n"
             f"  got {orbax_options.temporary_path_class!r}, expected None"
+        )
+    asked = orbax_options.async_options if orbax_options else None
+    if asked and asked.barrier_sync_fn is not None:
+        raise errors.OptionError(
+            "barrier_sync_fn is not taken: processes tell each other by jax.distributed how a save"
+            " goes, and meet at no barrier\n"
+            f"  got {asked.barrier_sync_fn!r}, expected None\n"
+            "  hint: Options(timeout_secs=...) says how long they wait for each other"
         )
     return orbax_options or ocp.CheckpointManagerOptions()
 

@@ -152,7 +152,7 @@ def step_names(
 
 
 def refuse_pipes(step: AnyPath) -> None:
-    """Makes sure that Orbax can read what it wrote beside the state without waiting for ever.
+    """Makes sure that what describes a step, and its metrics, are read without waiting for ever.
 
     Raises:
         IntegrityError: if a pipe, a socket or a device is in the place of such a file.

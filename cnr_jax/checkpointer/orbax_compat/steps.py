@@ -31,7 +31,7 @@ class StepInfo:
 
     Attributes:
         step: its number.
-        time: when it was committed.
+        time: when it was committed; of one that is being saved, when that began.
         metrics: that it was saved with.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,6 +38,12 @@ class Calls:
         self.lock = threading.RLock()
         self.current: object | None = None
         self.is_closed = False
+        self._process = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child that was forked: no thread of the manager lives there."""
+        return os.getpid() != self._process
 
     def asking(self) -> contextlib.AbstractContextManager[Any]:
         """What a question about steps is asked in: the lock.
@@ -62,11 +69,20 @@ class Calls:
             )
 
     def refuse_in_on_save(self, name: str) -> None:
-        """Checks that a call does not wait for the listener that makes it.
+        """Checks that a call does not wait for the listener that makes it, nor for the dead.
 
         Raises:
             CallError: if it does.
         """
+        if self.is_forked:
+            raise errors.CallError(
+                f"{name}() was called in a process that was forked after this manager was made,"
+                " and would wait for threads that are not there\n"
+                f"  got process {os.getpid()}, expected process {self._process}\n"
+                "  hint: save and restore where the manager was made, or make another there;"
+                " multiprocessing.get_context('spawn') starts processes in which jax works",
+                kind="forked",
+            )
         if self._is_in_on_save():
             raise errors.CallError(
                 f"{name}() was called inside on_save, and would wait for on_save to end\n"

@@ -6,16 +6,15 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.items import StepItems
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.pipeline import STOP_SECS, PipelinedSave
-from cnr_jax.encoding import Encoding
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
-from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import SavePlan
@@ -23,6 +22,7 @@ from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store.checked import means_damage
+from cnr_jax.telemetry import SaveReport
 from cnr_jax.waiting import Gate, Job
 
 
@@ -44,15 +44,10 @@ class SaveInFlight(PipelinedSave):
         dense_leaves: of the state, which belong to no table, as the manifest lists them.
         tracking: how changed rows were found.
         recorded_clock: of the touched rows, if there are any that were used.
-        encoding: of rows, codecs of single saves aside.
         info: of the step, as policies are told of it until it is one of the root; None under a
             plain manager.
         step_items: that a manager of ours saves, as long as it is not over.
         started_secs: reading of `time.perf_counter` when the save was asked for.
-        find_secs: from then until it was decided.
-        fingerprint_secs: of these, for looking for changed rows.
-        blocking_secs: for which training waited.
-        gather_secs: of these, for rows.
         writing: of its state, by a thread of its own.
         release: ends the writing of rows, and frees whoever waits for it to go on.
         launched: opened when the blocking part of the save is over.
@@ -60,21 +55,12 @@ class SaveInFlight(PipelinedSave):
         stopped: why its writing must end, if it must.
         write_error: why not all processes have written their part; known once that is over.
         written: what this process has written, once it has.
-        written_secs: that this took.
-        commit_secs: from then on until it was committed.
-        processes: the process manifests that this process has seen by then; only the first one
-            sees others than its own.
-        manifest_bytes: of `manifest.json`, if this process has written it.
-        is_synced: whether it was committed, and synced or found impossible to sync, before
-            anything was deleted in its favour.
-        is_unwanted: whether retention is to delete this very step.
         chain: committed checkpoints that it cannot be restored without, its parent first.
         beside: newest full ones of its branch that it does not rest on.
         harm: what was found missing of it, or of what it rests on, once it was committed.
         made: the manifest that this process has written of it, for all.
         manifest: of the save, once it is seen to be committed.
-        is_reported: whether its report is handed over.
-        is_failure_told: whether the log says why it failed.
+        report: what is known of it so far; None once it is handed over, and without a state.
     """
 
     item: str
@@ -82,14 +68,9 @@ class SaveInFlight(PipelinedSave):
     dense_leaves: tuple[DenseLeaf, ...] = ()
     tracking: Tracking = "recorded"
     recorded_clock: int | None = None
-    encoding: Encoding = dataclasses.field(default_factory=Encoding)
     info: StepInfo | None = None
     step_items: StepItems | None = None
     started_secs: float = 0.0
-    find_secs: float = 0.0
-    fingerprint_secs: float = 0.0
-    blocking_secs: float = 0.0
-    gather_secs: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
     release: Callable[[], None] = _do_nothing
     launched: Gate = dataclasses.field(default_factory=Gate)
@@ -97,19 +78,12 @@ class SaveInFlight(PipelinedSave):
     stopped: BaseException | None = None
     write_error: errors.SaveError | concurrent.futures.CancelledError | None = None
     written: Written | None = None
-    written_secs: float = 0.0
-    commit_secs: float = 0.0
-    processes: Sequence[ProcessManifest] = ()
-    manifest_bytes: int | None = None
-    is_synced: bool = False
-    is_unwanted: bool = False
     chain: tuple[Entry, ...] = ()
     beside: tuple[Entry, ...] = ()
     harm: Gap | None = None
     made: Manifest | None = None
     manifest: Manifest | None = None
-    is_reported: bool = False
-    is_failure_told: bool = False
+    report: SaveReport | None = None
 
     @property
     def place(self) -> Place:
@@ -121,6 +95,12 @@ class SaveInFlight(PipelinedSave):
         """How its state is saved."""
         assert self.decided is not None
         return self.decided
+
+    @property
+    def rests_on(self) -> str | None:
+        """The nonce of the save whose step is its parent; None if it rests on no other."""
+        parent = self.decided.parent if self.decided else None
+        return parent.uuid if parent else None
 
     # What Orbax asks of a future.
 
@@ -150,8 +130,8 @@ class SaveInFlight(PipelinedSave):
     def stop(self) -> None:
         """Makes the save fail if it has not ended, and waits until nothing is written.
 
-        Orbax raises the first error while other parts may still be writing, into a directory
-        of which the same step, saved again, uses the name.
+        A plain manager of Orbax raises the first error while other parts may still be writing,
+        into a directory of which the same step, saved again, uses the name.
         """
         self.cancel()
         self.launched.open()
@@ -169,18 +149,23 @@ class SaveInFlight(PipelinedSave):
         try:
             manifest = read_committed(root, directory, item)
         except (errors.CnrError, OSError) as error:
-            # It was there when it was synced: somebody has taken or harmed it since.
-            return self.made if self.is_synced and means_damage(error) else None
+            # It was there when it was committed: somebody has taken or harmed it since.
+            return self.made if self.is_committed and means_damage(error) else None
         return manifest if manifest.uuid == self.plan.uuid else None
 
     def free(self) -> None:
         """Frees what only its writing, and finding out what became of it, needed."""
         self.written = self.made = self.manifest = None
         self.stopped = self.write_error = None
-        self.processes, self.chain, self.beside = (), (), ()
+        self.chain, self.beside = (), ()
         self.release = _do_nothing
+
+    def know(self, **found: Any) -> None:
+        """Takes into its report what was found out; one thread at a time does."""
+        if self.report is not None:
+            self.report = dataclasses.replace(self.report, **found)
 
     def note_commit(self) -> None:
         """Notes how long it took to commit what all processes have written."""
         if self.agreed_at_secs is not None:
-            self.commit_secs = time.perf_counter() - self.agreed_at_secs
+            self.know(commit_secs=time.perf_counter() - self.agreed_at_secs)

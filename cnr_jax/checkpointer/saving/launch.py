@@ -143,11 +143,13 @@ class Launcher:
             # Else views of the state would be alive when the next train step gets its memory.
             del sources
             changed.shards.release()
-            flight.gather_secs = time.perf_counter() - started
+            gather_secs = time.perf_counter() - started
             for some in dense.bytes_of(pieces, stage.limit_bytes, self._buffers):
                 if not stage.put(some):
                     break
             stage.close()
+            blocking_secs = time.perf_counter() - flight.started_secs
+            flight.know(gather_secs=gather_secs, blocking_secs=blocking_secs)
             flight.launched.open()
         except BaseException as error:
             flight.give_up(error)
@@ -274,13 +276,23 @@ def _in_background(
     if failure is not None:
         flight.release()
     flight.launched.wait()
-    flight.written_secs = time.perf_counter() - started
+    _note_secs(flight, time.perf_counter() - started)
     failure = flight.stopped or failure
     if directories is not None:
         _end_alike(flight, failure, channel, topic)
         flight.agreed_at_secs = time.perf_counter()
     elif failure is not None:
         flight.write_error = _as_told(flight, failure)
+
+
+def _note_secs(flight: SaveInFlight, secs: float) -> None:
+    """Notes how long writing took, of which it may have waited for codes, and for rows."""
+    written = flight.written
+    encode_secs = written.encode_secs if written else 0.0
+    waiting_secs = written.waiting_secs if written else 0.0
+    flight.know(
+        encode_secs=encode_secs, write_secs=max(0.0, secs - encode_secs - waiting_secs)
+    )
 
 
 def _as_told(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -43,7 +42,6 @@ class Lifecycle:
         writer: where saves go.
         planner: is told of committed saves.
         options: of the run.
-        doubts: what may be slots, but is saved with the dense leaves, as `SaveReport.doubts`.
 
     Attributes:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
@@ -61,9 +59,8 @@ class Lifecycle:
         writer: RootWriter,
         planner: Planner,
         options: Options,
-        doubts: tuple[str, ...],
     ) -> None:
-        self._writer, self._planner, self._doubts = writer, planner, doubts
+        self._writer, self._planner = writer, planner
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
         self.listener = Listener(options.on_save, metrics=options.metrics)
@@ -98,11 +95,14 @@ class Lifecycle:
         On the process that commits.
 
         Raises:
-            SaveError: if a file is missing or cut short; it is told of already.
+            SaveError: if a file is missing or cut short.
         """
         error = chain_error(self._writer, flight) if flight in self.open else None
         if error is not None:
-            self.fail(flight, error)
+            if not self.managed:
+                self.fail(
+                    flight, error
+                )  # Orbax tells nobody here that a save has failed
             raise error
 
     def look_after(self, flight: SaveInFlight, leaving: Collection[int]) -> None:
@@ -117,9 +117,8 @@ class Lifecycle:
         if flight in self.open and self._see(flight) is not None:
             look_after(self._writer, flight, leaving, self._min_fulls)
 
-    def synced(self, flight: SaveInFlight, error: OSError | None) -> None:
+    def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""
-        flight.is_synced = True
         if error is None:
             self.doubt = ""
             self._writer.committed()
@@ -128,10 +127,9 @@ class Lifecycle:
 
     def report_commit(self, flight: SaveInFlight) -> None:
         """Reports a save if it is seen to be committed; in doubt `settle_one` looks again."""
-        if flight not in self.open or flight.is_unwanted:
+        if flight not in self.open or self._is_unwanted(flight):
             return
-        if not flight.is_reported:
-            flight.note_commit()
+        flight.note_commit()
         manifest = self._see(flight)
         if manifest is not None:
             self._report(flight, manifest)
@@ -148,22 +146,23 @@ class Lifecycle:
     def fail(self, flight: SaveInFlight, error: errors.CnrError) -> None:
         """Says in the log why a save, or what comes after its commit, failed."""
         self.last_failure = without_frames(error)
-        if not flight.is_failure_told:
-            _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
-        flight.is_failure_told, flight.error = True, flight.error or error
+        _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
+        flight.error = flight.error or error
         if is_dropped(error):
             self._report_dropped(flight, error.problem, error.path)
 
     def report_unwanted(self, flight: SaveInFlight) -> None:
         """Reports a save if retention has not kept it."""
-        ledger = self._writer.ledger
-        if flight not in self.open or ledger is None or not flight.is_unwanted:
-            return
-        if flight.place.directory in ledger.doomed:
+        if flight in self.open and self._is_unwanted(flight):
             self._tell_unwanted(flight)
 
+    def _is_unwanted(self, flight: SaveInFlight) -> bool:
+        """Whether retention deletes the very step that was saved."""
+        ledger = self._writer.ledger
+        return ledger is not None and flight.place.directory in ledger.doomed
+
     def _tell_unwanted(self, flight: SaveInFlight) -> None:
-        if flight.is_reported:
+        if flight.report is None:
             return
         problem = "retention did not keep it: by its rule others are to stay"
         if not self._has_said_dropped:
@@ -184,9 +183,9 @@ class Lifecycle:
                 flight.stop()
             self._writer.end_writing()
 
-    def withdraw(self) -> None:
-        """Undoes what was prepared for a save that then did not begin."""
-        self.end_writing(*self.open)
+    def withdraw(self, *flights: SaveInFlight) -> None:
+        """Undoes what was prepared for saves that then did not begin."""
+        self.end_writing(*flights)
         if not self.open:
             self._writer.undo()
 
@@ -231,9 +230,9 @@ class Lifecycle:
     def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
         place, plan, ledger = flight.place, flight.plan, self._writer.ledger
         assert ledger is not None  # since the save began
-        dropped, seen = place.directory in ledger.doomed, None
+        dropped, seen = self._is_unwanted(flight), None
         if self._writer.writes and self.managed:
-            seen = flight.is_synced
+            seen = flight.is_committed
             dropped = dropped and seen
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
@@ -270,16 +269,14 @@ class Lifecycle:
         """Notes why a save failed, and removes what it wrote."""
         flight.stop()
         if flight.error is None:
-            flight.error = flight.reason()
-        if not flight.is_failure_told:
-            self.fail(flight, flight.error)
+            self.fail(flight, flight.reason())
         if not self.managed:
             self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
         self._writer.undo()
         self._end(flight)
 
     def _report(self, flight: SaveInFlight, manifest: Manifest) -> None:
-        if flight.is_reported:
+        if flight.report is None:
             return
         self.last_failure = None
         if flight.harm is not None:
@@ -287,7 +284,9 @@ class Lifecycle:
         else:
             self._tell(
                 flight,
-                lambda: report_of_committed(flight, self._planner.tables, manifest),
+                lambda known: report_of_committed(
+                    known, flight, self._planner.tables, manifest
+                ),
             )
 
     def _report_dropped(
@@ -295,16 +294,20 @@ class Lifecycle:
     ) -> None:
         self._tell(
             flight,
-            lambda: report_of_dropped(flight, self._planner.tables, problem, damaged),
+            lambda known: report_of_dropped(
+                known, flight, self._planner.tables, problem, damaged
+            ),
         )
 
-    def _tell(self, flight: SaveInFlight, make: Callable[[], SaveReport]) -> None:
-        """Hands over the report of a save, once."""
-        if flight.is_reported or flight.decided is None:
+    def _tell(
+        self, flight: SaveInFlight, make: Callable[[SaveReport], SaveReport]
+    ) -> None:
+        """Hands over the report of a save, once, made of what is known so far."""
+        known, flight.report = flight.report, None
+        if known is None:
             return
-        flight.is_reported = True
         try:
-            report = dataclasses.replace(make(), doubts=self._doubts)
+            report = make(known)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.

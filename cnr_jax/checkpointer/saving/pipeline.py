@@ -44,7 +44,7 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import logger
-from cnr_jax.waiting import Gate, Job
+from cnr_jax.waiting import Job
 
 _log = logger(__name__)
 # How often a process looks whether process 0 has failed, while it waits for something else.
@@ -54,7 +54,11 @@ STOP_SECS = 60.0
 
 
 class Work(Protocol):
-    """What is done for a save of a pipeline. Nothing of it runs in the training thread."""
+    """What is done for the saves of a pipeline. Nothing of it runs in the training thread."""
+
+    def items(self, save: Any) -> Sequence[str]:
+        """Names of the folders that are made before a save is staged."""
+        ...
 
     def stage(self, save: Any, folder: AnyPath) -> Sequence[Any]:
         """Starts to write what is saved into a folder, so that training may go on.
@@ -106,31 +110,19 @@ class PipelinedSave:
     """One save, and all that the pipeline knows of it.
 
     Attributes:
-        attempt: where it is written; its nonce names what processes tell of it.
-        items: whose folders are made before it is staged.
-        work: what is done for it, as long as it is in a pipeline and not over.
-        rests_on: a save that it is worth nothing without; None where all of that is committed.
-        before: the one that is committed before it.
+        attempt: where it is written; its nonce names it, and what processes tell of it.
         futures: of what is being written.
-        staging_error: why staging failed, with several processes: all are to raise the same.
         error: why it failed, or what comes after its commit.
         agreed_at_secs: reading of `time.perf_counter` when all processes knew that it is written.
         is_committed: whether it is, as far as this process knows.
-        over: opens when all is done.
-        thread: that does it.
+        thread: that does all that is left to do once it has begun.
     """
 
     attempt: Attempt
-    items: Sequence[str] = ()
-    work: Work | None = None
-    rests_on: PipelinedSave | None = None
-    before: PipelinedSave | None = None
     futures: Sequence[Any] = ()
-    staging_error: BaseException | None = None
     error: errors.CnrError | None = None
     agreed_at_secs: float | None = None
     is_committed: bool = False
-    over: Gate = dataclasses.field(default_factory=Gate)
     thread: Job = dataclasses.field(default_factory=Job)
 
     @property
@@ -143,10 +135,19 @@ class PipelinedSave:
         return f"{self.attempt.nonce}/{what}"
 
     @property
-    def has_fallen(self) -> bool:
-        """Whether it is bound to fail, as what it rests on has failed."""
-        below = self.rests_on
-        return below is not None and below.over.is_open and not below.is_committed
+    def rests_on(self) -> str | None:
+        """The nonce of the save that it is worth nothing without; None if there is none."""
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is done, and nothing is written or removed for it any more."""
+        return self.thread.is_over
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was in flight; else whoever began it was told why not."""
+        return self.thread.has_begun
 
 
 S = TypeVar("S", bound=PipelinedSave)
@@ -158,12 +159,16 @@ class SavePipeline(Generic[S]):
     Args:
         committer: says what it means that a save is committed.
         channel: to the other processes.
+        work: what is done for the saves.
         most: saves that are written at once.
     """
 
-    def __init__(self, committer: Committer, channel: Channel, most: int = 1) -> None:
+    def __init__(
+        self, committer: Committer, channel: Channel, work: Work, most: int = 1
+    ) -> None:
         self.committer, self._channel, self._most = committer, channel, most
-        # In their order, until somebody has taken note of their ends.
+        self._work = work
+        # In their order, from when they are decided until somebody has taken note of their ends.
         self._saves: list[S] = []
         self._beginning: _Beginning[S] | None = None
         # One thread for all beginnings: jax opens files for each thread that it is new to.
@@ -174,6 +179,7 @@ class SavePipeline(Generic[S]):
     def begin(
         self,
         plan: Callable[[], S],
+        prepare: Callable[[S], None] = lambda save: None,
         settings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> S:
         """Begins a save, once there is room; returns when it is staged.
@@ -184,19 +190,21 @@ class SavePipeline(Generic[S]):
         Args:
             plan: decides on the save, in a thread of its own. What it raises is raised here; with
                 several processes it must be raised on all.
+            prepare: makes ready what is staged, after that and alike.
             settings: that the save is decided and staged in.
 
         Raises:
-            Exception: as `plan` or, of one process, as staging. With several what fails later comes
-                out of the background, on all alike.
+            Exception: as `plan`, `prepare` or, of one process, staging. With several what fails
+                later comes out of the background, on all alike.
         """
         self.end_beginning()
         self.make_room()
         beginning = self._beginning = _Beginning[S]()
         context = contextvars.copy_context()
-        run: Any = functools.partial(beginning.run, self._begin, plan, settings)
+        begin: Any = functools.partial(self._begin, beginning, plan, prepare)
+        run: Any = functools.partial(beginning.run, begin, settings)
         run = functools.partial(context.run, run)
-        del plan  # which holds what is saved
+        del plan, prepare, begin  # which hold what is saved
         try:
             try:
                 self._pool.submit(beginning.job.run, run)
@@ -232,14 +240,14 @@ class SavePipeline(Generic[S]):
         """Waits until one more save may begin."""
         while len(flying := self.in_flight()) >= self._most:
             self._drive(flying[0])
-            flying[0].over.wait()
+            flying[0].thread.wait()
 
     def wait(self) -> None:
         """Waits until all saves are over."""
         self.end_beginning()
         for save in self.in_flight():
             self._drive(save)
-            save.over.wait()
+            save.thread.wait()
 
     def close(self) -> None:
         """Ends the thread of beginnings, once all saves are over."""
@@ -247,7 +255,16 @@ class SavePipeline(Generic[S]):
 
     def in_flight(self) -> list[S]:
         """Saves that are not over, in their order."""
-        return [save for save in tuple(self._saves) if not save.over.is_open]
+        return [save for save in tuple(self._saves) if not save.is_over]
+
+    def unnoted(self) -> list[S]:
+        """Saves of which nobody has taken note what became of them, in their order."""
+        return [*self._saves]
+
+    def later(self, save: S) -> list[S]:
+        """Saves in flight that began after one that is in flight too."""
+        flying = self.in_flight()
+        return flying[flying.index(save) + 1 :]
 
     @property
     def is_busy(self) -> bool:
@@ -268,50 +285,66 @@ class SavePipeline(Generic[S]):
         return any(save.thread.is_here for save in tuple(self._saves))
 
     def ended(self) -> list[S]:
-        """Saves that have ended and are not forgotten, in their order.
+        """Saves that have ended and are not forgotten, in their order, also in their beginning.
 
         None comes before all that began earlier. With one that failed come those that rest on it,
         which are waited for: else they would look like failures of their own.
         """
         found: list[S] = []
         for save in tuple(self._saves):
-            if save.has_fallen:
-                save.over.wait()
-            if not save.over.is_open:
+            if self._fallen(save) is not None:
+                save.thread.wait()
+            if not save.is_over:
                 break
             found.append(save)
         return found
 
     def forget(self, save: S) -> None:
         """What became of a save is noted: who is interrupted before is shown it again."""
-        save.rests_on = None  # or saves would chain up
         self._saves.remove(save)
+
+    def _fallen(self, save: S) -> S | None:
+        """The failed save that takes a save down, as that rests on it; None if there is none."""
+        below = (s for s in tuple(self._saves) if s.attempt.nonce == save.rests_on)
+        return next((s for s in below if s.is_over and not s.is_committed), None)
 
     # The beginning.
 
-    def _begin(self, beginning: _Beginning[S], plan: Callable[[], S]) -> S:
+    def _begin(
+        self,
+        beginning: _Beginning[S],
+        plan: Callable[[], S],
+        prepare: Callable[[S], None],
+    ) -> S:
         save = plan()
-        beginning.stages(save)
+        self._saves.append(save)
+        try:
+            prepare(save)
+        except BaseException:
+            save.thread.give_up()  # nothing is left to do
+            raise
+        beginning.stages(functools.partial(self._work.cancel, save))
         try:
             folder = self.committer.folder(save.attempt)
             on_primary(
                 self._channel,
-                lambda: self.committer.prepare(save.attempt, save.items),
+                lambda: self.committer.prepare(save.attempt, self._work.items(save)),
                 topic=save.topic("folders"),
             )
-            save.futures = _work(save).stage(save, folder)
+            save.futures = self._work.stage(save, folder)
             beginning.is_staged()
         except BaseException as error:
-            _work(save).cancel(save, error)
+            self._work.cancel(save, error)
             if jax.process_count() == 1:
                 self._stop(save)
                 self._fail(save, error)
-                self._over(save)
+                self._end(save)
+                save.thread.give_up()  # nothing is left to do
                 raise
             # Other processes have begun: this one tells them in the background.
-            save.staging_error = error
-        save.before = self._saves[-1] if self._saves else None
-        self._saves.append(save)
+            failed = concurrent.futures.Future[None]()
+            failed.set_exception(error)
+            save.futures = [failed]
         try:
             self._drive(save)
         except RuntimeError:
@@ -344,11 +377,11 @@ class SavePipeline(Generic[S]):
         except BaseException as error:
             self._fail(save, error)
         finally:
-            self._over(save)
+            self._end(save)
 
     def _write(self, save: S) -> None:
         """Waits until all processes have written their part; raises the same on all."""
-        failure = save.staging_error
+        failure = None
         for future in save.futures:
             try:
                 wait_for(
@@ -357,22 +390,21 @@ class SavePipeline(Generic[S]):
             except BaseException as error:
                 free_frames(error)
                 failure = failure or error
-                _work(save).cancel(save, error)
-        save.futures, save.staging_error = (), None
+                self._work.cancel(save, error)
+        save.futures = ()
         mine = failure and _told(failure, save)
         agree(self._channel, mine, topic=save.topic("saved"))
         save.agreed_at_secs = time.perf_counter()
 
     def _commit(self, save: S) -> Any:
         """Waits for its turn, and has process 0 commit it; returns what that has told."""
-        if save.before is not None:
-            save.before.over.wait()
-            save.before = None  # or saves would chain up
+        saves = tuple(self._saves)
+        for earlier in saves[: saves.index(save)]:
+            earlier.thread.wait()
         # Now, not when it began: that one may have failed since.
-        if save.has_fallen:
-            assert save.rests_on is not None
+        if (fallen := self._fallen(save)) is not None:
             raise errors.SaveError(
-                f"step {save.step} is not saved: it rests on step {save.rests_on.step}, whose"
+                f"step {save.step} is not saved: it rests on step {fallen.step}, whose"
                 " save failed\n"
                 "  what was committed before is untouched, and the next save contains its rows",
                 step=save.step,
@@ -380,14 +412,14 @@ class SavePipeline(Generic[S]):
 
         def publish() -> Any:
             try:
-                durable = _work(save).seal(save, self.committer.folder(save.attempt))
+                durable = self._work.seal(save, self.committer.folder(save.attempt))
                 self._publish(save.attempt, durable)
             except Exception as error:
                 raise _told(error, save) from error
             # From here on it is committed, whatever fails.
             save.is_committed = True
             try:
-                return _work(save).published(save)
+                return self._work.published(save)
             except Exception as error:
                 save.error = after_commit(error, save.step)
                 return None
@@ -400,7 +432,7 @@ class SavePipeline(Generic[S]):
             if not self._is_published(save.attempt):
                 raise
         save.is_committed = True
-        _work(save).committed(save, told)
+        self._work.committed(save, told)
         return told
 
     def _publish(self, attempt: Attempt, durable: Collection[str]) -> None:
@@ -423,7 +455,7 @@ class SavePipeline(Generic[S]):
             if save.error is not None:
                 raise save.error  # nothing goes in favour of what may not last
             try:
-                return _work(save).retire(save, told)
+                return self._work.retire(save, told)
             except Exception as error:
                 raise after_commit(error, save.step) from error
 
@@ -434,7 +466,7 @@ class SavePipeline(Generic[S]):
                 raise
             _log.info("step %d: what else process 0 does is not known", save.step)
             found = None
-        _work(save).retired(save, found)
+        self._work.retired(save, found)
 
     def _fail(self, save: S, error: BaseException) -> None:
         """Notes why a save failed, or what comes after its commit; takes its files away."""
@@ -445,7 +477,7 @@ class SavePipeline(Generic[S]):
             save.error = _told(error, save)
             self._abandon(save, save.error)
         try:
-            _work(save).failed(save, save.error)
+            self._work.failed(save, save.error)
         except Exception:
             _log.exception("step %d: what follows its failure", save.step)
 
@@ -458,16 +490,11 @@ class SavePipeline(Generic[S]):
         except Exception as failure:
             _log.warning("what step %d has written stays: %s", save.step, failure)
 
-    def _over(self, save: S) -> None:
+    def _end(self, save: S) -> None:
         try:
-            _work(save).ended(save)
+            self._work.ended(save)
         except Exception:
             _log.exception("step %d: what ends its save", save.step)
-        finally:
-            save.before = None
-            # Whoever keeps an error keeps the frames that it has passed, and what called these.
-            save.work = None
-            save.over.open()
 
 
 class _Beginning(Generic[S]):
@@ -489,20 +516,19 @@ class _Beginning(Generic[S]):
 
     def run(
         self,
-        begin: Callable[[_Beginning[S], Callable[[], S]], S],
-        plan: Callable[[], S],
+        begin: Callable[[], S],
         settings: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Begins; in its thread."""
         try:
             with settings():
-                self.found = begin(self, plan)
+                self.found = begin()
         except BaseException as error:
             self.error = error
 
-    def stages(self, save: S) -> None:
-        """Staging begins."""
-        self._cancel = functools.partial(_work(save).cancel, save)
+    def stages(self, cancel: Callable[[BaseException], None]) -> None:
+        """Staging begins, which `cancel` ends."""
+        self._cancel = cancel
         if self._why is not None:
             self._cancel(self._why)
 
@@ -519,11 +545,6 @@ class _Beginning(Generic[S]):
         cancel = self._cancel
         if cancel is not None:
             cancel(self._why)
-
-
-def _work(save: PipelinedSave) -> Work:
-    assert save.work is not None, "it is over"
-    return save.work
 
 
 def wait_for(future: Any, check: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
-from cnr_jax.repository.committer import Attempt
+from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
@@ -44,7 +45,7 @@ class Saves:
     Also of those that hold no state of ours, but other items.
 
     Args:
-        pipeline: that they go through.
+        committer: says what it means that a save is committed.
         steps: of the root.
         items: say how each is written.
         lifecycle: finds out what became of each.
@@ -56,9 +57,14 @@ class Saves:
         plan: decides on the save of a state.
         warm_up: for each plan, before anything of it is staged.
         before_commit: of the user; called when a save is about to be committed.
+
+    Attributes:
+        pipeline: that they go through.
+        steps: of the root.
+        retirement: of steps that they make superfluous.
     """
 
-    pipeline: SavePipeline[SaveInFlight]
+    _committer: Committer
     steps: Steps
     _items: Items
     _lifecycle: Lifecycle
@@ -69,16 +75,15 @@ class Saves:
     _channel: Channel
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
     _warm_up: Callable[[SavePlan], None]
-    before_commit: Callable[[], None]
+    _before_commit: Callable[[], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
-    # What has begun and of which it is not known what became.
-    _begun: list[SaveInFlight] = dataclasses.field(default_factory=list, init=False)
-    # Why saves failed, until somebody raises it.
-    _failures: list[errors.CnrError] = dataclasses.field(
-        default_factory=list, init=False
-    )
+
+    def __post_init__(self) -> None:
+        self.pipeline = SavePipeline[SaveInFlight](
+            self._committer, self._channel, work=self
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -87,7 +92,8 @@ class Saves:
 
     def flying(self) -> list[StepInfo]:
         """Steps that are being saved, as policies are told of them."""
-        return [info for save in tuple(self._begun) if (info := save.info) is not None]
+        saves = self.pipeline.unnoted()
+        return [info for save in saves if (info := save.info) is not None]
 
     # Beginning.
 
@@ -122,20 +128,25 @@ class Saves:
         settings, where = settings_here(), str(self.steps.root)
         called = called_at.set(calling_line())
 
+        planned: Any = None
+
         def plan() -> SaveInFlight:
+            nonlocal planned
             save, planned = self._plan(step, item, state, urgent)
             save.info = StepInfo(step, now(), metrics)
-            self._note_begun(save, state)
-            own = planned_args(args, state, planned)
-            save.step_items = self._items.begin(
-                own, self._metrics_of(save.info), custom_metadata
-            )
-            save.items, save.work = tuple(save.step_items.handlers), self
             return save
+
+        def prepare(save: SaveInFlight) -> None:
+            nonlocal planned
+            self._note_begun(save, state)
+            own, planned = planned_args(args, state, planned), None
+            save.step_items = self._items.begin(
+                own, self._metrics_of(metrics, step), custom_metadata
+            )
 
         try:
             with as_save_errors(step, where):
-                return self.pipeline.begin(plan, settings)
+                return self.pipeline.begin(plan, prepare, settings)
         except BaseException:
             self._inside = None
             # What an interrupt keeps this from, the next call does.
@@ -167,7 +178,6 @@ class Saves:
 
     def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
         """Notes a save that is decided, and what goes out of its way."""
-        self._begun.append(save)
         self._course.begin(save.step, state.touched if state else None)
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
@@ -178,11 +188,11 @@ class Saves:
         if not save.decided:
             check_not_in_the_way(save.step, save.place)
 
-    def _metrics_of(self, info: StepInfo) -> Any:
+    def _metrics_of(self, metrics: Any, step: int) -> Any:
         """Those that are written with a step; None: none are."""
-        if self.steps.has_best and info.metrics is None:
-            _log.warning("step %d is ranked by metrics, but has none", info.step)
-        return info.metrics if self._writes_metrics else None
+        if self.steps.has_best and metrics is None:
+            _log.warning("step %d is ranked by metrics, but has none", step)
+        return metrics if self._writes_metrics else None
 
     @property
     def _writes_metrics(self) -> bool:
@@ -234,8 +244,11 @@ class Saves:
     def _raise_failure(self) -> None:
         """Raises why a save failed, if nobody has."""
         with self._calls.lock:
-            if self._failures and not self._is_inside():
-                raise self._failures.pop(0)
+            for save in () if self._is_inside() else self.pipeline.ended():
+                if (failure := _failure_of(save)) is not None:
+                    self._note(save)  # another thread may have begun it since
+                    self.pipeline.forget(save)
+                    raise failure
 
     def _is_inside(self) -> bool:
         """Whether this is asked in the middle of a call that begins a save."""
@@ -250,17 +263,13 @@ class Saves:
         self.pipeline.end_beginning()
         for save in self.pipeline.ended():
             self._note(save)
-            failure = save.error
-            if failure is not None and not is_dropped(failure):
+            if (failure := _failure_of(save)) is None:
+                self.pipeline.forget(save)
+            else:
+                # Until somebody raises it.
                 self._lifecycle.last_failure = without_frames(failure)
-                if failure not in self._failures:
-                    self._failures.append(failure)
-            self.pipeline.forget(save)
         if self.pipeline.is_busy:
             return
-        # What is left failed in its beginning, which has raised why, or was interrupted.
-        for save in tuple(self._begun):
-            self._note(save)
         if not self._lifecycle.open and self._writer.is_prepared:
             self._lifecycle.withdraw()
         if self.steps.is_stale:
@@ -271,8 +280,6 @@ class Saves:
 
         Done again from its beginning if an interrupt ends it.
         """
-        if save not in self._begun:
-            return
         is_seen = save.is_committed
         if not save.decided:
             self.retirement.let_go(is_seen)
@@ -281,10 +288,10 @@ class Saves:
         if not is_seen:
             self._course.failed()
         if not save.is_committed:
-            self._lifecycle.withdraw()
+            self._lifecycle.withdraw(save)
             if save.decided and save.decided.abandoned:
                 self.reread()  # steps that were moved aside are back
-        self._begun.remove(save)
+        save.info = None  # it is not being saved any more
 
     def reread(self) -> None:
         """Reads which steps there are, after a fault that may last."""
@@ -300,6 +307,11 @@ class Saves:
             self.steps.is_stale = True
 
     # In the threads of the pipeline, as its `Work`.
+
+    def items(self, save: SaveInFlight) -> Sequence[str]:
+        """Names of the items of a step."""
+        assert save.step_items is not None
+        return tuple(save.step_items.handlers)
 
     def stage(self, save: SaveInFlight, folder: AnyPath) -> Sequence[Any]:
         """Starts to write all items of a step."""
@@ -318,9 +330,10 @@ class Saves:
 
     def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
         """Ends what is written of a step; names what of it is durable already."""
-        assert save.step_items is not None
-        save.step_items.finalize(folder)
-        self.before_commit()
+        assert save.step_items is not None and save.info is not None
+        time = save.step_items.finalize(folder)
+        save.info = dataclasses.replace(save.info, time=time)
+        self._before_commit()
         self._lifecycle.look_before(save)
         own = [save.item] if save.decided else []
         return [*own, names.ORBAX_METADATA]
@@ -328,33 +341,36 @@ class Saves:
     def published(self, save: SaveInFlight) -> Any:
         """Makes a commit durable; says which steps go."""
         try:
-            self.pipeline.committer.settle(save.attempt)
+            self._committer.settle(save.attempt)
         except OSError as error:
-            self._lifecycle.synced(save, error)
+            self._lifecycle.synced(error)
             raise
-        self._lifecycle.synced(save, None)
+        self._lifecycle.synced(None)
+        assert save.info is not None
         infos = [each for each in self.steps.infos() if each.step != save.step]
-        infos += [save.info] if save.info is not None else []
-        infos = sorted(infos, key=lambda info: info.step)
+        infos = sorted([*infos, save.info], key=lambda info: info.step)
         leaving = self.retirement.decide(infos, self._needed_later(save))
-        self._lifecycle.look_after(save, leaving)
-        return {"leaving": leaving}
+        try:
+            self._lifecycle.look_after(save, leaving)
+        except Exception:
+            self.retirement.stayed(leaving)  # nothing goes in favour of what failed
+            raise
+        return {"leaving": leaving, "time": save.info.time.isoformat()}
 
     def _needed_later(self, save: SaveInFlight) -> set[int]:
         """Steps that later saves in flight rest on."""
-        flying = self.pipeline.in_flight()
-        below = (later.rests_on for later in flying[flying.index(save) + 1 :])
-        return {each.step for each in below if each is not None}
+        later = self.pipeline.later(save)
+        return {entry.step for each in later for entry in each.chain}
 
     def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
         leaving = told["leaving"] if told else ()
         assert save.info is not None
+        time = datetime.datetime.fromisoformat(told["time"]) if told else now()
         # First, or policies would be told of it neither as a step nor as a save.
-        self.steps.add(save.info)
+        self.steps.add(dataclasses.replace(save.info, time=time))
         save.info = None
         self.retirement.note(leaving)
-        save.is_unwanted = save.step in leaving
         self._lifecycle.report_commit(save)
 
     def retire(self, save: SaveInFlight, told: Any) -> Any:
@@ -379,6 +395,11 @@ class Saves:
         save.step_items = None  # which may hold the state still
         self._lifecycle.end_writing(save)
         self._lifecycle.report_unwanted(save)
+
+
+def _failure_of(save: SaveInFlight) -> errors.CnrError | None:
+    """Why a save failed, or what comes after its commit, if it is to be raised by a later call."""
+    return save.error if save.has_begun and not is_dropped(save.error) else None
 
 
 def check_not_in_the_way(step: int, place: Place) -> None:

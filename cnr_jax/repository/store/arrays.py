@@ -66,7 +66,7 @@ def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context
         {
             "file_io_concurrency": {"limit": 8},
             "data_copy_concurrency": {"limit": 2},
-            # The directory is private until Orbax renames it: no other writer exists.
+            # The directory is of one attempt at a save: no other writer exists.
             "file_io_locking": {"mode": "none"},
             "file_io_sync": syncs,
             "cache_pool": {"total_bytes_limit": cache_bytes},

@@ -412,8 +412,9 @@ class Unfinished:
     def clear(self) -> None:
         """Takes out of the way what is there; what cannot be is tried again next time.
 
-        What has gone is looked for once more, before the next save: Orbax ends a save at its
-        first error, while others of its threads may still be writing, and make folders anew.
+        What has gone is looked for once more, before the next save: a plain manager of Orbax ends
+        a save at its first error, while others of its threads may still be writing, and make
+        folders anew.
 
         Nobody may be writing a save. What is not part of the state may still be written.
         """
