@@ -71,6 +71,7 @@ PLAIN = (
     "orbax_steps",
     "step",
     "store",
+    "table_sizes",
     "upkeep",
 )
 # But for the arrays of the store.

@@ -17,9 +17,9 @@ from cnr_jax.format.manifest import DenseLeaf, LeafEntry, TableEntry
 from cnr_jax.repository.compare import logical_rows
 from cnr_jax.repository.reading import table_entry
 from cnr_jax.repository.replay.dense_tiles import TiledDense
-from cnr_jax.repository.step import codec_text
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.repository.table_sizes import codec_text
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import few
 

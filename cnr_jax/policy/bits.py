@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 
 from cnr_jax.errors import OptionError
@@ -241,6 +241,24 @@ def small_tables(elements: Mapping[str, int]) -> frozenset[str]:
             break
         small.update(names)
     return frozenset(small)
+
+
+def widths_of(
+    tables: Iterable[str], small: Collection[str], auto_bits: int
+) -> dict[str, int]:
+    """Returns the width of the codes of each table whose width follows the restores.
+
+    Args:
+        tables: names of all these tables.
+        small: those among them that `small_tables` names.
+        auto_bits: width for the restores.
+
+    Example:
+        >>> widths_of(["user", "day"], {"day"}, 3)
+        {'user': 3, 'day': 8}
+    """
+    of_small = max(FALLBACK_BITS, auto_bits)
+    return {name: of_small if name in small else auto_bits for name in tables}
 
 
 def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -> float:

@@ -27,11 +27,11 @@ from cnr_jax.repository.items import find_item
 from cnr_jax.repository.step import (
     check_dense,
     files_of,
-    held_tables,
     read_processes,
     without_collections,
 )
 from cnr_jax.repository.store import checked
+from cnr_jax.repository.table_sizes import held_tables
 from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (

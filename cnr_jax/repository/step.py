@@ -5,35 +5,27 @@ names those of the process manifests and dense files, these name the checksums o
 
 A parent is named by directory and uuid. Following the names backwards ends at a full checkpoint,
 or with an error that shows the chain and says what to restore instead.
-
-What a step holds of each table, rows, bytes, codecs, follows from its manifests, without the
-codecs themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import itertools
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.boxes import box_json
 from cnr_jax.format.dense import check_dense_cover
-from cnr_jax.format.manifest import Manifest, TableEntry, load
+from cnr_jax.format.manifest import Manifest, load
 from cnr_jax.format.tiles import (
     ProcessManifest,
     check_cover,
-    joined_error,
     lacking_rows,
     load_process,
 )
-from cnr_jax.repository.description import LeafDescription, TableDescription
 from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_all
 from cnr_jax.repository.store.checked import (
     about,
@@ -44,9 +36,6 @@ from cnr_jax.repository.store.checked import (
     read_checked,
     reading,
 )
-
-# In the place of a leaf's name: no leaf is called so.
-_ROW_IDS = ""
 
 
 @contextlib.contextmanager
@@ -334,120 +323,3 @@ def check_dense_tiles(
                 f" no {leaf.dtype}",
                 path=where,
             )
-
-
-def held_tables(
-    manifest: Manifest, processes: Sequence[ProcessManifest]
-) -> tuple[TableDescription, ...]:
-    """What a step holds of each table, as the manifests of its processes tell."""
-    rows: Counter[tuple[str, str]] = Counter()
-    tiles: Counter[tuple[str, str]] = Counter()
-    codecs: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    nbytes: Counter[tuple[str, str]] = Counter()
-    for process in processes:
-        listed = [codec_text(each.name, each.configuration) for each in process.codecs]
-        sizes = _part_bytes(process)
-        counted: set[int] = set()
-        for tile in process.tiles:
-            leaf = tile.table, tile.leaf
-            tiles[leaf] += 1
-            if tile.segments and all(start == 0 for start, _ in tile.box[1:]):
-                rows[leaf] += process.row_ids[tile.segments[0].row_ids].count
-            for segment in tile.segments:
-                ids = process.row_ids[segment.row_ids]
-                codecs[leaf][listed[segment.codec]] += ids.count
-                for part in segment.parts.values():
-                    # What several segments share counts for the first.
-                    nbytes[leaf] += sizes.pop((part.array, part.offset), 0)
-                if segment.row_ids not in counted:
-                    nbytes[tile.table, _ROW_IDS] += ids.bytes
-                    counted.add(segment.row_ids)
-    found = (_table(entry, rows, tiles, codecs, nbytes) for entry in manifest.tables)
-    return tuple(_with_error(table, processes) for table in found)
-
-
-def _with_error(
-    table: TableDescription, processes: Sequence[ProcessManifest]
-) -> TableDescription:
-    error = joined_error((p.row_errors or {}).get(table.name) for p in processes)
-    if error is None:
-        return table
-    return dataclasses.replace(
-        table,
-        sample_rows=error.rows,
-        mean_row_error=error.mean,
-        worst_row_error=error.worst,
-    )
-
-
-def _table(
-    entry: TableEntry,
-    rows: Mapping[tuple[str, str], int],
-    tiles: Mapping[tuple[str, str], int],
-    codecs: Mapping[tuple[str, str], Counter[str]],
-    nbytes: Mapping[tuple[str, str], int],
-) -> TableDescription:
-    leaves = tuple(
-        LeafDescription(
-            name=leaf.name,
-            path="/".join(leaf.path),
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            codecs=tuple(
-                name for name, _ in codecs[entry.name, leaf.name].most_common()
-            ),
-            rows=rows[entry.name, leaf.name],
-            bytes=nbytes[entry.name, leaf.name],
-            tiles=tiles[entry.name, leaf.name],
-        )
-        for leaf in entry.leaves
-    )
-    return TableDescription(
-        name=entry.name,
-        rows=entry.rows,
-        saved_rows=leaves[0].rows,
-        table_bytes=leaves[0].bytes + nbytes[entry.name, _ROW_IDS],
-        slot_bytes=sum(leaf.bytes for leaf in leaves[1:]),
-        leaves=leaves,
-    )
-
-
-def _part_bytes(process: ProcessManifest) -> dict[tuple[str, int], int]:
-    """Bytes of each part of a segment, by its array and offset.
-
-    Parts follow each other in an array, so each ends where the next begins: codecs, which know
-    how long they are, need jax.
-    """
-    offsets: dict[str, set[int]] = defaultdict(set)
-    for tile in process.tiles:
-        for segment in tile.segments:
-            for part in segment.parts.values():
-                offsets[part.array].add(part.offset)
-    found: dict[tuple[str, int], int] = {}
-    for name, begins in offsets.items():
-        entry = process.arrays[name]
-        ordered = [*sorted(begins), entry.length]
-        for begin, end in itertools.pairwise(ordered):
-            elements = max(0, end - begin)
-            if entry.compressed is None:
-                size = elements * numpy_dtype(entry.dtype).itemsize
-            else:
-                size = sum(entry.compressed.bytes) * elements // entry.length
-            found[name, begin] = size
-    return found
-
-
-def codec_text(name: str, configuration: Mapping[str, Any]) -> str:
-    """A stored codec as options call it, and its bits.
-
-    Example:
-        >>> codec_text("cnr.asymmetric", {"bits": 4, "refits": 3, "metadata_bits": 16})
-        'adaptive 4 bits'
-        >>> codec_text("cnr.raw", {})
-        'raw'
-    """
-    short = name.removeprefix("cnr.")
-    if short == "asymmetric" and configuration.get("refits"):
-        short = "adaptive"
-    bits = configuration.get("bits")
-    return short if bits is None else f"{short} {bits} bits"

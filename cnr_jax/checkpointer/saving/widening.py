@@ -23,6 +23,7 @@ from cnr_jax.policy.bits import (
     noise_of,
     small_tables,
     width_told,
+    widths_of,
 )
 from cnr_jax.repository.index.entries import Branch
 from cnr_jax.repository.index.planner import SavePlan
@@ -274,9 +275,7 @@ class Widening:
         """
         if auto_bits is None:
             return {}
-        small = self._small_tables(codec)
-        of_small = max(FALLBACK_BITS, auto_bits)
-        return {n: of_small if n in small else auto_bits for n in self._tables}
+        return widths_of(self._tables, self._small_tables(codec), auto_bits)
 
     def _small_tables(self, codec: str | None) -> frozenset[str]:
         """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".

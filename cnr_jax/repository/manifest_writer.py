@@ -1,4 +1,4 @@
-"""The last steps of a save: look at what all wrote, write `manifest.json`, make it all durable."""
+"""The manifest of a save: what all wrote is looked at, described and made durable, in an item."""
 
 from __future__ import annotations
 
