@@ -551,28 +551,6 @@ def test_what_a_save_in_flight_rests_on_stays_and_other_superfluous_steps_go(
         saves.pipeline._saves.clear()
 
 
-def test_policies_are_told_the_time_of_a_commit_before_and_after_a_reload(
-    tiny_run: Any, tmp_path: Path
-) -> None:
-    class Times:
-        """Keeps all, and notes when each was committed."""
-
-        def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-            self.seen = {info.step: info.time for info in checkpoints}
-            return [True] * len(checkpoints)
-
-    run, rule = tiny_run(), Times()
-    with open_manager(tmp_path, run, cnr.Full(), preservation_policy=rule) as manager:
-        run.run(manager, [1])
-        at_commit = rule.seen
-        run.run(manager, [2])
-        noted = rule.seen
-        manager.reload()
-        run.run(manager, [3])
-    assert at_commit[1] == noted[1] == rule.seen[1] and noted[2] == rule.seen[2]
-    assert noted[1] < noted[2] < rule.seen[3]
-
-
 def test_barriers_of_the_user_are_refused_as_no_save_meets_at_one(
     tiny_run: Any, tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import datetime
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -272,28 +271,22 @@ class StepItems:
             with contextlib.suppress(RuntimeError):  # it is over
                 cancel()
 
-    def finalize(self, folder: AnyPath) -> datetime.datetime:
-        """Ends the save of each item, once all is written to this folder; describes the step.
-
-        Returns:
-            The time at which it is committed, as whoever reads the step is told it.
-        """
+    def finalize(self, folder: AnyPath) -> None:
+        """Ends the save of each item, once all is written to this folder; describes the step."""
         with as_storage_allows(self._root):
             for item, handler in self.handlers.items():
                 directory: Any = folder / item
                 handler.finalize(directory)
-        committed_nsecs = time.time_ns()
         document = {
             "item_handlers": {i: _typestr(h) for i, h in self.handlers.items()},
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": self._begun_nsecs,
-            "commit_timestamp_nsecs": committed_nsecs,
+            "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": json.loads(self._custom_metadata),
         }
         data = json.dumps(document).encode()
         write_durably(folder / names.ORBAX_METADATA, data)
-        return datetime.datetime.fromtimestamp(committed_nsecs / 1e9, tz=datetime.UTC)
 
 
 def metrics_of(folder: AnyPath) -> Any:

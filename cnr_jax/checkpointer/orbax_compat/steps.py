@@ -31,7 +31,8 @@ class StepInfo:
 
     Attributes:
         step: its number.
-        time: when it was committed; of one that is being saved, when that began.
+        time: when this manager began to save it, as Orbax tells policies; else, of a step that was
+            there before or is listed anew, when it was committed.
         metrics: that it was saved with.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -330,9 +329,8 @@ class Saves:
 
     def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
         """Ends what is written of a step; names what of it is durable already."""
-        assert save.step_items is not None and save.info is not None
-        time = save.step_items.finalize(folder)
-        save.info = dataclasses.replace(save.info, time=time)
+        assert save.step_items is not None
+        save.step_items.finalize(folder)
         self._before_commit()
         self._lifecycle.look_before(save)
         own = [save.item] if save.decided else []
@@ -346,16 +344,16 @@ class Saves:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
-        assert save.info is not None
         infos = [each for each in self.steps.infos() if each.step != save.step]
-        infos = sorted([*infos, save.info], key=lambda info: info.step)
+        infos += [save.info] if save.info is not None else []
+        infos = sorted(infos, key=lambda info: info.step)
         leaving = self.retirement.decide(infos, self._needed_later(save))
         try:
             self._lifecycle.look_after(save, leaving)
         except Exception:
             self.retirement.stayed(leaving)  # nothing goes in favour of what failed
             raise
-        return {"leaving": leaving, "time": save.info.time.isoformat()}
+        return {"leaving": leaving}
 
     def _needed_later(self, save: SaveInFlight) -> set[int]:
         """Steps that later saves in flight rest on."""
@@ -366,9 +364,8 @@ class Saves:
         """Notes a commit; says so, unless the step goes at once."""
         leaving = told["leaving"] if told else ()
         assert save.info is not None
-        time = datetime.datetime.fromisoformat(told["time"]) if told else now()
         # First, or policies would be told of it neither as a step nor as a save.
-        self.steps.add(dataclasses.replace(save.info, time=time))
+        self.steps.add(save.info)
         save.info = None
         self.retirement.note(leaving)
         self._lifecycle.report_commit(save)
