@@ -107,6 +107,8 @@ class Ours(_Loop):
                 policy=policy or cnr.Consecutive(),
                 tables={"user": cnr.TableOptions(codec="raw")},
                 preservation_policy=latest(keep),
+                # Codes are compared between runs, and dither is another in each that is restored.
+                rounding="nearest",
                 **options,
             ),
         )
