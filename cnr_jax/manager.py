@@ -64,7 +64,7 @@ class CheckpointManager(ocp.CheckpointManager):
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
-            local path, a `file://` URL, or a `gs://` URL.
+            local path, or a URL of `file://`, `gs://` or `s3://`.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
         orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`

@@ -51,8 +51,13 @@ import functools  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
 import inspect  # noqa: E402
+import secrets  # noqa: E402
+import socket  # noqa: E402
+import subprocess  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
+import time  # noqa: E402
+import urllib.request  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -64,6 +69,7 @@ import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 import pytest  # noqa: E402
 import tensorstore as ts  # noqa: E402
+from etils import epath  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -436,6 +442,58 @@ class Storage:
                 yield gate
             finally:
                 gate.open()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A service like S3 on loopback, of which the environment tells; its URL."""
+    pytest.importorskip("moto")
+    pytest.importorskip("obstore")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = subprocess.DEVNULL
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        url = f"http://127.0.0.1:{port}"
+        told = {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "no"}
+        told |= {"REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
+        for name, value in told.items():
+            patch.setenv(f"AWS_{name}", value)
+        server = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+        try:
+            while not answers(port):
+                assert server.poll() is None, "it has ended"
+                time.sleep(0.05)
+            yield url
+        finally:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture
+def bucket(s3: str) -> epath.Path:
+    """An empty bucket."""
+    name = f"bucket-{secrets.token_hex(8)}"
+    request = urllib.request.Request(f"{s3}/{name}", method="PUT")
+    urllib.request.urlopen(request).close()
+    return epath.Path(f"s3://{name}")
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens at a port."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
 
 
 @pytest.fixture

@@ -387,8 +387,8 @@ def test_what_is_no_root_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(cnr.errors.OptionError, match="is a file"):
         cnr.describe(tmp_path / "file")
-    with pytest.raises(cnr.errors.OptionError, match="s3://"):
-        cnr.describe("s3://bucket/run")
+    with pytest.raises(cnr.errors.OptionError, match="az://"):
+        cnr.describe("az://bucket/run")
 
 
 def test_an_empty_folder_is_a_root_without_steps(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ TABLE = {
     "optim": ("rows", "numpy jax optax"),
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
-    "repository": ("repository.plain rows", "numpy jax tensorstore"),
+    # obstore and boto3 in functions: they are no requirements.
+    "repository": ("repository.plain rows", "numpy jax tensorstore obstore boto3"),
     "telemetry given encoding options": ("rows repository.plain", "numpy jax"),
     "plain_args args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
@@ -75,7 +76,7 @@ PLAIN = (
     "upkeep",
 )
 # But for the arrays of the store.
-ARRAYS = ("store.arrays", "store.plain_arrays")
+ARRAYS = ("store.arrays", "store.in_memory", "store.plain_arrays")
 HEAVY = {"jax", "orbax", "tensorstore"}
 
 

@@ -1,4 +1,4 @@
-"""What may be a root: local paths, `file://` and `gs://`; all else is refused at once."""
+"""What may be a root: local paths, `file://`, `gs://`, `s3://`; all else is refused at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from cnr_jax.handler import CnrHandler
 from .conftest import each_of
 
 STORES = [
-    "s3://bucket/run",
     "http://host/run",
     "https://host/run",
     "az://bucket/run",
@@ -35,7 +34,7 @@ STORES = [
     "GS://bucket/run",
     "file://other-host/run",
     "file:///run?x=1",
-    epath.Path("s3://bucket/run"),
+    epath.Path("az://bucket/run"),
     Path("gs://bucket/run"),
     Path("s3://bucket/run"),
     "back\\slash",
@@ -88,8 +87,22 @@ def test_roots_that_do_not_work_are_refused_and_make_no_folder(
 
 def test_handler_refuses_what_orbax_opens(tmp_path: Path) -> None:
     """Orbax itself opens other stores where their packages are installed."""
-    with pytest.raises(errors.OptionError, match="s3"):
-        CnrHandler().restore(epath.Path("s3://bucket/run/0/default"))
+    with pytest.raises(errors.OptionError, match="az"):
+        CnrHandler().restore(epath.Path("az://bucket/run/0/default"))
+
+
+@pytest.mark.parametrize("take", [save, restore, restore_step, look, verify])
+def test_buckets_need_their_package_before_anything_is_made(
+    take: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    tables = cnr.find_tables({"user": jnp.zeros((8, 4))}, ["user"])
+    with pytest.raises(errors.OptionError, match="is no root") as caught:
+        take("s3://bucket/run", tmp_path / "elsewhere", tables)
+    assert 'hint: pip install "cnr-jax[s3]"' in str(caught.value)
+    assert caught.value.kind == "not_installed" and not list(Path().iterdir())
 
 
 def test_file_urls_are_local_paths(tmp_path: Path, tiny_run: Any) -> None:

@@ -85,7 +85,7 @@ def export(
     name beside its own, synced and renamed, so it is there whole or not at all.
 
     Args:
-        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         step: number of the step; None: the newest of the newest branch whose chain is there.
         directory: local folder to be made; folders above it are made too.
         format: `"orbax"`: a checkpoint for `ocp.StandardCheckpointer`; `"safetensors"`:

@@ -39,6 +39,10 @@ EARLIER_RUN = "earlier-run-"
 
 # In a step directory of a store without renames: Orbax writes it last, to commit the step.
 COMMITTED = "commit_success.txt"
+# Names the attempt that holds the folder of a step where files are put under a condition.
+ATTEMPT = "cnr_jax.attempt.txt"
+# Files right in the folder of a step, beside its items.
+OF_STEP = (ORBAX_METADATA, COMMITTED, ATTEMPT)
 
 # In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
@@ -70,6 +74,8 @@ _FOLDERS = {
     }.items()
 }
 _OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
+_PROCESS_MANIFEST = re.compile(r"manifest\.p[0-9]{5,}\.json")
+_FILES = {MANIFEST, WRITER, WRITER_LOCK, SUSPECTS, *OF_STEP}
 _REPLACING = re.compile(
     rf"(?:{re.escape(WRITER)}|{re.escape(SUSPECTS)})\.[0-9a-f]{{8}}\.tmp"
 )
@@ -392,6 +398,16 @@ def is_own(name: str) -> bool:
         (True, True, False)
     """
     return _OWN.fullmatch(name) is not None
+
+
+def is_file(name: str) -> bool:
+    """Whether what has such a name in a root is a file, if anything.
+
+    Example:
+        >>> is_file("manifest.json"), is_file(COMMITTED), is_file("rows.p00012"), is_file("7")
+        (True, True, False, False)
+    """
+    return name in _FILES or _PROCESS_MANIFEST.fullmatch(name) is not None
 
 
 def is_looked_up(path: str) -> bool:

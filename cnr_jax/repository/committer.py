@@ -4,7 +4,8 @@ A save is written into a folder of its own. Where folders can be renamed, that h
 reader lists, other than that of any other attempt at the step: whoever still writes for an attempt
 that was given up writes beside the next one. Elsewhere the folder has the final name, and is no
 step before it holds `commit_success.txt`. That file tells attempts apart everywhere, so what became
-of one can be asked of the store, whoever was interrupted or did not answer.
+of one can be asked of the store, whoever was interrupted or did not answer. Stores that put a file
+on the condition that none is there let one attempt alone have such a folder.
 """
 
 from __future__ import annotations
@@ -181,6 +182,91 @@ class MarkerCommitter:
     def _clear(self, attempt: Attempt) -> None:
         for error in store_of(attempt.path).remove_tree(attempt.path):
             raise error
+
+
+class ConditionalCommitter:
+    """Commits by a file that is put where none is, in a folder that one attempt holds.
+
+    A file in the folder names that attempt, and is put there first. Who finds it put by another
+    takes the folder over, if the root is its own, by a swap: the other may still be writing, but
+    puts no file where one is, commits no more, and removes nothing.
+
+    Args:
+        check_claim: raises if the root was taken over.
+    """
+
+    def __init__(self, check_claim: Callable[[], None]) -> None:
+        self._check_claim = check_claim
+
+    def folder(self, attempt: Attempt) -> AnyPath:
+        return attempt.path
+
+    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        held, note = names_in(attempt.path), attempt.path / names.ATTEMPT
+        if names.COMMITTED in held:
+            raise _taken(attempt)
+        found = None
+        if held:
+            self._check_claim()
+            found = store_of(note).read_version(note)
+        try:
+            version = found[1] if found else None
+            store_of(note).swap(note, attempt.nonce.encode(), version)
+        except FileExistsError as error:
+            raise _held(attempt) from error
+        _clear(attempt, held)
+
+    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
+        if not self._holds(attempt):
+            raise _held(attempt)
+        marker = attempt.path / names.COMMITTED
+        try:
+            store_of(marker).write_new(marker, attempt.nonce.encode())
+        except FileExistsError as error:
+            raise _taken(attempt) from error
+
+    def settle(self, attempt: Attempt) -> None:
+        pass  # what was written is durable
+
+    def is_published(self, attempt: Attempt) -> bool:
+        return _is_named_in(attempt, names.COMMITTED)
+
+    def abandon(self, attempt: Attempt) -> None:
+        self._check_claim()
+        held = names_in(attempt.path)
+        if names.COMMITTED not in held and self._holds(attempt):
+            _clear(attempt, held)
+            store_of(attempt.path).remove_file(attempt.path / names.ATTEMPT)
+
+    def _holds(self, attempt: Attempt) -> bool:
+        return _is_named_in(attempt, names.ATTEMPT)
+
+
+def _is_named_in(attempt: Attempt, name: str) -> bool:
+    """Whether a file in the folder names this attempt."""
+    path = attempt.path / name
+    found = store_of(path).read_version(path)
+    return found is not None and found[0] == attempt.nonce.encode()
+
+
+def _clear(attempt: Attempt, held: Collection[str]) -> None:
+    """Removes what lies in the folder, but for what names the attempt that holds it."""
+    for name in held:
+        if name != names.ATTEMPT:
+            for error in store_of(attempt.path).remove_tree(attempt.path / name):
+                raise error
+
+
+def _held(attempt: Attempt) -> errors.WriterError:
+    note = attempt.path / names.ATTEMPT
+    found = store_of(note).read_version(note)
+    got = "none" if found is None else found[0][:64].decode(errors="replace")
+    return errors.WriterError(
+        f"another attempt at this step holds {os.fspath(attempt.path)}\n"
+        f"  got {got} in {names.ATTEMPT}, expected {attempt.nonce}: this one\n"
+        "  hint: let one program at a time save there",
+        path=os.fspath(attempt.path),
+    )
 
 
 def _temporary(attempt: Attempt) -> str:

@@ -28,6 +28,7 @@ from cnr_jax.repository.step import (
     check_dense,
     files_of,
     read_processes,
+    sorted_out,
     without_collections,
 )
 from cnr_jax.repository.store import checked
@@ -52,7 +53,7 @@ def describe(
     steps are left out.
 
     Args:
-        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         item: the item of each step to look at; None: the one in which most of the newest steps
             hold a checkpoint of this library.
         on_step: called after each step with the number of steps that were looked at, and of
@@ -86,9 +87,8 @@ def describe(
     if item is None:
         item = find_item(plain)
     index = Ledger(says=False)
-    found = look_into(
-        plain, item or "default", index, layout.step_directories(plain), on_step
-    )
+    held, cut = sorted_out(plain, layout.step_directories(plain))
+    found = look_into(plain, item or "default", index, held, on_step)
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
     index.note_strays()
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
@@ -103,12 +103,14 @@ def describe(
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
     newest = index.newest()
+    beside = layout.beside(plain)
+    beside["unfinished"] += cut
     return RootDescription(
         root=os.fspath(path),
         item=item,
         steps=tuple(steps),
         latest_step=newest.step if newest else None,
-        **layout.beside(plain),
+        **beside,
     )
 
 

@@ -50,13 +50,13 @@ class Place:
 
 
 def open_root(root: str | os.PathLike[str]) -> epath.Path:
-    """The path of a root as a user names it: absolute if local, as it is if `gs://`.
+    """The path of a root as a user names it: absolute if local, as it is if `gs://` or `s3://`.
 
     Every function that takes a root makes its path here, and nothing else decides where that is:
     made absolute like a local path, a URL is a folder of its name below the current directory.
 
     Args:
-        root: a local path, a `file://` URL of this machine, or a `gs://` URL.
+        root: a local path, a `file://` URL of this machine, or a `gs://` or `s3://` URL.
 
     Raises:
         OptionError: if checkpoints cannot be kept there.
@@ -76,10 +76,10 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
         return _local(_at_home(text), text)
     if scheme[1].lower() == "file":
         return _local(_path_of(text), text)
-    if not text.startswith("gs://"):
+    if not text.startswith(("gs://", "s3://")):
         raise errors.OptionError(
             f"{text!r} is no root: checkpoints cannot be kept in {scheme[1]}://\n"
-            f"  got {scheme[1]!r}, expected a local path, file:// or gs://\n"
+            f"  got {scheme[1]!r}, expected a local path, file://, gs:// or s3://\n"
             "  hint: mount the store as a folder, or save to a local disk and copy"
         )
     found = epath.Path(text)

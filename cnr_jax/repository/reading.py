@@ -91,7 +91,7 @@ def read_rows(
     all row ids of the table; every chunk is checked as in a restore. Changes nothing.
 
     Args:
-        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         table: name of the table, as `find_tables` was given it.
         ids: of rows, as `record` takes them: integers in any shape, in any order, also twice;
             negative ones count from the end, as in `table[ids]`.
@@ -152,7 +152,7 @@ def changed_rows(
     latest full one. Reads manifests and row ids, no rows. Changes nothing.
 
     Args:
-        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         step: to look at.
         table: name of the table.
         item: the item of the step; None: the one that holds a checkpoint of this library.

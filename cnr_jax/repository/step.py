@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -106,6 +106,36 @@ def check_committed(root: AnyPath, directory: str) -> None:
             kind="not_committed",
             path=os.fspath(commit),
         )
+
+
+def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "nothing"]:
+    """What a folder that is called like a step holds, where attempts hold folders; else "step".
+
+    An attempt that is not committed is being written, or was killed. Some stores list folders for a
+    while in which nothing is any more.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    step = root / directory
+    if not can(root).conditions or exists(step / names.COMMITTED):
+        return "step"
+    if exists(step / names.ATTEMPT):
+        return "attempt"
+    return "step" if exists(step) else "nothing"
+
+
+def sorted_out(
+    root: AnyPath, directories: Iterable[str]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Of folders that are called like steps those that may be some, and those of attempts.
+
+    Raises:
+        OSError: if that cannot be seen.
+    """
+    found = {name: what_is_in(root, name) for name in directories}
+    steps = [name for name, what in found.items() if what == "step"]
+    return steps, tuple(name for name, what in found.items() if what == "attempt")
 
 
 def read_step(root: AnyPath, directory: str, item: str) -> Manifest:

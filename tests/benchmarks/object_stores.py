@@ -180,7 +180,7 @@ def main() -> None:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     with tempfile.TemporaryDirectory() as folder, SERVERS[args.server](folder) as url:
-        _make_bucket(url)
+        make_bucket(url)
         clients = [TensorStoreClient(url), ObstoreClient(url)]
         millis = timed(clients, turns)
         found = {c.name: checked(c, type(c), url) for c in clients}
@@ -361,7 +361,7 @@ def _running(command: Sequence[str], url: str) -> Iterator[str]:
         server.wait(30)
 
 
-def _make_bucket(url: str) -> None:
+def make_bucket(url: str) -> None:
     """Makes the bucket, as soon as the server can: by a signed request of `obstore`'s signer."""
     import boto3
 

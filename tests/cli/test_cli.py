@@ -483,7 +483,7 @@ def test_what_is_no_root_has_exit_codes_of_its_own(
     assert ending(verb, root / "1") == 12
     assert ending(verb, tmp_path / "empty") == 12
     assert ending(verb, tmp_path / "file") == 12
-    assert ending(verb, "s3://bucket/run") == 12
+    assert ending(verb, "az://bucket/run") == 12
     assert not list(Path().glob("never-written.*"))
 
 

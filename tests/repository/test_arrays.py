@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter, chunk_length
 from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.repository.store.local import LocalStore
 
 LIMIT = 64
 
@@ -47,6 +49,23 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(bytes(data))
+
+
+@pytest.fixture(autouse=True, params=["by TensorStore", "in memory"])
+def how(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Who writes and reads files: where TensorStore reaches no store, it makes them in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in memory":
+            patch.setattr(LocalStore, "kvstore", lambda *_: None)
+            patch.setattr(LocalStore, "write", _written_with_folders)
+        yield request.param
+
+
+def _written_with_folders(
+    self: LocalStore, path: Path, data: bytes, *, replaces: bool
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
 
 
 both_ways = pytest.mark.parametrize("compression", [None, "zstd"])

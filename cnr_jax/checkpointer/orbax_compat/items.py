@@ -304,7 +304,7 @@ def _check_name(item: str) -> None:
         OptionError: if not.
     """
     parts = item.split("/")
-    taken = parts[0] in (names.ORBAX_METADATA, names.COMMITTED)
+    taken = parts[0] in names.OF_STEP
     if taken or not {"", ".", ".."}.isdisjoint(parts):
         raise errors.OptionError(
             "an item is saved into a folder of its name, in the folder of the step\n"

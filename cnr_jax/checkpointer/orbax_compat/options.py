@@ -10,7 +10,12 @@ import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.options import Options
-from cnr_jax.repository.committer import Committer, MarkerCommitter, RenameCommitter
+from cnr_jax.repository.committer import (
+    Committer,
+    ConditionalCommitter,
+    MarkerCommitter,
+    RenameCommitter,
+)
 from cnr_jax.repository.store import AnyPath, can
 
 
@@ -62,7 +67,7 @@ def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None
     if options.todelete_full_path is None:
         return
     where = (
-        "is not taken: steps of gs:// are deleted"
+        "is not taken: steps in buckets are deleted"
         if not can(root).renames
         else "works in gs:// only, which this root is not"
     )
@@ -192,6 +197,8 @@ def committer_of(
     mode = options.file_options.path_permission_mode
     if can(root).renames:
         return RenameCommitter(discard, mode)
+    if can(root).conditions:
+        return ConditionalCommitter(check_claim)
     return MarkerCommitter(check_claim, mode)
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -14,15 +15,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from cnr_jax.checkpointer.orbax_compat.items import metrics_of
+from cnr_jax.checkpointer.orbax_compat.items import METRICS, metrics_of
 from cnr_jax.checkpointer.orbax_compat.options import deciding
 from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
-from cnr_jax.repository.store import exists, store_of
+from cnr_jax.format.names import COMMITTED, ORBAX_METADATA, may_be_step, step_number
+from cnr_jax.repository.index.folders import ORBAX_NOTE_BYTES
+from cnr_jax.repository.store import can, exists, names_in, read_small, store_of
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
 # Fewer steps are looked at one after the other.
 _FEW = 8
+# Requests at a time.
+_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class Steps:
         Args:
             numbers_only: whether times and metrics are left for the next time.
         """
-        steps = list(self._names.find_all(self.root)) if exists(self.root) else []
+        steps = self._found()
         if numbers_only:
             found = [StepInfo(step.step, datetime.datetime.min) for step in steps]
         elif len(steps) < _FEW:
@@ -89,6 +94,16 @@ class Steps:
                 found = list(pool.map(_info_of, steps))
         self._keep(info for info in found if info is not None)
         self.is_stale = False
+
+    def _found(self) -> list[Any]:
+        """Steps as Orbax finds them; where it knows of no commits, those that are committed."""
+        if can(self.root).paths:
+            return list(self._names.find_all(self.root)) if exists(self.root) else []
+        held = store_of(self.root).folders_in(self.root, may_be_step)
+        paths = [self.root / n for n in held if self.new_directory(step_number(n)) == n]
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            steps = [*pool.map(_Listed.look, paths)]
+        return [step for step in steps if COMMITTED in step.held]
 
     def _keep(self, infos: Iterable[StepInfo]) -> None:
         self._infos = tuple(sorted(infos, key=lambda info: info.step))
@@ -224,6 +239,25 @@ def now() -> datetime.datetime:
     return datetime.datetime.now(tz=datetime.UTC)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listed:
+    """A step of which is known what its folder holds."""
+
+    step: int
+    path: Any
+    held: Collection[str]
+
+    @classmethod
+    def look(cls, path: Any) -> _Listed:
+        return cls(step_number(path.name), path, names_in(path))
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime:
+        noted = json.loads(read_small(self.path / ORBAX_METADATA, ORBAX_NOTE_BYTES))
+        secs = noted["commit_timestamp_nsecs"] / 1e9
+        return datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
+
+
 def _info_of(step: Any) -> StepInfo | None:
     """What policies are told of a step; None if it is gone."""
     time, metrics = datetime.datetime.min, None
@@ -236,7 +270,8 @@ def _info_of(step: Any) -> StepInfo | None:
         damaged["its time"] = error
     try:
         refuse_pipes(step.path)
-        metrics = metrics_of(step.path)
+        if not isinstance(step, _Listed) or METRICS in step.held:
+            metrics = metrics_of(step.path)
     except Exception as error:
         damaged["its metrics"] = error
     if damaged:

@@ -3,6 +3,9 @@
 Right before, so that no delta is committed on a gap that could be seen then. After, in the
 background, so that mostly the next save already knows of a gap and is full, rather than written in
 vain; and so that nothing is deleted whose place is to be taken by what is not whole.
+
+Where a look is a request, one step of the chain is looked at before each commit, in turn, and all
+that stays after one in whose favour steps are deleted.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -49,7 +53,10 @@ def kept_for(
 
 def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
     """Why a save must not be committed: what it rests on is not there. None: it is."""
-    gap = writer.gaps.look(flight.place, flight.chain, dense=False)
+    chain = flight.chain
+    if chain and not can(flight.place.root).cheap_looks:
+        chain = (chain[flight.step % len(chain)],)
+    gap = writer.gaps.look(flight.place, chain, dense=False)
     if gap is None:
         return None
     return errors.SaveError(
@@ -80,6 +87,8 @@ def look_after(
         min_fulls: full checkpoints that are to stay.
     """
     if flight.manifest is None:
+        return
+    if not leaving and not can(flight.place.root).cheap_looks:
         return
     # What stays in the place of a full checkpoint that goes, or that `min_fulls` counts.
     stay = [entry for entry in flight.beside if entry.step not in leaving]

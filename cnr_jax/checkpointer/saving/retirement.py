@@ -12,12 +12,11 @@ from cnr_jax.checkpointer.orbax_compat.options import (
     preservation_context,
 )
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
-from cnr_jax.format import names
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Preserving, children_first
-from cnr_jax.repository.store import store_of
 from cnr_jax.repository.upkeep.aside import clear_aside
+from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -91,7 +90,7 @@ class Retirement:
             _say_spared(writer.gaps.found[0])
             return list(steps)
         if ledger is not None and ledger.crowded:
-            if writer.remover is not None and writer.place is not None:
+            if writer.place is not None:
                 clear_aside(
                     writer.place,
                     ledger.run,
@@ -143,12 +142,8 @@ class Retirement:
     def _remove(self, directory: str) -> None:
         self._writer.check_claim()
         options, remover = self._steps.options, self._writer.remover
-        path = self._steps.root / directory
         if remover is None:
-            # First: without it the rest is no step.
-            store_of(path).remove_file(path / names.COMMITTED)
-            for error in store_of(path).remove_tree(path):
-                raise error
+            remove_in_place(self._steps.root / directory)
         elif options.todelete_subdir is not None:
             remover.keep(directory, options.todelete_subdir)
         else:

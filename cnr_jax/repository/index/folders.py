@@ -134,9 +134,8 @@ def _names_below(
         if item is not None and store.exists(path / item / names.MANIFEST):
             return (item,), {item: (names.MANIFEST,)}
         held = store.names_in(path)
-        folders = [name for name in held if store.is_directory(path / name)]
         return tuple(held), {
-            name: tuple(store.names_in(path / name)) for name in folders
+            folder.name: tuple(store.names_in(folder)) for folder in folders_in(path)
         }
     except OSError:
         return None, {}
@@ -179,6 +178,9 @@ def is_state_of_orbax(item: store.AnyPath) -> bool:
 
 def folders_in(step: store.AnyPath) -> list[store.AnyPath]:
     """The folders in a step directory that may be items, sorted."""
+    if not store.can(step).cheap_looks:
+        kept = store.store_of(step)
+        return [step / n for n in sorted(kept.folders_in(step, names.is_component))]
     found = [step / name for name in store.names_in(step) if names.is_component(name)]
     return [path for path in found if store.is_directory(path)]
 

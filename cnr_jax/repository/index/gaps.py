@@ -131,9 +131,7 @@ class Gaps:
         try:
             files = self._files.get(entry.uuid) or _read(place, entry)
             looked[entry.uuid] = files
-            check_files(item, files.rows)
-            if dense:
-                check_files(item, files.dense)
+            check_files(item, (*files.rows, *(files.dense if dense else ())))
         except (errors.CnrError, OSError) as error:
             if not means_damage(error):
                 # What storage does not give out is not known to be missing.

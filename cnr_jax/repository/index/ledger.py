@@ -6,8 +6,10 @@ asks it what must be kept; the planner asks it which parents still exist.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -17,11 +19,18 @@ from cnr_jax.repository.index.entries import Entry, entry_of, orbax_entry
 from cnr_jax.repository.index.folders import Folder, other_checkpoints
 from cnr_jax.repository.layout import Place, step_directories
 from cnr_jax.repository.orbax_steps import orbax_step
-from cnr_jax.repository.step import read_committed, read_step, without_collections
-from cnr_jax.repository.store import AnyPath, exists, is_gone, store_of
+from cnr_jax.repository.step import (
+    read_committed,
+    read_step,
+    what_is_in,
+    without_collections,
+)
+from cnr_jax.repository.store import AnyPath, can, exists, is_gone, store_of
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
+# Manifests that are read at a time where each is a request.
+_AT_ONCE = 16
 
 
 class Ledger(Chains):
@@ -101,8 +110,18 @@ class Ledger(Chains):
         # Joining names to paths of Orbax takes longer than to read.
         plain = store_of(root).quick(root)
         with without_collections():
-            for directory in step_directories(plain, ledger.is_step):
-                ledger.read(plain, directory, item)
+            held = step_directories(plain, ledger.is_step)
+
+            def look(directory: str) -> Entry | Exception:
+                return ledger._look(plain, directory, item)
+
+            if can(plain).cheap_looks:
+                found = map(look, held)
+            else:
+                with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
+                    found = [*pool.map(look, held)]
+            for directory, each in zip(held, found, strict=True):
+                ledger._note(plain, directory, item, each)
         if is_step is None:
             ledger.note_strays()
         return ledger
@@ -166,15 +185,30 @@ class Ledger(Chains):
         Returns:
             Why it cannot be read, if it cannot.
         """
-        told = self._folders.get(directory)
-        self.forget(directory)
+        return self._note(root, directory, item, self._look(root, directory, item))
+
+    def _look(self, root: AnyPath, directory: str, item: str) -> Entry | Exception:
+        """What a step directory holds, or why it cannot be read; notes nothing."""
         try:
             found = orbax_step(root, directory, item) if self.adopts else None
             entry = orbax_entry(directory, found) if found else None
-            entry = entry or entry_of(directory, read_step(root, directory, item))
+            return entry or entry_of(directory, read_step(root, directory, item))
         except (errors.CnrError, OSError) as error:
+            return error
+
+    def _note(
+        self, root: AnyPath, directory: str, item: str, found: Entry | Exception
+    ) -> Exception | None:
+        """Notes what was found; see `read`."""
+        told = self._folders.get(directory)
+        self.forget(directory)
+        if isinstance(found, Exception):
+            error = found
             if is_gone(root / directory):
                 return None
+            with contextlib.suppress(OSError):
+                if what_is_in(root, directory) != "step":
+                    return error  # its number is free
             folder = Folder.look(root / directory, item, error)
             self.note_folder(directory, folder)
             if not self._says:
@@ -185,7 +219,7 @@ class Ledger(Chains):
             elif told is None or told.why != folder.why:
                 _log.warning("step %s cannot be restored: %s", directory, error)
             return error
-        self.add(entry)
+        self.add(found)
         return None
 
     def begin(self, entry: Entry) -> None:

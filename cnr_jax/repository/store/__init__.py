@@ -19,6 +19,7 @@ from cnr_jax.repository.store.base import AnyPath as AnyPath
 from cnr_jax.repository.store.base import Capabilities as Capabilities
 from cnr_jax.repository.store.base import FileLock as FileLock
 from cnr_jax.repository.store.base import Store as Store
+from cnr_jax.repository.store.buckets import BucketStore
 from cnr_jax.repository.store.local import LocalStore
 from cnr_jax.repository.store.objects import ObjectStore
 from cnr_jax.texts import logger
@@ -26,7 +27,10 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 _PART_BYTES = 64 << 10  # of a small file, read at once
 _LOCAL = LocalStore()
-_STORES: dict[str, Store] = {"gs": ObjectStore("gs", "gcsfs")}
+_STORES: dict[str, Store] = {
+    "gs": ObjectStore("gs", "gcsfs"),
+    "s3": BucketStore("s3"),
+}
 
 
 def store_of(path: AnyPath) -> Store:
@@ -130,16 +134,12 @@ def read_small(path: AnyPath, limit_bytes: int) -> bytes:
 
 def read_all(path: AnyPath) -> bytes:
     """The contents of a file."""
-    with path.open("rb") as stream:
-        return stream.read()
+    return store_of(path).read(path)
 
 
 def read_end(path: AnyPath, count: int) -> bytes:
     """The last bytes of a file, or all of it if there are fewer."""
-    with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - count))
-        return stream.read()
+    return store_of(path).read_end(path, count)
 
 
 def write_durably(path: AnyPath, data: bytes) -> FileDigest:
@@ -218,7 +218,7 @@ def digest_of(path: str, data: bytes) -> FileDigest:
 def digest_file(file: AnyPath, path: str) -> FileDigest:
     """Streams a file of any size through SHA-256, 1 MiB at a time; `path` names it."""
     digest, size = hashlib.sha256(), 0
-    with file.open("rb") as stream:
+    with store_of(file).open_file(file) as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
             size += len(block)

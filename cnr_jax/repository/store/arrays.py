@@ -4,11 +4,15 @@ The checksum is the outermost codec: where chunks are compressed it is that of t
 bytes, so nothing is handed to a decompressor that was not compared first. Chunks are written once,
 whole, from memory that nobody changes afterwards; those that are read are compared with what the
 manifest says.
+
+TensorStore writes and reads the files, or where it does not reach a store makes chunks of elements
+and elements of chunks in memory: then one client speaks to the store, with one set of keys.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import os
@@ -21,7 +25,15 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.tiles import ArrayEntry, Compressed
-from cnr_jax.repository.store import AnyPath, can, read_all, size_of, store_of
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    in_memory,
+    read_all,
+    size_of,
+    store_of,
+    write_durably,
+)
 from cnr_jax.repository.store.checked import (
     check_chunk_file,
     damage,
@@ -29,6 +41,7 @@ from cnr_jax.repository.store.checked import (
     kind_of,
     means_damage,
     numpy_dtype,
+    reading,
     stored_crc32c,
 )
 
@@ -97,7 +110,7 @@ def spec_of(
     }
     return {
         "driver": "zarr3",
-        "kvstore": store_of(path).kvstore(path),
+        "kvstore": store_of(path).kvstore(path) or in_memory.FOLDER,
         "metadata": metadata,
         # A missing chunk is an error, never a chunk of zeros; so zeros must be written.
         "fill_missing_data_reads": False,
@@ -148,6 +161,9 @@ class ArrayWriter:
         self._exact, self._compression = exact, compression
         # No cache: it would keep what was written, and with it all that was handed over as a view.
         self._context = context(0, syncs=syncs)
+        self._is_in_memory = store_of(path).kvstore(path) is None
+        if self._is_in_memory:
+            self._context = ts.Context()  # whose memory is its own
         self._item = numpy_dtype(dtype)
         limit = CHUNK_BYTES if exact else CHUNK_BYTES // 4
         if exact:
@@ -156,7 +172,11 @@ class ArrayWriter:
             self._chunk = max(1, min(length, limit // self._item.itemsize))
         self._buffer = np.empty(self._chunk, self._item)
         self._filled = self._written = 0
-        self._pending: collections.deque[ts.WriteFutures] = collections.deque()
+        # What waits until a chunk is on storage.
+        self._pending: collections.deque[Callable[[], Any]] = collections.deque()
+        # Size and checksum of chunks that were made in memory.
+        self._made: list[tuple[int, int]] = []
+        self._metadata: bytes | None = None
         # Made on storage while rows are encoded; where nothing may come, once something does.
         self._store = self._create() if exact and length else None
 
@@ -203,7 +223,7 @@ class ArrayWriter:
     def drain(self) -> None:
         """Waits until nothing that was appended without a copy is referred to."""
         while self._pending:
-            self._pending.popleft().commit.result()
+            self._pending.popleft()()
 
     def _flush(self) -> None:
         self._write(self._buffer[: self._filled])
@@ -218,10 +238,22 @@ class ArrayWriter:
         write = self._store.result()[self._written : stop].write(
             values, can_reference_source_data_indefinitely=True
         )
-        self._pending.append(write)
+        if self._is_in_memory:
+            write.result()
+            self._pending.append(self._put(self._written // self._chunk))
+        else:
+            self._pending.append(write.commit.result)
         while len(self._pending) > _IN_FLIGHT:
-            self._pending.popleft().commit.result()
+            self._pending.popleft()()
         self._written = stop
+
+    def _put(self, chunk: int) -> Callable[[], Any]:
+        """Starts to store a chunk that was made in memory."""
+        assert self._store is not None
+        data = in_memory.take(self._store.result(), f"c/{chunk}")
+        self._made.append((len(data), int.from_bytes(data[-4:], "little")))
+        file = self._path / "c" / str(chunk)
+        return in_memory.start(write_durably, file, data).result
 
     def end(self) -> None:
         """Starts to write what is left: nothing more is appended."""
@@ -229,6 +261,22 @@ class ArrayWriter:
             self._length = self._chunk = self._filled
         if self._filled:
             self._flush()
+        if self._is_in_memory and self._store is not None and self._metadata is None:
+            self._shrink()
+            self._metadata = in_memory.take(self._store.result(), "zarr.json")
+            file = self._path / "zarr.json"
+            put = in_memory.start(write_durably, file, self._metadata)
+            self._pending.append(put.result)
+
+    def _shrink(self) -> None:
+        """Gives the array the length that it has got, where that was not known before."""
+        if self._written < self._length and not self._exact:
+            assert self._store is not None
+            self._store.result().resize(
+                exclusive_max=[self._written],
+                resize_metadata_only=True,
+                shrink_only=True,
+            ).result()
 
     def finish(self) -> ArrayEntry | None:
         """Waits until everything is on storage.
@@ -245,12 +293,8 @@ class ArrayWriter:
             raise RuntimeError(
                 f"{self._path.name}: {self._written} of {self._length} were appended"
             )
-        if self._written < self._length:
-            self._store.result().resize(
-                exclusive_max=[self._written],
-                resize_metadata_only=True,
-                shrink_only=True,
-            ).result()
+        if not self._is_in_memory:
+            self._shrink()
         self._store = None
         return self._describe()
 
@@ -259,15 +303,21 @@ class ArrayWriter:
         if self._store is not None:
             self._store.exception()
         while self._pending:
-            self._pending.popleft().commit.exception()
+            with contextlib.suppress(Exception):
+                self._pending.popleft()()
         self._store, self._buffer = None, np.empty(0, self._item)
 
     def _describe(self) -> ArrayEntry:
-        metadata = read_all(self._path / "zarr.json")
-        chunks = range(-(-self._written // self._chunk))
+        made, metadata = self._made, self._metadata
+        if metadata is None:
+            metadata = read_all(self._path / "zarr.json")
+            for i in range(-(-self._written // self._chunk)):
+                file = self._path / "c" / str(i)
+                size = size_of(file) if self._compression is not None else 0
+                made.append((size, stored_crc32c(self._path, i)))
         compressed = None
         if self._compression is not None:
-            sizes = tuple(size_of(self._path / "c" / str(i)) for i in chunks)
+            sizes = tuple(size for size, _ in made)
             compressed = Compressed(codec=self._compression, bytes=sizes)
         return ArrayEntry(
             dtype=self._dtype,
@@ -275,7 +325,7 @@ class ArrayWriter:
             chunk=self._chunk,
             metadata_bytes=len(metadata),
             metadata_sha256=hashlib.sha256(metadata).hexdigest(),
-            crc32c=tuple(stored_crc32c(self._path, i) for i in chunks),
+            crc32c=tuple(checksum for _, checksum in made),
             compressed=compressed,
         )
 
@@ -345,6 +395,12 @@ class ArrayReader:
         self._stored: set[int] = set()
         compression = entry.compressed.codec if entry.compressed else None
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
+        self._store: ts.TensorStore | None = None
+        # Of an array that has one chunk, made of what was read.
+        self._spec = spec
+        if store_of(path).kvstore(path) is None:
+            spec["metadata"]["shape"] = [entry.chunk]
+            return
         # Not in the spec: `open=True` would override it there, and read zarr.json.
         self._store = ts.open(
             spec, open=True, assume_metadata=True, context=self._kept.context
@@ -439,6 +495,8 @@ class ArrayReader:
         self.check_stored(start, stop)
         size = self._entry.chunk
         chunks = range(start // size, (stop - 1) // size + 1)
+        if self._store is None:
+            return self._fetch(chunks, start, stop, out)
         if self._entry.compressed is not None:
             # Nothing is handed to a decompressor that was not compared first.
             self._check(chunks)
@@ -468,14 +526,59 @@ class ArrayReader:
 
         return result
 
+    def _fetch(
+        self, chunks: range, start: int, stop: int, out: np.ndarray | None
+    ) -> Callable[[], np.ndarray]:
+        """Starts to read whole chunks, and makes elements of them in memory."""
+        size = self._entry.chunk
+        fetched = [in_memory.start(self._read_file, chunk) for chunk in chunks]
+
+        def result() -> np.ndarray:
+            target = np.empty(stop - start, self._dtype) if out is None else out
+            for chunk, each in zip(chunks, fetched, strict=True):
+                values = self._decoded(chunk, each.result())
+                at = chunk * size - start
+                part = values[max(0, -at) : stop - chunk * size]
+                target[max(0, at) : max(0, at) + part.size] = part
+            return target
+
+        return result
+
+    def _read_file(self, chunk: int) -> bytes:
+        """What a chunk's file holds, which has the right size."""
+        file = self._path / "c" / str(chunk)
+        with reading(file):
+            data = read_all(file)
+        expected = file_bytes(self._entry)[chunk]
+        if len(data) != expected:
+            fact = f"has another size\n  got {len(data)} bytes, expected {expected}"
+            raise damage(file, fact)
+        return data
+
+    def _decoded(self, chunk: int, data: bytes) -> np.ndarray:
+        """The elements of a chunk, checked."""
+        if self._verify:
+            # Nothing is handed to a decompressor that was not compared first.
+            self._compare(chunk, int.from_bytes(data[-4:], "little"))
+        try:
+            return in_memory.elements(self._spec, data)
+        except ValueError as error:
+            text = str(error).splitlines()[0][:300]
+            file = self._path / "c" / str(chunk)
+            raise damage(file, f"is damaged\n  {text}", "data_damaged") from error
+
     def _check(self, chunks: range) -> None:
         """Compares the checksums of chunks with the manifest's, if that is wanted."""
         for chunk in chunks if self._verify else ():
-            got, expected = stored_crc32c(self._path, chunk), self._entry.crc32c[chunk]
-            if got != expected:
-                raise errors.IntegrityError(
-                    f"chunk {chunk} of {os.fspath(self._path)} is not the one that was"
-                    f" saved\n  got crc32c {got:08x}, expected {expected:08x}",
-                    kind="foreign_chunk",
-                    path=os.fspath(self._path / "c" / str(chunk)),
-                )
+            self._compare(chunk, stored_crc32c(self._path, chunk))
+
+    def _compare(self, chunk: int, got: int) -> None:
+        """Compares the checksum of a chunk with the manifest's."""
+        expected = self._entry.crc32c[chunk]
+        if got != expected:
+            raise errors.IntegrityError(
+                f"chunk {chunk} of {os.fspath(self._path)} is not the one that was"
+                f" saved\n  got crc32c {got:08x}, expected {expected:08x}",
+                kind="foreign_chunk",
+                path=os.fspath(self._path / "c" / str(chunk)),
+            )

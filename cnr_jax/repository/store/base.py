@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from etils import epath
 
@@ -32,12 +32,16 @@ class Capabilities:
         appends: files can grow.
         cheap_looks: whether a file is there, and its size, costs next to nothing; elsewhere each
             look is a request.
+        conditions: a file can be written if nothing is there, or what was read before.
+        paths: paths of `etils` reach it, and with them Orbax.
     """
 
     renames: bool
     locks: bool
     appends: bool
     cheap_looks: bool
+    conditions: bool
+    paths: bool
 
 
 class Store(Protocol):
@@ -176,6 +180,14 @@ class Store(Protocol):
         """
         ...
 
+    def read(self, path: AnyPath) -> bytes:
+        """The contents of a file."""
+        ...
+
+    def read_end(self, path: AnyPath, count: int) -> bytes:
+        """The last bytes of a file, or all of it if there are fewer."""
+        ...
+
     def write(self, path: AnyPath, data: bytes, *, replaces: bool) -> None:
         """Writes a file, durable once its folder is synced.
 
@@ -184,6 +196,40 @@ class Store(Protocol):
             data: all that is in it.
             replaces: whether there may be one that others read: it is there whole, or as it was
                 before, whatever happens meanwhile. Else, in a crash, some of it.
+
+        Raises:
+            FileExistsError: if another is there that is not to be replaced; only where the store
+                knows conditions.
+        """
+        ...
+
+    def write_new(self, path: AnyPath, data: bytes) -> None:
+        """Writes a file, whole, where nothing is.
+
+        Raises:
+            FileExistsError: if something else is there; it stays.
+        """
+        ...
+
+    def read_version(self, path: AnyPath) -> tuple[bytes, Any] | None:
+        """The contents of a file, and what tells them from others; None where there is none."""
+        ...
+
+    def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
+        """Writes a file if it is still as it was read; only where the store knows conditions.
+
+        Args:
+            path: of the file.
+            data: all that is in it.
+            version: as `read_version` told; None: there must be none.
+
+        Where the answer is lost it is read back: no two writers may write the same.
+
+        Returns:
+            What tells it from others from now on.
+
+        Raises:
+            FileExistsError: if it is another.
         """
         ...
 
@@ -252,8 +298,8 @@ class Store(Protocol):
 
     # TensorStore.
 
-    def kvstore(self, folder: AnyPath) -> str | dict[str, str]:
-        """What TensorStore calls a folder.
+    def kvstore(self, folder: AnyPath) -> str | dict[str, str] | None:
+        """What TensorStore calls a folder; None where it is not to reach it.
 
         Raises:
             OptionError: if it does not take its path.
@@ -293,3 +339,17 @@ def naming(path: AnyPath) -> Iterator[None]:
         if error.filename is None and error.errno is not None and not ours:
             error.filename = os.fspath(path)
         raise
+
+
+class Streams:
+    """Reading files as streams, for stores that open them so."""
+
+    def read(self, path: AnyPath) -> bytes:
+        with path.open("rb") as stream:
+            return stream.read()
+
+    def read_end(self, path: AnyPath, count: int) -> bytes:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - count))
+            return stream.read()

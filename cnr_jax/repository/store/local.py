@@ -18,6 +18,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.store.base import (
     AnyPath,
     Capabilities,
+    Streams,
     naming,
 )
 from cnr_jax.texts import logger
@@ -49,11 +50,16 @@ _syncs: dict[int, bool] = {}
 _locks: dict[int, bool] = {}
 
 
-class LocalStore:
+class LocalStore(Streams):
     """Files of this machine, or of a file system that is mounted here."""
 
     can = Capabilities(
-        renames=True, locks=fcntl is not None, appends=True, cheap_looks=True
+        renames=True,
+        locks=fcntl is not None,
+        appends=True,
+        cheap_looks=True,
+        conditions=False,
+        paths=True,
     )
 
     # Looks.
@@ -191,6 +197,24 @@ class LocalStore:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+
+    def write_new(self, path: AnyPath, data: bytes) -> None:
+        temporary = path.parent / names.replacing(path.name, secrets.token_hex(4))
+        try:
+            self._write(temporary, data)
+            with naming(path):
+                os.link(os.fspath(temporary), os.fspath(path))
+        finally:
+            Path(os.fspath(temporary)).unlink(missing_ok=True)
+
+    def read_version(self, path: AnyPath) -> tuple[bytes, Any] | None:
+        try:
+            return self.read(path), None
+        except FileNotFoundError:
+            return None
+
+    def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
+        raise OSError(errno.ENOTSUP, "no condition can be given", os.fspath(path))
 
     def append(self, path: AnyPath, line: bytes) -> None:
         # Never through a link or into a pipe, which somebody else has put there.

@@ -12,7 +12,7 @@ import fsspec
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.repository.store.base import AnyPath, Capabilities, FileLock
+from cnr_jax.repository.store.base import AnyPath, Capabilities, FileLock, Streams
 
 
 def _plain(path: AnyPath) -> epath.Path:
@@ -20,7 +20,7 @@ def _plain(path: AnyPath) -> epath.Path:
     return epath.Path(os.fspath(path))
 
 
-class ObjectStore:
+class ObjectStore(Streams):
     """Objects of a bucket, which have names like files of a folder.
 
     Args:
@@ -28,7 +28,14 @@ class ObjectStore:
         package: that reads and writes them.
     """
 
-    can = Capabilities(renames=False, locks=False, appends=False, cheap_looks=False)
+    can = Capabilities(
+        renames=False,
+        locks=False,
+        appends=False,
+        cheap_looks=False,
+        conditions=False,
+        paths=True,
+    )
 
     def __init__(self, scheme: str, package: str) -> None:
         self._scheme, self._package = scheme, package
@@ -113,6 +120,21 @@ class ObjectStore:
         # An object is shown when it is complete.
         with _plain(path).open("wb") as file:
             file.write(data)
+
+    def write_new(self, path: AnyPath, data: bytes) -> None:
+        if self.exists(path):
+            raise FileExistsError(errno.EEXIST, "is there", os.fspath(path))
+        self.write(path, data, replaces=True)
+
+    def read_version(self, path: AnyPath) -> tuple[bytes, Any] | None:
+        try:
+            with self.open_file(path) as stream:
+                return stream.read(), None
+        except FileNotFoundError:
+            return None
+
+    def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
+        raise OSError(errno.ENOTSUP, "no condition can be given", os.fspath(path))
 
     def append(self, path: AnyPath, line: bytes) -> None:
         raise OSError(errno.ENOTSUP, "objects cannot grow", os.fspath(path))

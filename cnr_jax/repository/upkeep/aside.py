@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.names import (
+    COMMITTED,
     SUSPECTS,
     abandoned,
     abandoned_step,
@@ -26,6 +27,7 @@ from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import (
     AnyPath,
+    can,
     is_named,
     names_in,
     store_of,
@@ -214,7 +216,7 @@ def check_is_here(root: AnyPath) -> None:
         return
     folder = root / earlier_run(aside.uuid)
     moved = [name for name, now in aside.moved if root / now == folder / name]
-    away = [n for n in moved if is_named(folder / n) and not is_named(root / n)]
+    away = [n for n in moved if _is_whole(folder / n) and not _is_whole(root / n)]
     if not away or _is_committed(root, aside):
         return
     state = {
@@ -248,9 +250,13 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
         return
     back: list[str] = []
     for name, now in reversed(aside.moved):
-        if is_named(root / now) and not is_named(root / name):
+        if _is_whole(root / now) and not _is_whole(root / name):
             store_of(root).move(root / now, root / name)
             back.append(name)
+        elif not can(root).renames and is_named(root / now):
+            # The move aside was cut short, before anything was removed.
+            for error in store_of(root).remove_tree(root / now):
+                raise error
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
         # Stays if somebody has put something there, or if it was never made.
         with contextlib.suppress(OSError):
@@ -261,6 +267,11 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
             "steps %s are back: the save that they were moved aside for was not committed",
             ", ".join(back),
         )
+
+
+def _is_whole(path: AnyPath) -> bool:
+    """Whether a step is there; where it moves file by file, with the one that moves last."""
+    return is_named(path if can(path).renames else path / COMMITTED)
 
 
 def _remove_if_empty(folder: AnyPath) -> None:

@@ -146,8 +146,21 @@ def read_writer(root: AnyPath) -> Writer | None:
     Raises:
         OSError: if it cannot be read.
     """
+    return _read_writer(root)[0]
+
+
+def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
+    """Who claims a root, and the version of the claim, where the store has conditions."""
+    version: Any = None
     try:
-        data = read_small(root / names.WRITER, _LIMIT_BYTES)
+        path = root / names.WRITER
+        if can(root).conditions:
+            found = store_of(path).read_version(path)
+            if found is None:
+                return None, None
+            data, version = found
+        else:
+            data = read_small(path, _LIMIT_BYTES)
         fields = Fields(json.loads(data), "", [])
         writer = Writer(
             id=fields.hexadecimal("id", 32),
@@ -156,14 +169,14 @@ def read_writer(root: AnyPath) -> Writer | None:
             aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
         )
         if not fields.problems:
-            return writer
+            return writer, version
         why = "; ".join(fields.problems[:3])
     except FileNotFoundError:
-        return None
+        return None, None
     except (ValueError, RecursionError) as error:
         why = str(error)
     _log.warning("the claim on %s cannot be understood: %s", os.fspath(root), why)
-    return None
+    return None, version
 
 
 def _read_process(fields: Fields) -> ProcessId:
@@ -215,6 +228,8 @@ class Claim:
         self._root = root
         self._own: Writer | None = None
         self._other: Writer | None = None
+        # Of the claim as it was read or written last: nobody else may have written it since.
+        self._version: Any = None
         _inherited.add(self)
 
     @property
@@ -228,7 +243,7 @@ class Claim:
         Returns:
             Who claimed it before, which includes what that one had moved aside.
         """
-        before = read_writer(self._root)
+        before, self._version = _read_writer(self._root)
         own = Writer(
             id=secrets.token_hex(16),
             process=this_process(),
@@ -248,12 +263,18 @@ class Claim:
         Args:
             other: who has claimed the root.
             alone: whether a lock keeps that one from saving meanwhile; it need not be told then.
+
+        Raises:
+            WriterError: if somebody else has claimed the root meanwhile.
         """
         self._other = other
         if alone:
             self._own = other
         else:
             own = dataclasses.replace(other, id=secrets.token_hex(16), since=_now())
+            found, self._version = _read_writer(self._root)
+            if found is not None and found.id != other.id:
+                raise _taken_over(self._root, found, own)
             self._write(own)
 
     def check(self) -> None:
@@ -265,18 +286,12 @@ class Claim:
         own = self._own
         if own is None:
             return
-        found = read_writer(self._root)
+        found, self._version = _read_writer(self._root)
         if found is None and not exists(self._root / names.WRITER):
             self._write(own)  # somebody tidied up; nobody else claims the root
             return
         if found is None or found.id != own.id:
-            raise errors.WriterError(
-                f"another manager has taken over {os.fspath(self._root)}\n"
-                f"  got {found or 'a claim that cannot be read'}\n"
-                f"  expected {own}: this one\n"
-                f"  hint: {other_writer(found)};"
-                " reload() lets this manager take the root over again"
-            )
+            raise _taken_over(self._root, found, own)
         # Of what is moved aside, as whoever stands in for this one may have settled it.
         self._own = found
 
@@ -322,10 +337,30 @@ class Claim:
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         path = self._root / names.WRITER
         try:
-            replace_durably(path, data.encode())
+            if can(self._root).conditions:
+                self._swap(path, data.encode(), own)
+            else:
+                replace_durably(path, data.encode())
         except IsADirectoryError as error:
             raise _in_the_way(path, error) from error
         self._own = own
+
+    def _swap(self, path: AnyPath, data: bytes, own: Writer) -> None:
+        """Writes the claim if it is still as this manager knows it."""
+        try:
+            self._version = store_of(path).swap(path, data, self._version)
+        except FileExistsError as error:
+            raise _taken_over(self._root, read_writer(self._root), own) from error
+
+
+def _taken_over(root: AnyPath, found: Writer | None, own: Writer) -> errors.WriterError:
+    return errors.WriterError(
+        f"another manager has taken over {os.fspath(root)}\n"
+        f"  got {found or 'a claim that cannot be read'}\n"
+        f"  expected {own}: this one\n"
+        f"  hint: {other_writer(found)};"
+        " reload() lets this manager take the root over again"
+    )
 
 
 def _now() -> str:

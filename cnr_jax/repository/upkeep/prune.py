@@ -23,6 +23,7 @@ from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
+from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import count_of
 
@@ -151,7 +152,7 @@ def prune(
 
     Raises:
         NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
-        OptionError: if it is no root, or not a local one, or a number is not positive.
+        OptionError: if it is no root, or one of `gs://`, or a number is not positive.
         WriterError: if a manager that may still be running saves there; nothing was deleted.
         RootError: if the root cannot be read or written, or something in it cannot be removed: it
             is there as before, with what it rests on. It is an OSError.
@@ -184,11 +185,13 @@ def prune(
             fates = fates_in(ledger)
             going = [fate.name for fate in fates if not fate.stays]
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
-            assert writer.remover is not None
             # What was set aside may rest on steps, but no step on what was set aside.
             for name in [*(n for n in going if n not in ledger.entries), *steps]:
                 writer.check_claim()
-                writer.remover.remove(name, background=False)
+                if writer.remover is None:
+                    remove_in_place(path / name)
+                else:
+                    writer.remover.remove(name, background=False)
                 ledger.forget(name)
                 deleted.append(name)
     return PrunePlan(root=os.fspath(path), fates=fates, is_done=True)
@@ -206,11 +209,11 @@ def _item_of(root: store.AnyPath, item: str | None) -> str:
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it is no root, or not a local one.
+        OptionError: if it is no root, or one of `gs://`.
     """
-    if not store.can(root).renames:
+    if not store.can(root).renames and not store.can(root).conditions:
         raise errors.OptionError(
-            f"{root} is in a storage service, where folders cannot be removed at once\n"
+            f"{root} is in a storage service where it cannot be seen who else saves there\n"
             "  hint: manager.delete(step), the newest first"
         )
     layout.check_can_be_read(root, item)

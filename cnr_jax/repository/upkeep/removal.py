@@ -147,6 +147,18 @@ class Remover:
         self._purger.close()
 
 
+def remove_in_place(step: store.AnyPath) -> None:
+    """Removes a step where folders cannot be renamed: it is none once its first file is gone.
+
+    Raises:
+        OSError: if something of it cannot be removed.
+    """
+    kept = store.store_of(step)
+    kept.remove_file(step / names.COMMITTED)
+    for error in kept.remove_tree(step):
+        raise error
+
+
 def _removed(directory: str) -> str:
     """A name for a removed directory that no other has."""
     return names.removed(directory, secrets.token_hex(8))

@@ -20,7 +20,7 @@ from cnr_jax.repository.index import folders
 from cnr_jax.repository.index.chains import Flaw
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item, items_of
-from cnr_jax.repository.step import uuid_of_step
+from cnr_jax.repository.step import sorted_out, uuid_of_step
 from cnr_jax.repository.store import checked
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
@@ -75,7 +75,7 @@ def verify(
     so the root may be in use; what a run abandoned or left behind is listed as harmless.
 
     Args:
-        root: directory of the checkpoints: a local path, a `file://` or a `gs://` URL.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         level: `"structure"`: manifests, digests of small files, presence and sizes of all
             others, files that do not belong here, parents. `"data"`: also every byte is read
             and compared with its checksum, and row ids are decoded.
@@ -109,8 +109,9 @@ def verify(
     path = layout.open_root(root)
     layout.check_can_be_read(path, item)
     check_is_here(path)
-    steps = items_of(path, layout.step_directories(path), item or find_item(path))
-    found = list(_beside(path))
+    held, cut = sorted_out(path, layout.step_directories(path))
+    steps = items_of(path, held, item or find_item(path))
+    found = list(_beside(path, cut))
     every = {each for items in steps.values() for each in items}
     wanted = sorted(every if item is None else every & {item})
     total = sum(each in items for items in steps.values() for each in wanted)
@@ -170,7 +171,7 @@ def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[P
     """Files of a step beside its items, and folders that are none of these, as far as is known."""
     held = folders.items_of_orbax(root / step)
     for name in store.names_in(root / step):
-        if name in (names.ORBAX_METADATA, names.COMMITTED, *held, *items):
+        if name in (*names.OF_STEP, *held, *items):
             continue
         path = root / step / name
         if held or not store.is_directory(path) or folders.is_own_item(path):
@@ -178,14 +179,15 @@ def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[P
             yield Problem(step, name, checked.UNKNOWN, (), message)
 
 
-def _beside(root: store.AnyPath) -> Iterator[Problem]:
-    """Notes on what lies beside the steps."""
+def _beside(root: store.AnyPath, cut: tuple[str, ...]) -> Iterator[Problem]:
+    """Notes on what lies beside the steps; `cut`: what is called like one, and is unfinished."""
     meanings = {
         "removed": "a removed step of which files are left",
         "abandoned": "a step that a rollback moved aside",
         "unfinished": "a save that is being written, or was killed",
     }
     held = layout.beside(root)
+    held["unfinished"] += cut
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)

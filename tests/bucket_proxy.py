@@ -1,0 +1,143 @@
+"""A proxy before a service like S3 that counts requests, and does harm to some of them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import http.client
+import http.server
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+
+# What is done to a request: "drop" its answer, which is lost after the request was carried out;
+# "reset" the connection before it is; answer with a code instead.
+Harm = str | int
+
+
+class Proxy:
+    """Passes requests on.
+
+    Attributes:
+        url: of the proxy.
+        counts: requests by kind: GET, HEAD, PUT, LIST, DELETE.
+        log: each of them, with its path.
+        harm: told the kind, the path, and how many of that kind there were before; says what is
+            done to a request. None: it is passed on.
+        harmed: requests that something was done to.
+        says: what is said with a code.
+        signed: `Authorization` of each request.
+        headers: of the last one.
+        delay_secs: that each request takes longer.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = urllib.parse.urlsplit(target).netloc
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.log: list[tuple[str, str]] = []
+        self.harm: Callable[[str, str, int], Harm | None] = lambda *_: None
+        self.says = b"<Error><Code>Harm</Code></Error>"
+        self.signed: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.harmed = 0
+        self.delay_secs = 0.0
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            # The headers of an answer and what follows leave at once.
+            wbufsize = 1 << 16
+            disable_nagle_algorithm = True
+
+            def handle_one(self) -> None:
+                proxy._pass(self)
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_one
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, *args: object) -> None:
+                pass  # of connections that are cut
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[collections.Counter[str]]:
+        """Counts the requests made meanwhile."""
+        before, found = self.counts.copy(), collections.Counter[str]()
+        self.log.clear()
+        yield found
+        found.update(self.counts - before)
+
+    def _pass(self, asked: http.server.BaseHTTPRequestHandler) -> None:
+        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
+        kind = _kind(asked.command, asked.path)
+        with self._lock:
+            number = self.counts[kind]
+            self.counts[kind] += 1
+            self.log.append((kind, asked.path))
+            self.signed.append(asked.headers.get("Authorization", ""))
+            self.headers = {k.lower(): v for k, v in asked.headers.items()}
+        time.sleep(self.delay_secs)
+        harm = self.harm(kind, asked.path, number)
+        self.harmed += harm is not None
+        if isinstance(harm, int):
+            self._answer(asked, harm, {}, self.says)
+            return
+        if harm == "reset":
+            asked.close_connection = True
+            return
+        with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
+            service.request(
+                asked.command, asked.path, body or None, dict(asked.headers)
+            )
+            answer = service.getresponse()
+            data = answer.read()
+        if harm == "drop":
+            asked.close_connection = True
+            return
+        self._answer(asked, answer.status, dict(answer.getheaders()), data)
+
+    def _answer(
+        self,
+        asked: http.server.BaseHTTPRequestHandler,
+        status: int,
+        headers: dict[str, str],
+        data: bytes,
+    ) -> None:
+        asked.send_response_only(status)
+        kept = {"connection", "transfer-encoding", "content-length"}
+        for name, value in headers.items():
+            if name.lower() not in kept:
+                asked.send_header(name, value)
+        length = str(len(data))
+        if asked.command == "HEAD":
+            length = {k.lower(): v for k, v in headers.items()}.get(
+                "content-length", "0"
+            )
+        asked.send_header("Content-Length", length)
+        asked.end_headers()
+        if asked.command != "HEAD":
+            asked.wfile.write(data)
+        asked.wfile.flush()
+
+
+def _kind(command: str, path: str) -> str:
+    query = urllib.parse.urlsplit(path).query
+    if command == "GET" and "list-type" in query:
+        return "LIST"
+    return "DELETE" if command == "POST" and "delete" in query else command

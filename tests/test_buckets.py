@@ -1,0 +1,703 @@
+"""Runs that live in a bucket of S3: the service is one of loopback that knows conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grain
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.cli.app import app
+from cnr_jax.format import names
+from cnr_jax.repository.causes import causes
+from cnr_jax.repository.committer import Attempt, ConditionalCommitter
+from cnr_jax.repository.store import buckets, names_in, store_of
+
+from . import bucket_program
+from .bucket_proxy import Proxy
+from .conftest import case_of
+
+PROGRAM = Path(bucket_program.__file__)
+
+TABLE, LEAF = "user", "['params']['user']['embedding']"
+
+
+@pytest.fixture
+def root(bucket: epath.Path) -> epath.Path:
+    return bucket / "runs/lr=[0.1] #1"
+
+
+def consequences(root: Any) -> list[str]:
+    return [problem.kind for problem in cnr.verify(root) if problem.consequence]
+
+
+def test_a_run_lives_in_a_bucket(tiny_run: Any, root: epath.Path) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(4))
+        assert manager.last_report.kind == "delta"
+    with run.open(str(root)) as manager:
+        assert manager.all_steps() == [0, 1, 2, 3]
+        run.restore(manager, 1)
+        run.same(run.state, run.truth[1])
+        run.run(manager, [2, 3, 4])  # whose numbers are taken
+        assert manager.all_steps() == [0, 1, 2, 3, 4]
+        for step in (None, *range(5)):
+            run.check(manager, step)
+    assert consequences(root) == []
+    found = cnr.describe(root)
+    assert [each.kind for each in found.steps] == ["full", *["delta"] * 4]
+    assert found.latest_step == 4 and len(found.abandoned) == 2
+    with run.open(str(root), {"max_to_keep": 2}, policy=cnr.Full()) as manager:
+        run.restore(manager, None)
+        run.run(manager, range(5, 8))
+        assert manager.all_steps() == [6, 7]
+        manager.delete(6)
+        run.check(manager, None)
+    assert names_in(root) == ["7", names.WRITER], "what is superfluous is gone"
+    assert not list(Path().glob("s3*")), "nothing is taken for a local path"
+
+
+def test_what_a_save_has_written_is_named_or_known(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    assert cnr.verify(root) == ()
+    item = root / "1/default"
+    assert {*names_in(root / "1")} == {"default", *names.OF_STEP}
+    assert names.MANIFEST in names_in(item)
+
+
+def test_damage_is_found_and_another_step_restored(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(2))
+    rows = root / "1/default/rows.p00000"
+    chunk = rows / names_in(rows)[0] / "c/0"
+    manifest = root / "1/default" / names.process_manifest(0)
+    store = store_of(root)
+    for path in (chunk, manifest):
+        whole = store.read(path)
+        for spoilt in (whole[:-1], bytes(len(whole)), None):
+            with case_of((path.name, spoilt and len(spoilt))):
+                if spoilt is None:
+                    store.remove_file(path)
+                else:
+                    store.write(path, spoilt, replaces=True)
+                (problem,) = [each for each in cnr.verify(root) if each.consequence]
+                assert problem.directory == "1" and path.name in problem.message
+                with run.open(str(root)) as manager:
+                    got = manager.restore(None, args=cnr.args.Restore(run.state))
+                    run.same(got.state, run.truth[0])
+        store.write(path, whole, replaces=True)
+    assert cnr.verify(root) == ()
+
+
+def test_what_reads_and_tends_a_root(
+    tiny_run: Any, root: epath.Path, tmp_path: Path
+) -> None:
+    run, url = tiny_run(), str(root)
+    with run.open(url) as manager:
+        run.run(manager, range(4))
+        truth = run.truth[3]
+    rows = cnr.read_rows(url, TABLE, [0, 3])
+    assert rows.tolist() == truth[LEAF][[0, 3]].tolist()
+    exported = cnr.export(url, 3, tmp_path / "out")
+    assert exported is not None and (tmp_path / "out").is_dir()
+    plan = cnr.prune(url, keep=1, delete=True, writer_is_dead=True)
+    assert plan is not None
+    with run.open(url) as manager:
+        run.check(manager, None)
+    fresh = tiny_run(salt=1)
+    with fresh.open(url, new_run=True) as manager:
+        fresh.run(manager, range(2))
+        assert manager.all_steps() == [0, 1]
+        fresh.check(manager, None)
+    (earlier,) = [name for name in names_in(root) if name.startswith("earlier-run-")]
+    with run.open(str(tmp_path / "elsewhere")) as manager:
+        got = manager.restore(3, directory=f"{url}/{earlier}")
+        run.same(run.state, run.truth[3])
+        assert got.touched is not None
+    assert consequences(root) == []
+
+
+def test_every_verb_reads_a_bucket(
+    tiny_run: Any, root: epath.Path, tmp_path: Path
+) -> None:
+    run, url = tiny_run(), str(root)
+    with run.open(url) as manager:
+        run.run(manager, range(3))
+    for words in (
+        ["ls", url],
+        ["show", url, "2"],
+        ["verify", url],
+        ["explain", url, "2"],
+        ["rows", url, TABLE, "3"],
+        ["bits", url],
+        ["report", url, "-o", str(tmp_path / "report.html")],
+        ["export", url, "2", "--to", str(tmp_path / "out")],
+        ["prune", url, "--keep", "2"],
+        ["prune", url, "--keep", "2", "--yes", "--writer-is-dead"],
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (words, result.output)
+    result = CliRunner().invoke(app, ["diff", url, "1", "2"])
+    assert result.exit_code == 3, "they differ"
+
+
+def test_items_and_metrics_lie_beside_the_state(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+
+    def open_() -> cnr.CheckpointManager:
+        return cnr.CheckpointManager(
+            str(root),
+            tables=run.tables,
+            options=cnr.Options(codec="raw", policy=cnr.Consecutive()),
+            orbax_options=ocp.CheckpointManagerOptions(
+                max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min"
+            ),
+            item="model",
+        )
+
+    def batches() -> Any:
+        return iter(grain.MapDataset.range(100).shuffle(seed=3).batch(4))
+
+    iterator = batches()
+    with open_() as manager:
+        for step in range(4):
+            run.train(step)
+            next(iterator)
+            items = ocp.args.Composite(
+                model=cnr.args.Save(run.state, run.touched),
+                meta=ocp.args.JsonSave({"epoch": step}),
+                data=grain.checkpoint.CheckpointSave(iterator),
+            )
+            assert manager.save(step, args=items, metrics={"loss": float(step != 1)})
+            run.truth[step] = run.values()
+            manager.wait_until_finished()
+        following = next(iterator).tolist()
+    with open_() as manager:
+        assert manager.best_step() == 1 and 1 in manager.all_steps()
+        assert manager.metrics(1) == {"loss": 0.0}
+        iterator = batches()
+        got = manager.restore(
+            3,
+            args=ocp.args.Composite(
+                model=cnr.args.Restore(run.state),
+                meta=ocp.args.JsonRestore(),
+                data=grain.checkpoint.CheckpointRestore(iterator),
+            ),
+        )
+        run.same(got.model.state, run.truth[3])
+        assert got.meta == {"epoch": 3}
+        assert next(iterator).tolist() == following
+    assert consequences(root) == []
+
+
+@pytest.mark.slow  # the service takes its time to take them
+def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root)) as manager:
+        run.run(manager, [2000])
+    with ThreadPoolExecutor(16) as pool:
+        paths = [root / f"plots {i}.d/file" for i in range(1100)]
+        list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
+        paths = [root / f"0/{i}" for i in range(1100)]
+        list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
+    assert len(names_in(root)) == 1103 and len(names_in(root / "0")) == 1100
+    with run.open(str(root)) as manager:
+        assert manager.all_steps() == [2000]
+    assert store.remove_tree(root / "0") == [] and names_in(root / "0") == []
+
+
+def test_a_killed_save_is_no_step_and_its_number_is_free(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root)) as manager:
+        run.run(manager, range(3))
+    store.remove_file(root / "2" / names.COMMITTED)  # what comes last
+    store.remove_file(root / "2/default" / names.MANIFEST)
+    store.write(root / "2/default/junk", b"", replaces=True)
+    (problem,) = cnr.verify(root)
+    assert (problem.directory, problem.kind) == ("2", "unfinished")
+    found = cnr.describe(root)
+    assert [each.step for each in found.steps] == [0, 1] and found.unfinished == ("2",)
+    with run.open(str(root)) as manager:
+        assert manager.all_steps() == [0, 1]
+        run.restore(manager, None)
+        run.run(manager, [2, 3])
+        assert manager.all_steps() == [0, 1, 2, 3]
+        for step in range(4):
+            run.check(manager, step)
+    assert cnr.verify(root) == ()
+
+
+def test_a_move_that_is_cut_short_leaves_one_whole_step(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback copies what is in its way; it may be killed after any request."""
+    run, kept, store = tiny_run(), tiny_run(), store_of(root)
+    with run.open(str(root)) as manager:
+        run.run(manager, range(3))
+    for left in range(0, 24, 5):
+        count = iter(range(left))
+        real = type(store)._client
+
+        def client(self: Any, bucket: str) -> Any:
+            return Ends(real(self, bucket), count)  # noqa: B023
+
+        monkeypatch.setattr(type(store), "_client", client)
+        target = root / f"2.abandoned-g0-{'0' * 32}"
+        with case_of(left), contextlib.suppress(InterruptedError):
+            store.move(root / "2", target)
+        monkeypatch.undo()
+        whole = [p for p in (root / "2", target) if names.COMMITTED in names_in(p)]
+        assert whole, left
+        if whole[0] == target:
+            store.move(target, root / "2")
+        with kept.open(str(root)) as reader:
+            run.same(
+                reader.restore(2, args=cnr.args.Restore(run.state)).state, run.truth[2]
+            )
+    assert store.remove_tree(target) == []
+
+
+class Ends:
+    """A client that ends its program, so to say, after some changes."""
+
+    def __init__(self, client: Any, left: Iterator[int]) -> None:
+        self._client, self._left = client, left
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("copy", "delete", "put") and next(self._left, None) is None:
+            raise InterruptedError
+        return getattr(self._client, name)
+
+
+# ---- attempts -----------------------------------------------------------------------------------
+
+
+def attempt(root: epath.Path, letter: str) -> Attempt:
+    return Attempt(root, "5", letter * 32)
+
+
+def test_one_attempt_at_a_time_holds_a_folder(root: epath.Path) -> None:
+    store, taken = store_of(root), list[str]()
+
+    def check(letter: str) -> Any:
+        def raises() -> None:
+            if letter in taken:
+                raise errors.WriterError("taken over")
+
+        return raises
+
+    one, two = (ConditionalCommitter(check(letter)) for letter in "ab")
+    first, second = attempt(root, "a"), attempt(root, "b")
+    one.prepare(first, [])
+    rows = root / "5/default/rows"
+    store.write(rows, b"of the first", replaces=False)
+    taken.append("a")  # by the second, which cannot know whether the first has ended
+    two.prepare(second, [])
+    assert names_in(root / "5") == [names.ATTEMPT]
+    store.write(rows, b"of the second", replaces=False)
+    with pytest.raises(FileExistsError):
+        store.write(rows, b"of the first", replaces=False)
+    with pytest.raises(errors.WriterError, match=r"got b{32}.*(?s:.*)hint: "):
+        one.publish(first, [])
+    with pytest.raises(errors.WriterError):
+        one.abandon(first)
+    one = ConditionalCommitter(lambda: None)  # which has not noticed yet
+    one.abandon(first)
+    assert store.read(rows) == b"of the second"
+    two.publish(second, [])
+    assert two.is_published(second) and not one.is_published(first)
+    two.publish(second, [])  # as after a lost answer
+    two.abandon(second)
+    assert store.read(rows) == b"of the second", "what is committed stays"
+    for late in (first, attempt(root, "c")):
+        with pytest.raises(errors.DependentsExistError):
+            one.prepare(late, [])
+
+
+def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:
+    committer, store = ConditionalCommitter(lambda: None), store_of(root)
+    for letter in "ab":
+        committer.prepare(attempt(root, letter), [])
+        store.write(root / "5/default/rows", letter.encode(), replaces=False)
+        if letter == "a":
+            continue  # one that could not be given up
+        committer.abandon(attempt(root, letter))
+    assert names_in(root) == []
+
+
+def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None:
+    committer = ConditionalCommitter(lambda: None)
+
+    def begin(letter: str) -> str:
+        try:
+            committer.prepare(attempt(root, letter), [])
+        except errors.WriterError:
+            return ""
+        return letter
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [letter for letter in pool.map(begin, "01234567") if letter]
+    # Whoever came later took it over.
+    held = store_of(root).read(root / "5" / names.ATTEMPT).decode()[0]
+    assert held in found
+    for letter in found:
+        if letter != held:
+            with pytest.raises(errors.WriterError):
+                committer.publish(attempt(root, letter), [])
+
+
+# ---- programs that are killed, or race ----------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(found)}
+
+
+def start(root: Any, salt: int, saves: int, how: str = "once") -> Any:
+    env = environment()
+    words = [sys.executable, str(PROGRAM), str(root), str(salt), str(saves), how]
+    program = subprocess.Popen(
+        words,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    assert program.stdout is not None and program.stdout.readline() == "ready\n", (
+        program.communicate()
+    )
+    return program
+
+
+def go(program: Any) -> None:
+    program.stdin.write("go\n")
+    program.stdin.flush()
+
+
+def check_all(root: Any) -> list[int]:
+    """Every step that is listed is whole, and as one program has saved it; returns the steps."""
+    if not names_in(root):
+        return []  # nothing was begun
+    like = bucket_program.first_state()
+    with cnr.CheckpointManager(str(root)) as manager:
+        steps = manager.all_steps()
+        for step in steps:
+            got = manager.restore(step, args=cnr.args.Restore(like))
+            bucket_program.check(got.state, step)
+    assert consequences(root) == []
+    return steps
+
+
+def killed(root: Any, times: int, seed: int) -> None:
+    """A program is killed at random while it saves, and goes on from the last commit it told of."""
+    rng, newest = random.Random(seed), -1
+    for each in range(times):
+        program = start(root, each, 400)
+        go(program)
+        time.sleep(rng.uniform(0.2, 1.5))
+        program.kill()
+        out, err = program.communicate()
+        told = [int(line.split()[1]) for line in out.splitlines() if "saved" in line]
+        assert "Traceback" not in err, err
+        newest = max([newest, *told])
+        steps = check_all(root)
+        assert not steps or steps[-1] >= newest, "what was told to be durable is there"
+        newest = max([newest, *steps])
+
+
+def raced(root: Any, programs: int, saves: int) -> int:
+    """Programs save to one root at once, each insisting; returns how often one was told to stop."""
+    found = [start(root, salt, saves, "insists") for salt in range(programs)]
+    for each in found:
+        go(each)
+    told = 0
+    for each in found:
+        out, err = each.communicate(timeout=240)
+        assert each.returncode == 0, err
+        told += out.count("failed")
+    assert check_all(root)
+    return told
+
+
+def test_what_a_killed_program_has_saved_is_there(root: epath.Path) -> None:
+    killed(root, 2, seed=0)
+
+
+def test_programs_that_race_mix_nothing(root: epath.Path) -> None:
+    raced(root, 2, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_programs_are_killed_and_race(bucket: epath.Path) -> None:
+    assert sum(raced(bucket / f"raced/{i}", 2, 12) for i in range(20))
+    killed(bucket / "killed", 20, seed=1)
+
+
+# ---- answers that are lost ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Requests pass through it from here on."""
+    made = Proxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    yield made
+    made.close()
+
+
+KEY, SECRET = "AKIAOFATEST", "a-secret/of+a-test"
+
+
+@pytest.mark.parametrize(
+    ("harm", "every"),
+    [
+        ("drop", 4),
+        *(
+            pytest.param(h, 1, marks=pytest.mark.slow)
+            for h in ("drop", "reset", 500, 503)
+        ),
+    ],
+)
+def test_a_request_that_fails_once_loses_nothing(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, harm: Any, every: int
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+        with proxy.counting() as counts:
+            run.run(manager, [2])
+        puts = counts["PUT"]
+        assert 10 < puts and sum(counts.values()) <= 24, "of a delta"
+        # Each of them once, by and by, the one that commits among them.
+        turns = [*range(0, puts, every), puts - 1]
+        for step, at in enumerate(turns, 3):
+            begun = proxy.counts["PUT"]
+            proxy.harm = lambda kind, path, number: (
+                harm if kind == "PUT" and number == begun + at else None  # noqa: B023
+            )
+            with case_of(at):
+                run.train(step)
+                assert run.save(manager, step)
+                manager.wait_until_finished()
+        proxy.harm = lambda *_: None
+        assert proxy.harmed == len(turns)
+        assert manager.all_steps() == [*range(3 + len(turns))]
+        for step in (None, 4):
+            run.check(manager, step)
+    assert cnr.verify(root) == ()
+
+
+slow_too = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("LIST", "HEAD")]
+
+
+@pytest.mark.parametrize("kind", ["GET", "DELETE", *slow_too])
+def test_a_look_that_fails_once_is_made_again(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, kind: str
+) -> None:
+    run = tiny_run()
+    proxy.harm = lambda asked, path, number: (
+        [503, "drop", "reset", None, None][number % 5] if asked == kind else None
+    )
+    with run.open(str(root), {"max_to_keep": 1}, policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+        run.check(manager, None)
+        assert manager.all_steps() == [2]
+    assert consequences(root) == [] and proxy.harmed > 0
+
+
+@pytest.mark.parametrize("harm", [403, 500, "reset"])
+def test_a_save_that_cannot_be_stored_says_where_and_what_to_do(
+    tiny_run: Any,
+    root: epath.Path,
+    proxy: Proxy,
+    harm: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(buckets, "_RETRY_SECS", 2)
+    monkeypatch.setattr(buckets, "_RETRIES", 2)
+    buckets._new_client.cache_clear()
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, [0])
+        proxy.harm = lambda kind, path, number: (
+            harm if kind == "PUT" and "/1/" in path and "rows." in path else None
+        )
+        begun = time.monotonic()
+        with pytest.raises(errors.SaveError) as caught:
+            run.run(manager, [1])
+        assert time.monotonic() - begun < 60
+        proxy.harm = lambda *_: None
+        text = "".join(traceback.format_exception(caught.value))
+        assert f"{root}/1/default/rows.p00000/" in str(caught.value)
+        assert {403: "Harm", 500: "Harm"}.get(harm, "") in str(caught.value)
+        assert "hint: " in str(caught.value)
+        assert "what was committed before is untouched" in str(caught.value)
+        for secret in (KEY, SECRET):
+            assert secret not in text and secret not in caplog.text
+        run.run(manager, [2])
+        assert manager.all_steps() == [0, 2]
+        run.check(manager, None)
+    assert consequences(root) == []
+    buckets._new_client.cache_clear()
+
+
+def test_what_a_service_says_of_keys_is_not_repeated(
+    root: epath.Path, proxy: Proxy
+) -> None:
+    said = f"<Error><Code>InvalidAccessKeyId</Code><Id>{KEY}</Id></Error>".encode()
+    proxy.says = said
+    proxy.harm = lambda *_: 403
+    with pytest.raises(errors.RootError) as caught:
+        cnr.CheckpointManager(str(root))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "InvalidAccessKeyId; hint: are the keys" in text and KEY not in text
+    for error in causes(caught.value):
+        assert KEY not in str(error)
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_root(s3: str) -> None:
+    with pytest.raises(OSError, match="NoSuchBucket; hint: make the bucket"):
+        cnr.CheckpointManager("s3://no-such-bucket/run")
+    with pytest.raises(OSError, match="NoSuchBucket"):
+        store_of(epath.Path("s3://x")).read(epath.Path("s3://no-such-bucket/file"))
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+def test_a_profile_has_keys_and_region(
+    root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION"):
+        monkeypatch.delenv(f"AWS_{name}")
+    (tmp_path / "keys").write_text(
+        "[training]\naws_access_key_id = OFTRAINING\naws_secret_access_key = x\n"
+    )
+    (tmp_path / "config").write_text("[profile training]\nregion = eu-north-1\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    store_of(root).write(root / "file", b"1", replaces=True)
+    (signed,) = {found.split(",")[0] for found in proxy.signed}
+    assert "OFTRAINING" in signed and "/eu-north-1/s3/" in signed
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(errors.OptionError, match="hint: pip install boto3"):
+        cnr.CheckpointManager(str(root))
+
+
+def test_new_keys_of_a_profile_are_taken_up(
+    root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setattr(buckets, "_KEYS_SECS", 0)  # they are old at once
+    for key in ("OLDKEY", "NEWKEY"):
+        (tmp_path / "keys").write_text(
+            f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n"
+        )
+        store_of(root).write(root / "file", b"1", replaces=True)
+        assert f"Credential={key}/" in proxy.signed[-1]
+
+
+def test_what_the_environment_says_reaches_the_service(
+    root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token")
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "a-key")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    buckets._new_client.cache_clear()
+    store_of(root).write(root / "file", b"1", replaces=True)
+    said = proxy.headers
+    assert said["x-amz-security-token"] == "a-token"
+    assert said["x-amz-server-side-encryption"] == "aws:kms"
+    assert said["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key"
+    assert f"Credential={KEY}/" in said["authorization"]
+    assert "/eu-west-1/s3/" in said["authorization"]
+    (tmp_path / "certificates").write_text("none")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificates"))
+    with pytest.raises(
+        errors.OptionError, match=r"No certificates(?s:.*)hint: look at"
+    ):
+        cnr.CheckpointManager(str(root))
+    buckets._new_client.cache_clear()
+
+
+def test_a_root_where_nothing_is_can_be_adopted(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), adopt=True) as manager:
+        run.run(manager, range(2))
+        run.check(manager, None)
+    with pytest.raises(errors.OptionError, match="metrics cannot be kept in s3://"):
+        run.open(str(root), metrics=True)
+
+
+def test_a_forked_process_fails_at_once_or_works(root: epath.Path) -> None:
+    """Threads of the client are not there in a child: a request would be waited for, for ever."""
+    program = """
+import os, sys
+from etils import epath
+from cnr_jax.repository.store import store_of
+
+root, used = epath.Path(sys.argv[1]), sys.argv[2] == "used"
+store = store_of(root)
+if used:
+    store.write(root / "file", b"1", replaces=True)
+child = os.fork()
+if not child:
+    try:
+        found = store.read(root / "file")
+    except OSError as error:
+        found = str(error)
+    os.write(1, repr(found).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    for used, told in (("used", "hint: start processes by"), ("unused", "b'1'")):
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(root), used],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(),
+        )
+        assert told in ended.stdout, ended.stderr
