@@ -14,6 +14,7 @@ from etils import epath
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store import (
+    REMOTE,
     AnyPath,
     can,
     exists,
@@ -76,10 +77,10 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
         return _local(_at_home(text), text)
     if scheme[1].lower() == "file":
         return _local(_path_of(text), text)
-    if not text.startswith(("gs://", "s3://")):
+    if not text.startswith(schemes := tuple(f"{each}://" for each in REMOTE)):
         raise errors.OptionError(
             f"{text!r} is no root: checkpoints cannot be kept in {scheme[1]}://\n"
-            f"  got {scheme[1]!r}, expected a local path, file://, gs:// or s3://\n"
+            f"  got {scheme[1]!r}, expected a local path, file://, {' or '.join(schemes)}\n"
             "  hint: mount the store as a folder, or save to a local disk and copy"
         )
     found = epath.Path(text)

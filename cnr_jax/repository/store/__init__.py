@@ -27,7 +27,8 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 _PART_BYTES = 64 << 10  # of a small file, read at once
 _LOCAL = LocalStore()
-_STORES: dict[str, Store] = {
+# By the scheme of a URL: a new kind of storage is a module beside these, and a line here.
+REMOTE: dict[str, Store] = {
     "gs": ObjectStore("gs", "gcsfs"),
     "s3": BucketStore("s3"),
 }
@@ -44,7 +45,7 @@ def store_of(path: AnyPath) -> Store:
         False
     """
     scheme, found, _ = os.fspath(path).partition("://")
-    return _STORES.get(scheme, _STORES["gs"]) if found else _LOCAL
+    return REMOTE.get(scheme, REMOTE["gs"]) if found else _LOCAL
 
 
 def can(path: AnyPath) -> Capabilities:
