@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fnmatch
-import io
 import os
 import threading
 import time
@@ -14,7 +12,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import checkpoint_manager, future
 
 from cnr_jax.format import names
@@ -22,20 +19,19 @@ from cnr_jax.integers import checked_step
 from cnr_jax.repository.layout import Place, open_root
 from cnr_jax.repository.store import (
     AnyPath,
-    can,
     exists,
     is_directory,
     names_in,
-    store_of,
 )
 from cnr_jax.repository.store.checked import refuse_pipe
+from cnr_jax.repository.store.paths import StorePath
 from cnr_jax.waiting import Gate
 
 # Item and file of a step's metrics.
 METRICS = checkpoint_manager.METRIC_ITEM_NAME
 
 
-class ExactPath(PosixGPath):
+class ExactPath(StorePath):
     """A path as Orbax uses it, on which it can rely; what is made from it is one too.
 
     Orbax asks a path whether something is there, and goes on as if it were not: it leaves a
@@ -62,61 +58,6 @@ class ExactPath(PosixGPath):
     def glob(self, pattern: str) -> Iterator[Any]:
         """What lies below and fits; raises OSError if that cannot be seen."""
         return iter(_fitting(self, pattern))
-
-    # Where no path of `etils` leads.
-
-    def open(self, mode: str = "r", **kwargs: Any) -> Any:
-        """Opens a file, to be read or to be written as a whole."""
-        if can(self).paths:
-            return super().open(mode, **kwargs)
-        if set(mode) & set("a+x"):
-            raise OSError(errno.ENOTSUP, f"no file opens as {mode!r}", os.fspath(self))
-        stream: Any = _Written(self) if "w" in mode else store_of(self).open_file(self)
-        return stream if "b" in mode else io.TextIOWrapper(stream, "utf-8")
-
-    def iterdir(self) -> Iterator[Any]:
-        """What lies right below."""
-        if can(self).paths:
-            yield from super().iterdir()
-        else:
-            yield from (self / name for name in names_in(self))
-
-    def mkdir(
-        self, mode: int | None = None, parents: bool = False, exist_ok: bool = False
-    ) -> None:
-        """Makes a folder, where a store has any."""
-        if can(self).paths:
-            super().mkdir(mode=mode, parents=parents, exist_ok=exist_ok)
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Removes a file."""
-        if can(self).paths:
-            super().unlink(missing_ok)
-        elif missing_ok or exists(self):
-            store_of(self).remove_file(self)
-        else:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-
-    def rmtree(self, missing_ok: bool = False) -> None:
-        """Removes a folder with all that is in it."""
-        if can(self).paths:
-            super().rmtree(missing_ok)
-        else:
-            for error in store_of(self).remove_tree(self):
-                raise error
-
-
-class _Written(io.BytesIO):
-    """What is written to a file, which is there once it is closed."""
-
-    def __init__(self, path: AnyPath) -> None:
-        super().__init__()
-        self._path = path
-
-    def close(self) -> None:
-        if not self.closed:
-            store_of(self._path).write(self._path, self.getvalue(), replaces=True)
-        super().close()
 
 
 def _fitting(path: Any, pattern: str) -> list[Any]:
