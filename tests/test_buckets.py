@@ -30,7 +30,7 @@ from cnr_jax.repository.store import buckets, names_in, store_of
 
 from . import bucket_program
 from .bucket_proxy import Proxy
-from .conftest import case_of
+from .conftest import case_of, each_of
 
 PROGRAM = Path(bucket_program.__file__)
 
@@ -538,6 +538,20 @@ def test_a_look_that_fails_once_is_made_again(
     assert consequences(root) == [] and proxy.harmed > 0
 
 
+@pytest.mark.parametrize("harm", [503, "reset"])
+def test_a_service_that_is_away_for_some_seconds_loses_no_save(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, harm: Any
+) -> None:
+    run, away = tiny_run(), 0.0
+    proxy.harm = lambda *_: harm if time.monotonic() < away else None
+    with run.open(str(root)) as manager:
+        run.run(manager, [0])
+        away = time.monotonic() + 3
+        run.run(manager, [1])
+        assert manager.all_steps() == [0, 1] and proxy.harmed > 1
+        run.check(manager, None)
+
+
 @pytest.mark.parametrize("harm", [403, 500, "reset"])
 def test_a_save_that_cannot_be_stored_says_where_and_what_to_do(
     tiny_run: Any,
@@ -597,6 +611,27 @@ def test_a_bucket_that_is_not_there_is_no_empty_root(s3: str) -> None:
 
 
 # ---- settings -----------------------------------------------------------------------------------
+
+
+@each_of("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@each_of("url", ["127.0.0.1:9000", "localhost", "", "http://"])
+def test_an_endpoint_that_is_no_url_is_refused(
+    root: epath.Path, name: str, url: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, url)
+        with pytest.raises(errors.OptionError, match=f"{name} is no URL") as caught:
+            cnr.CheckpointManager(str(root))
+        assert repr(url) in str(caught.value)
+
+
+def test_a_profile_that_is_not_there_is_refused(
+    root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    with pytest.raises(errors.OptionError, match="AWS_PROFILE names no profile"):
+        cnr.CheckpointManager(str(root))
 
 
 def test_a_profile_has_keys_and_region(

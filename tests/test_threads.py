@@ -17,6 +17,7 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.places import beginning
 from cnr_jax.checkpointer.saving import dense
 from cnr_jax.errors import CallError, CnrError
+from cnr_jax.testing.inprocess import watching
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -440,3 +441,34 @@ def test_a_fork_in_the_middle_of_a_beginning_leaves_the_child_free_to_begin() ->
     may_end.set()
     holder.join()
     assert status == 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning"
+)
+def test_a_child_forked_during_a_save_asks_for_steps_and_does_not_wait(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run, inside, go_on = tiny_run(), threading.Event(), threading.Event()
+    with run.open(tmp_path / "root") as manager:
+        run.run(manager, [1])
+        run.train(2)
+
+        def hold(call: Any) -> None:
+            if call.call == "mkdir":
+                inside.set()
+                go_on.wait(60)
+
+        with watching(tmp_path / "root", before=hold):
+            saver = threading.Thread(target=run.save, args=(manager, 2))
+            saver.start()
+            assert inside.wait(60)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends a child that waits for ever
+                os._exit(0 if manager.all_steps() == [1] else 1)
+            ended = os.waitpid(child, 0)[1]
+            go_on.set()
+            saver.join()
+        manager.wait_until_finished()
+        assert ended == 0 and manager.all_steps() == [1, 2]

@@ -183,12 +183,19 @@ class RowsWriter:
         # By array, as encoded.
         self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
-        self._writers = self._open_writers()
-        self._dense = DenseWriter(
-            directory, process, dense, compression=compression, syncs=self._syncs
-        )
+        self._writers: dict[str, ArrayWriter] = {}
+        try:
+            self._open_writers()
+            self._dense = DenseWriter(
+                directory, process, dense, compression=compression, syncs=self._syncs
+            )
+        except BaseException:
+            # They are being made already, in a folder that may be removed at once.
+            for writer in self._writers.values():
+                writer.stop()
+            raise
 
-    def _open_writers(self) -> dict[str, ArrayWriter]:
+    def _open_writers(self) -> None:
         """Sets where the parts of each run start, and opens the arrays that hold them."""
         lengths: dict[tuple[str, str], int] = {}
         escapes: dict[tuple[str, str], int] = {}
@@ -203,13 +210,10 @@ class RowsWriter:
             if not isinstance(plan.codec, Raw):
                 key = _escape_array(plan.dtype)
                 escapes[key] = escapes.get(key, 0) + plan.count * plan.width
-        writers = {
-            array: self._open(array, dtype, length)
-            for (array, dtype), length in lengths.items()
-        }
+        for (array, dtype), length in lengths.items():
+            self._writers[array] = self._open(array, dtype, length)
         for (array, dtype), length in escapes.items():
-            writers[array] = self._open(array, dtype, length, exact=False)
-        return writers
+            self._writers[array] = self._open(array, dtype, length, exact=False)
 
     def _open(
         self, array: str, dtype: str, length: int, *, exact: bool = True

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
+from cnr_jax.repository import rows_writer
 from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter, chunk_length
 from cnr_jax.repository.store.checked import numpy_dtype
 from cnr_jax.repository.store.local import LocalStore
+from cnr_jax.rows.codecs import Raw
 
 LIMIT = 64
 
@@ -289,3 +291,30 @@ def test_missing_array_is_an_integrity_error(tmp_path: Path) -> None:
     entry = write(tmp_path / "a", np.arange(40, dtype=np.int32))
     with pytest.raises(errors.IntegrityError, match="other"):
         ArrayReader(tmp_path / "other", entry).read(0, 1)
+
+
+def test_arrays_that_are_being_made_are_waited_for_where_another_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of the error removes the folder, and may use its name again."""
+    stopped: list[str] = []
+    stop = ArrayWriter.stop
+
+    def noting(self: ArrayWriter) -> None:
+        stop(self)
+        stopped.append(self._path.name)
+
+    monkeypatch.setattr(ArrayWriter, "stop", noting)
+    monkeypatch.setattr(rows_writer, "DenseWriter", lambda *_, **__: 1 / 0)
+    plan = rows_writer.RunPlan(
+        table="user",
+        leaf="table",
+        box=((0, 4), (0, 2)),
+        positions=None,
+        codec=Raw(),
+        dtype=np.dtype(np.float32),
+        count=4,
+    )
+    with pytest.raises(ZeroDivisionError):
+        rows_writer.RowsWriter(tmp_path, "0" * 32, 0, [plan])
+    assert stopped == ["raw.rows.float32"]

@@ -49,9 +49,11 @@ class Calls:
         """What a question about steps is asked in: the lock.
 
         A thread of a save, with a callback of the user in it, must not wait for who waits for it;
-        meanwhile nothing changes either.
+        meanwhile nothing changes either. In a child that was forked, the lock may be held by a
+        thread that is not there.
         """
-        return contextlib.nullcontext() if self._is_writing_here() else self.lock
+        free = self.is_forked or self._is_writing_here()
+        return contextlib.nullcontext() if free else self.lock
 
     def refuse_inside(self, name: str) -> None:
         """Checks that a call waits neither for `on_save` nor for a save that waits for the call.

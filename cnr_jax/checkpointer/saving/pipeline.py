@@ -347,7 +347,7 @@ class SavePipeline(Generic[S]):
             save.futures = [failed]
         try:
             self._drive(save)
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             # The system has no more threads. It is in flight, so it must not be raised here.
             save.thread.run(self._run, save)
         return save

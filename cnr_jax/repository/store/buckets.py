@@ -22,10 +22,12 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store.base import AnyPath, Capabilities, FileLock
 
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 # How long a request may take, and how long one that fails is tried again.
 _REQUEST_SECS, _RETRY_SECS = 60, 60
 _CONNECT_SECS = 10
-_RETRIES = 5
+# As many as fit into that: the pauses between them grow to some seconds.
+_RETRIES, _PAUSE_SECS = 100, 5
 # Puts under a condition are not tried again by the client: what became of them is not known.
 _PUTS = 3
 # Keys may be replaced by new ones as long as a run goes on.
@@ -305,6 +307,14 @@ class BucketStore:
                 ' hint: pip install "cnr-jax[s3]"',
                 kind="not_installed",
             ) from error
+        for name in _ENDPOINTS:
+            endpoint = os.environ.get(name)
+            if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
+                raise errors.OptionError(
+                    f"{os.fspath(root)} is no root here, as {name} is no URL of a service\n"
+                    f"  got {endpoint!r}, expected http://HOST:PORT or https://HOST\n"
+                    "  hint: correct or unset it"
+                )
         profile = os.environ.get("AWS_PROFILE")
         if profile and not _asks_boto3():
             raise errors.OptionError(
@@ -312,6 +322,17 @@ class BucketStore:
                 f" keys of the profile {profile!r} that AWS_PROFILE names; hint: pip install boto3",
                 kind="not_installed",
             )
+        if profile:
+            import boto3
+
+            try:
+                boto3.Session()
+            except Exception as error:  # of botocore, which is imported with it
+                raise errors.OptionError(
+                    f"{os.fspath(root)} is no root here, as AWS_PROFILE names no profile\n"
+                    f"  got {profile!r}: {error}\n"
+                    "  hint: correct or unset it"
+                ) from error
 
     # The client.
 
@@ -392,8 +413,7 @@ def _split(path: AnyPath) -> tuple[str, str]:
 
 def _endpoint() -> str | None:
     """Of the service, if it is not that of AWS."""
-    found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return found or None
+    return next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
 
 
 def _region() -> str:
@@ -483,6 +503,11 @@ def _new_client(
             retry_config={
                 "max_retries": _RETRIES,
                 "retry_timeout": datetime.timedelta(seconds=_RETRY_SECS),
+                "backoff": {
+                    "init_backoff": datetime.timedelta(seconds=0.1),
+                    "max_backoff": datetime.timedelta(seconds=_PAUSE_SECS),
+                    "base": 2,
+                },
             },
         )
     except (OSError, ValueError, BaseError) as error:
