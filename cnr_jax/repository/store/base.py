@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -353,3 +354,52 @@ class Streams:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - count))
             return stream.read()
+
+
+class Objects:
+    """What is alike for all objects of buckets: no links, no locks, no folders, all durable."""
+
+    def is_file(self, path: AnyPath) -> bool:
+        return True  # reading shows it
+
+    def is_link(self, path: AnyPath) -> bool:
+        return False
+
+    def is_special(self, path: AnyPath) -> bool:
+        return False
+
+    def link_target(self, path: AnyPath) -> str:
+        raise OSError(errno.EINVAL, "no link", os.fspath(path))
+
+    def real(self, path: AnyPath) -> str:
+        return os.fspath(path)
+
+    def state_of(self, path: AnyPath) -> tuple[int, ...] | None:
+        return None
+
+    def quick(self, path: AnyPath) -> AnyPath:
+        return path
+
+    def append(self, path: AnyPath, line: bytes) -> None:
+        raise OSError(errno.ENOTSUP, "objects cannot grow", os.fspath(path))
+
+    def lock(self, path: AnyPath) -> FileLock:
+        raise OSError(errno.ENOTSUP, "objects cannot be locked", os.fspath(path))
+
+    def sync_file(self, path: AnyPath) -> None:
+        pass
+
+    def sync_directory(self, path: AnyPath) -> None:
+        pass
+
+    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
+        pass
+
+    def syncs_directories(self, path: AnyPath) -> bool:
+        return True
+
+    def locks_files(self, path: AnyPath) -> bool:
+        return True  # TensorStore needs none there
+
+    def remove_folder(self, path: AnyPath) -> None:
+        pass  # there are none

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store.base import AnyPath, Capabilities, FileLock
+from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 # How long a request may take, and how long one that fails is tried again.
@@ -60,7 +60,7 @@ _OTHER_HINT = (
 )
 
 
-class BucketStore:
+class BucketStore(Objects):
     """Objects of buckets of one kind, which have names like files of a folder.
 
     Args:
@@ -95,21 +95,6 @@ class BucketStore:
     def is_named(self, path: AnyPath) -> bool:
         return self.exists(path)
 
-    def is_file(self, path: AnyPath) -> bool:
-        return True  # reading shows it
-
-    def is_link(self, path: AnyPath) -> bool:
-        return False
-
-    def is_special(self, path: AnyPath) -> bool:
-        return False
-
-    def link_target(self, path: AnyPath) -> str:
-        raise OSError(errno.EINVAL, "no link", os.fspath(path))
-
-    def real(self, path: AnyPath) -> str:
-        return os.fspath(path)
-
     def names_in(self, folder: AnyPath) -> list[str]:
         folders, objects = self._listing(folder)
         return sorted({*folders, *objects})
@@ -124,9 +109,6 @@ class BucketStore:
 
     def size_of(self, path: AnyPath) -> int:
         return int(self._headed(path)["size"])
-
-    def state_of(self, path: AnyPath) -> tuple[int, ...] | None:
-        return None
 
     def modified_unix_secs(self, path: AnyPath) -> float:
         found = self._head(path)
@@ -145,9 +127,6 @@ class BucketStore:
 
     def bytes_below(self, folder: AnyPath) -> int:
         return sum(each["size"] for each in self._below(folder))
-
-    def quick(self, path: AnyPath) -> AnyPath:
-        return path
 
     def forget_listings(self) -> None:
         pass  # none are kept
@@ -211,27 +190,6 @@ class BucketStore:
                     raise
         raise AssertionError  # the last one has returned or raised
 
-    def append(self, path: AnyPath, line: bytes) -> None:
-        raise OSError(errno.ENOTSUP, "objects cannot grow", os.fspath(path))
-
-    def lock(self, path: AnyPath) -> FileLock:
-        raise OSError(errno.ENOTSUP, "objects cannot be locked", os.fspath(path))
-
-    def sync_file(self, path: AnyPath) -> None:
-        pass
-
-    def sync_directory(self, path: AnyPath) -> None:
-        pass
-
-    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
-        pass
-
-    def syncs_directories(self, path: AnyPath) -> bool:
-        return True
-
-    def locks_files(self, path: AnyPath) -> bool:
-        return True  # TensorStore needs none there
-
     # Names.
 
     def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
@@ -258,9 +216,6 @@ class BucketStore:
         bucket, key = _split(path)
         with contextlib.suppress(FileNotFoundError):
             _asked(path, self._client(bucket).delete, key)
-
-    def remove_folder(self, path: AnyPath) -> None:
-        pass  # there are none
 
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:

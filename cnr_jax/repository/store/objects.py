@@ -12,7 +12,7 @@ import fsspec
 from etils import epath
 
 from cnr_jax import errors
-from cnr_jax.repository.store.base import AnyPath, Capabilities, FileLock, Streams
+from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects, Streams
 
 
 def _plain(path: AnyPath) -> epath.Path:
@@ -20,7 +20,7 @@ def _plain(path: AnyPath) -> epath.Path:
     return epath.Path(os.fspath(path))
 
 
-class ObjectStore(Streams):
+class ObjectStore(Streams, Objects):
     """Objects of a bucket, which have names like files of a folder.
 
     Args:
@@ -51,21 +51,6 @@ class ObjectStore(Streams):
     def is_named(self, path: AnyPath) -> bool:
         return _plain(path).exists()
 
-    def is_file(self, path: AnyPath) -> bool:
-        return True  # reading shows it
-
-    def is_link(self, path: AnyPath) -> bool:
-        return False
-
-    def is_special(self, path: AnyPath) -> bool:
-        return False
-
-    def link_target(self, path: AnyPath) -> str:
-        raise OSError(errno.EINVAL, "no link", os.fspath(path))
-
-    def real(self, path: AnyPath) -> str:
-        return os.fspath(path)
-
     def names_in(self, folder: AnyPath) -> list[str]:
         try:
             return sorted(entry.name for entry in _plain(folder).iterdir())
@@ -88,9 +73,6 @@ class ObjectStore(Streams):
         with _plain(path).open("rb") as stream:
             return int(stream.seek(0, os.SEEK_END))
 
-    def state_of(self, path: AnyPath) -> tuple[int, ...] | None:
-        return None
-
     def modified_unix_secs(self, path: AnyPath) -> float:
         return float(_plain(path).stat().mtime)
 
@@ -106,9 +88,6 @@ class ObjectStore(Streams):
             else self.size_of(folder / name)
             for name in self.names_in(folder)
         )
-
-    def quick(self, path: AnyPath) -> AnyPath:
-        return path
 
     # Reading and writing files.
 
@@ -136,27 +115,6 @@ class ObjectStore(Streams):
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
         raise OSError(errno.ENOTSUP, "no condition can be given", os.fspath(path))
 
-    def append(self, path: AnyPath, line: bytes) -> None:
-        raise OSError(errno.ENOTSUP, "objects cannot grow", os.fspath(path))
-
-    def lock(self, path: AnyPath) -> FileLock:
-        raise OSError(errno.ENOTSUP, "objects cannot be locked", os.fspath(path))
-
-    def sync_file(self, path: AnyPath) -> None:
-        pass
-
-    def sync_directory(self, path: AnyPath) -> None:
-        pass
-
-    def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
-        pass
-
-    def syncs_directories(self, path: AnyPath) -> bool:
-        return True
-
-    def locks_files(self, path: AnyPath) -> bool:
-        return True  # TensorStore needs none there
-
     # Names.
 
     def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
@@ -168,9 +126,6 @@ class ObjectStore(Streams):
     def remove_file(self, path: AnyPath) -> None:
         with contextlib.suppress(FileNotFoundError):
             _plain(path).unlink()
-
-    def remove_folder(self, path: AnyPath) -> None:
-        pass  # there are none
 
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:
