@@ -406,8 +406,8 @@ class CheckpointManager(ocp.CheckpointManager):
         return metrics_of(self._steps.find_directory(checked_step(step), self._root))
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is in flight, or steps go after one."""
-        return self._saves.pipeline.is_busy
+        """Whether a save is in flight, or steps go after one; in a forked process none is."""
+        return not self._calls.is_forked and self._saves.pipeline.is_busy
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:

@@ -466,7 +466,15 @@ def test_a_child_forked_during_a_save_asks_for_steps_and_does_not_wait(
             child = os.fork()
             if child == 0:
                 signal.alarm(20)  # ends a child that waits for ever
-                os._exit(0 if manager.all_steps() == [1] else 1)
+                steps, is_saving = manager.all_steps(), manager.is_saving_in_progress()
+                try:
+                    manager.check_for_errors()
+                except CallError as error:
+                    told = error.kind
+                else:
+                    told = None
+                seen = (steps, is_saving, told)
+                os._exit(0 if seen == ([1], False, "forked") else 1)
             ended = os.waitpid(child, 0)[1]
             go_on.set()
             saver.join()

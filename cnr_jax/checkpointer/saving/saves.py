@@ -227,9 +227,9 @@ class Saves:
 
     def check(self) -> None:
         """Raises what the last save raised, if it has ended; as `wait`, but does not wait."""
+        self._calls.refuse_in_on_save("check_for_errors")
         if self.pipeline.is_busy:
             return
-        self._calls.refuse_in_on_save("check_for_errors")
         with self._calls.lock:
             if not self.pipeline.is_busy:
                 self._wait()
