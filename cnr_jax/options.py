@@ -76,13 +76,14 @@ class Options:
             in tables whose codes are known to err by less than rows move from one restore to the
             next. Slots always take the nearest.
         compression: `"zstd"` compresses the arrays of a save by zstd, level 1, before their
-            checksums are taken. None, as in a new run, does not. On deltas of trained tables of
-            dim 64, with all bytes counted, it saves 4.0 % at 8 bits, 7 % at 4, 9 % at 2, and about
-            8 % of float32 rows. It costs a second of a core for 0.6 GB of encoded rows, in the
-            background, on up to two cores, and a second for 0.55 GB in a restore. Up to four
-            chunks of 16 MiB of an array are in memory twice while they are packed. It may change
-            from save to save. Versions of cnr_jax without this option refuse such steps, and their
-            `restore(None)` takes an older one that they can read.
+            checksums are taken; numbers of several bytes by their bytes apart (blosc). None, as in
+            a new run, does not. On deltas of trained tables of dim 64, with all bytes counted, it
+            saves 4.0 % at 8 bits, 7 % at 4, 9 % at 2, and about 16 % of float32 rows. It costs a
+            second of a core for 0.6 GB of encoded rows, in the background, on up to two cores, and
+            a second for 0.55 GB in a restore. Up to four chunks of 16 MiB of an array are in memory
+            twice while they are packed. It may change from save to save. Versions of cnr_jax
+            without this option refuse such steps, and their `restore(None)` takes an older one that
+            they can read.
         tables: options of single tables, by name; each field that is not given is as in the run
             that goes on, else as for all.
         tracking: how rows that changed are found. `"recorded"` takes those whose ids `record` was

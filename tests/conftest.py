@@ -350,7 +350,7 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(data)
 
 
-def unpack_zstd(frame: bytes, size: int) -> bytes:
+def unpack(frame: bytes, size: int, codec: str = "zstd") -> bytes:
     """The standard library has no zstd yet: an array of TensorStore's, of one chunk."""
     spec = {
         "driver": "zarr3",
@@ -359,7 +359,7 @@ def unpack_zstd(frame: bytes, size: int) -> bytes:
             "shape": [size],
             "data_type": "uint8",
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
-            "codecs": [{"name": "bytes"}, {"name": "zstd"}],
+            "codecs": [{"name": "bytes"}, {"name": codec}],
         },
     }
     array = ts.open(spec, create=True, context=ts.Context()).result()

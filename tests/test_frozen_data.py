@@ -1,7 +1,8 @@
 """Checkpoints written by released versions stay readable, and damage to them never passes.
 
 tests/data/generate.py wrote them. They are read twice: by the library, and by a second reader
-below, written from SPEC.md with nothing but the standard library, numpy, and TensorStore for zstd.
+below, written from SPEC.md with nothing but the standard library, numpy, and TensorStore for zstd
+and blosc.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.handler import CnrHandler, Restore
 
-from .conftest import unpack_zstd
+from .conftest import unpack
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = sorted(path.name for path in DATA.iterdir() if path.name.startswith("v"))
@@ -130,9 +131,10 @@ def read_chunks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
         )
         assert crc32c(data[:-4]) == checksum == int.from_bytes(data[-4:], "little")
         if "compressed" in entry:
-            assert entry["compressed"]["codec"] == "zstd"
+            codec = entry["compressed"]["codec"]
+            assert codec == "zstd" or (codec == "blosc" and dtype.itemsize > 1)
             assert len(data) == entry["compressed"]["bytes"][i]
-            data = unpack_zstd(data[:-4], size) + data[-4:]
+            data = unpack(data[:-4], size, codec) + data[-4:]
         assert len(data) == size + 4
         chunks.append(np.frombuffer(data[:-4], dtype))
     metadata = (folder / "zarr.json").read_bytes()
@@ -422,6 +424,7 @@ def test_frozen_data_covers_what_the_format_has() -> None:
     root = DATA / "v1" / "root"
     kinds = (
         "v1",
+        "v1-blosc",
         "v1-dense",
         "v1-encoding",
         "v1-errors",
@@ -431,6 +434,7 @@ def test_frozen_data_covers_what_the_format_has() -> None:
     )
     found = dict.fromkeys(kinds, STEPS)
     found |= {"v1-encoding": STEPS[:1], "v1-errors": STEPS[:2], "v1-zstd": STEPS[:1]}
+    found["v1-blosc"] = STEPS[:1]
     found["v1-motion"] = found["v1-dense"] = STEPS[:2]
     assert SAVED == [(version, step) for version in found for step in found[version]]
     processes = (DATA / "v1-errors" / "root").glob("*/*/manifest.p*.json")
@@ -449,8 +453,17 @@ def test_frozen_data_covers_what_the_format_has() -> None:
     assert {t["layout"]["name"] for t in manifests[0]["tables"]} == {"identity", "mod"}
 
 
-def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not() -> None:
-    (path,) = (DATA / "v1-zstd" / "root").glob("*/default/manifest.p*")
+@pytest.mark.parametrize(
+    ("version", "of_rows", "features"),
+    [
+        ("v1-zstd", "zstd", ["zstd"]),
+        ("v1-blosc", "blosc", ["blosc", "dense_tiles", "zstd"]),
+    ],
+)
+def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not(
+    version: str, of_rows: str, features: list[str]
+) -> None:
+    (path,) = (DATA / version / "root").glob("*/default/manifest.p*")
     arrays = json.loads(path.read_bytes())["arrays"]
     packed = {name for name, entry in arrays.items() if "compressed" in entry}
     assert packed == {"asymmetric.codes.uint8", "raw.rows.float32"}
@@ -459,8 +472,10 @@ def test_frozen_data_covers_arrays_that_are_compressed_and_that_are_not() -> Non
         entry = arrays[name]
         size = entry["chunk"] * dtype_of(entry["dtype"]).itemsize
         assert sum(entry["compressed"]["bytes"]) < size, name
+    assert arrays["asymmetric.codes.uint8"]["compressed"]["codec"] == "zstd"
+    assert arrays["raw.rows.float32"]["compressed"]["codec"] == of_rows
     manifest = json.loads((path.parent / "manifest.json").read_bytes())
-    assert manifest["required_features"] == ["zstd"]
+    assert manifest["required_features"] == features
 
 
 def test_frozen_data_covers_an_encoding_that_tells_the_codecs_of_its_rows() -> None:

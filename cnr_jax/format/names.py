@@ -13,11 +13,13 @@ FORMAT = "cnr_jax"
 VERSION = 1
 # Arrays whose chunks are compressed by zstd.
 ZSTD = "zstd"
+# Arrays of numbers whose bytes are compressed apart: all first ones, all second ones, and so on.
+BLOSC = "blosc"
 # Dense leaves that are stored as tiles, like rows, rather than by Orbax.
 DENSE_TILES = "dense_tiles"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, DENSE_TILES})
+KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES})
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})

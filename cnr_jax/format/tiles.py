@@ -30,8 +30,10 @@ from cnr_jax.texts import count_of
 _FORMS = ("all", "none", "bitmap", "gaps")
 # Of an array and its chunks: whatever their dtype, its bytes can be counted in 64 bits.
 _MOST_ELEMENTS = 2**59 - 1
-# How chunks may be compressed; each is a required feature of the same name.
+# What a writer may be asked for.
 COMPRESSIONS = (names.ZSTD,)
+# How chunks may be compressed then, by their elements; each is a required feature of the same name.
+CHUNK_CODECS = (names.ZSTD, names.BLOSC)
 PROCESS_FORMAT = f"{names.FORMAT}.process"
 
 
@@ -40,7 +42,7 @@ class Compressed:
     """Compression of an array's chunks.
 
     Attributes:
-        codec: one of `COMPRESSIONS`.
+        codec: one of `CHUNK_CODECS`.
         bytes: size of each chunk's file, its checksum included.
     """
 
@@ -302,7 +304,7 @@ def _read_dense(fields: Fields) -> DensePart:
 
 def _read_compressed(fields: Fields) -> Compressed:
     return Compressed(
-        codec=fields.text("codec", choices=COMPRESSIONS),
+        codec=fields.text("codec", choices=CHUNK_CODECS),
         bytes=fields.integers("bytes", minimum=1),
     )
 

@@ -7,6 +7,7 @@
     python tests/data/generate.py v1-encoding
     python tests/data/generate.py v1-motion
     python tests/data/generate.py v1-dense
+    python tests/data/generate.py v1-blosc
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
@@ -15,8 +16,9 @@ the third goes back to the first step before it saves the last; the fourth write
 with manifests that say how far off rounded rows are; the fifth the first, with a codec of its own
 for one table, in a manifest that says so; the sixth the first two, with so many rows that move that
 manifests say how far, and a rounding that was asked for; the seventh the first two, with dense
-leaves of every kind, as tiles. In all others Orbax has written the dense leaves, and they can only
-be written by versions of the library from before it stored them as tiles.
+leaves of every kind, as tiles; the eighth the first, compressed, its numbers of several bytes by
+blosc, as the second would be today. In the first six Orbax has written the dense leaves, and they
+can only be written by versions of the library from before it stored them as tiles.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -171,10 +173,9 @@ def generate(folder: Path) -> None:
     """Writes root and expected values below a folder that must not exist."""
     folder.mkdir(parents=True)
     _, _, kind = folder.name.partition("-")
-    compression = kind if kind == "zstd" else ""
-    steps = STEPS[
-        : {"zstd": 1, "errors": 2, "encoding": 1, "motion": 2, "dense": 2}.get(kind, 3)
-    ]
+    compression = "zstd" if kind in ("zstd", "blosc") else ""
+    few = {"zstd": 1, "blosc": 1, "errors": 2, "encoding": 1, "motion": 2, "dense": 2}
+    steps = STEPS[: few.get(kind, 3)]
     own = cnr.TableOptions(codec=Asymmetric(refits=7), slot_codec="bfloat16")
     state = first_state(peaked=bool(compression), more=kind == "dense")
     tables = tables_of(state)
