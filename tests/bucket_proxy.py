@@ -12,8 +12,11 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 
 # What is done to a request: "drop" its answer, which is lost after the request was carried out;
-# "reset" the connection before it is; answer with a code instead.
-Harm = str | int
+# "truncate" it in the middle; "reset" the connection before it is carried out; "veil" that there is
+# nothing, as services do for who may not list; wait for some seconds; answer with a code instead.
+Harm = str | int | float
+# Whom requests are of.
+KEY, SECRET = "AKIAOFATEST", "a-secret/of+a-test"
 
 
 class Proxy:
@@ -26,7 +29,7 @@ class Proxy:
         harm: told the kind, the path, and how many of that kind there were before; says what is
             done to a request. None: it is passed on.
         harmed: requests that something was done to.
-        says: what is said with a code.
+        says: what is said with a code; or what makes that of what was sent.
         signed: `Authorization` of each request.
         headers: of the last one.
         delay_secs: that each request takes longer.
@@ -37,7 +40,9 @@ class Proxy:
         self.counts: collections.Counter[str] = collections.Counter()
         self.log: list[tuple[str, str]] = []
         self.harm: Callable[[str, str, int], Harm | None] = lambda *_: None
-        self.says = b"<Error><Code>Harm</Code></Error>"
+        self.says: bytes | Callable[[bytes], bytes] = (
+            b"<Error><Code>Harm</Code></Error>"
+        )
         self.signed: list[str] = []
         self.headers: dict[str, str] = {}
         self.harmed = 0
@@ -96,8 +101,11 @@ class Proxy:
         harm = self.harm(kind, asked.path, number)
         self.harmed += harm is not None
         if isinstance(harm, int):
-            self._answer(asked, harm, {}, self.says)
+            said = self.says if isinstance(self.says, bytes) else self.says(body)
+            self._answer(asked, harm, {}, said)
             return
+        if isinstance(harm, float):
+            time.sleep(harm)
         if harm == "reset":
             asked.close_connection = True
             return
@@ -110,7 +118,11 @@ class Proxy:
         if harm == "drop":
             asked.close_connection = True
             return
-        self._answer(asked, answer.status, dict(answer.getheaders()), data)
+        if harm == "veil" and answer.status == 404:
+            self._answer(asked, 403, {}, b"<Error><Code>AccessDenied</Code></Error>")
+            return
+        headers = dict(answer.getheaders())
+        self._answer(asked, answer.status, headers, data, cut=harm == "truncate")
 
     def _answer(
         self,
@@ -118,6 +130,8 @@ class Proxy:
         status: int,
         headers: dict[str, str],
         data: bytes,
+        *,
+        cut: bool = False,
     ) -> None:
         asked.send_response_only(status)
         kept = {"connection", "transfer-encoding", "content-length"}
@@ -132,8 +146,9 @@ class Proxy:
         asked.send_header("Content-Length", length)
         asked.end_headers()
         if asked.command != "HEAD":
-            asked.wfile.write(data)
+            asked.wfile.write(data[: len(data) // 2] if cut else data)
         asked.wfile.flush()
+        asked.close_connection |= cut
 
 
 def _kind(command: str, path: str) -> str:
