@@ -6,10 +6,13 @@ import collections
 import contextlib
 import http.client
 import http.server
+import re
+import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # What is done to a request: "drop" its answer, which is lost after the request was carried out;
 # "truncate" it in the middle; "reset" the connection before it is carried out; "veil" that there is
@@ -22,6 +25,10 @@ KEY, SECRET = "AKIAOFATEST", "a-secret/of+a-test"
 class Proxy:
     """Passes requests on.
 
+    Args:
+        target: URL of the service.
+        certificate: file with a key and its certificate; None: connections are not secured.
+
     Attributes:
         url: of the proxy.
         counts: requests by kind: GET, HEAD, PUT, LIST, DELETE.
@@ -32,10 +39,11 @@ class Proxy:
         says: what is said with a code; or what makes that of what was sent.
         signed: `Authorization` of each request.
         headers: of the last one.
+        bodies: of all.
         delay_secs: that each request takes longer.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, certificate: Path | None = None) -> None:
         self._target = urllib.parse.urlsplit(target).netloc
         self.counts: collections.Counter[str] = collections.Counter()
         self.log: list[tuple[str, str]] = []
@@ -45,6 +53,7 @@ class Proxy:
         )
         self.signed: list[str] = []
         self.headers: dict[str, str] = {}
+        self.bodies: list[bytes] = []
         self.harmed = 0
         self.delay_secs = 0.0
         self._lock = threading.Lock()
@@ -72,7 +81,13 @@ class Proxy:
                 pass  # of connections that are cut
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            plain = self._server.socket
+            self._server.socket = context.wrap_socket(plain, server_side=True)
+        how = "http" if certificate is None else "https"
+        self.url = f"{how}://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -97,6 +112,7 @@ class Proxy:
             self.log.append((kind, asked.path))
             self.signed.append(asked.headers.get("Authorization", ""))
             self.headers = {k.lower(): v for k, v in asked.headers.items()}
+            self.bodies.append(body)
         time.sleep(self.delay_secs)
         harm = self.harm(kind, asked.path, number)
         self.harmed += harm is not None
@@ -110,9 +126,11 @@ class Proxy:
             asked.close_connection = True
             return
         with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
-            service.request(
-                asked.command, asked.path, body or None, dict(asked.headers)
-            )
+            # Of who was told of a proxy the path has the host before it.
+            path = re.sub(r"^https?://[^/]*", "", asked.path)
+            sent = {k.lower(): v for k, v in asked.headers.items()}
+            sent["host"] = self._target
+            service.request(asked.command, path, body or None, sent)
             answer = service.getresponse()
             data = answer.read()
         if harm == "drop":

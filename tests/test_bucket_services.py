@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
+import ipaddress
 import itertools
 import os
 import re
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from etils import epath
 
@@ -20,7 +24,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store import buckets, store_of
 
-from .bucket_proxy import Proxy
+from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of, free_port
 
 TABLE = "user"
@@ -260,3 +264,164 @@ def test_a_bucket_may_keep_versions(tiny_run: Any, bucket: epath.Path, s3: str) 
         assert manager.all_steps() == [5]
         run.check(manager, None)
     assert [each for each in cnr.verify(root) if each.consequence] == []
+
+
+def test_no_object_is_so_large_that_it_must_be_put_in_parts(
+    root: epath.Path, proxy: Proxy
+) -> None:
+    state = {"user": jnp.ones((80_000, 64)), "dense": jnp.ones(6 << 20)}
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(codec="raw")
+    with cnr.CheckpointManager(str(root), tables=tables, options=options) as manager:
+        manager.save(0, args=cnr.args.Save(state))
+    sizes = [len(body) for body in proxy.bodies]
+    assert max(sizes) <= (16 << 20) + 64 < sum(sizes)
+    assert not [path for _, path in proxy.log if "upload" in path]
+
+
+# ---- the way to a service -----------------------------------------------------------------------
+
+
+def test_a_certificate_of_an_authority_of_ones_own_is_named(
+    root: epath.Path,
+    proxy: Proxy,
+    impatient: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cryptography")
+    certificate = tmp_path / "certificate.pem"
+    certificate.write_bytes(own_certificate())
+    secured = Proxy(proxy.url, certificate)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", secured.url)
+    try:
+        with pytest.raises(errors.RootError, match="hint: set AWS_CA_BUNDLE"):
+            cnr.verify(root)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        store_of(root).write(root / "file", b"1", replaces=True)
+        assert store_of(root).read(root / "file") == b"1"
+    finally:
+        secured.close()
+
+
+def own_certificate() -> bytes:
+    """A key, and a certificate of this machine that no authority has signed."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
+    here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([here]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return key.private_bytes(*form, plain) + made.public_bytes(form[0])
+
+
+def test_requests_go_through_a_proxy_that_the_environment_names(
+    root: epath.Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, s3: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://storage.invalid")
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    buckets._new_client.cache_clear()
+    store_of(root).write(root / "file", b"1", replaces=True)
+    ((kind, path),) = proxy.log
+    assert kind == "PUT" and path == f"http://storage.invalid/{str(root)[5:]}/file"
+    buckets._new_client.cache_clear()
+
+
+@each_of("style", ["false", "true"])
+def test_the_bucket_is_in_the_path_or_in_the_host(
+    root: epath.Path, proxy: Proxy, style: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", style)
+        buckets._new_client.cache_clear()
+        proxy.harm = lambda *_: 404
+        assert store_of(root).read_version(root / "file") is None
+    bucket = str(root)[5:].partition("/")[0]
+    _, path = proxy.log[-1]
+    assert path == ("/run/file" if style == "true" else f"/{bucket}/run/file")
+    buckets._new_client.cache_clear()
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_token_that_is_renewed_are_taken_up(
+    root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cluster, where a file holds a token that is replaced while a run goes on."""
+    pytest.importorskip("boto3")
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    token = tmp_path / "token"
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
+    monkeypatch.setattr(buckets, "_KEYS_SECS", 0)  # they are old at once
+    buckets._new_client.cache_clear()
+    keys = set[str]()
+    for each in ("one", "two"):
+        token.write_text(f"the token {each}")
+        begun = len(proxy.bodies)
+        store_of(root).write(root / "file", b"1", replaces=True)
+        assert [b for b in proxy.bodies[begun:] if f"the+token+{each}".encode() in b]
+        keys.add(proxy.signed[-1].partition("Credential=")[2].partition("/")[0])
+        assert proxy.headers["x-amz-security-token"]
+    assert len(keys) == 2 and KEY not in keys
+    buckets._new_client.cache_clear()
+
+
+def test_keys_and_tokens_are_in_nothing_that_a_run_leaves(
+    tiny_run: Any,
+    root: epath.Path,
+    proxy: Proxy,
+    impatient: None,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token-of-a-session")
+    secrets = [KEY, SECRET, "a-token-of-a-session", proxy.url]
+    buckets._new_client.cache_clear()
+    caplog.set_level("DEBUG")
+    run, reports, raised = tiny_run(), list[Any](), list[BaseException]()
+    # Some services repeat what they were sent.
+    proxy.says = (
+        f"<Error><Code>ExpiredToken</Code><Token>{secrets[2]}</Token>{KEY}</Error>"
+    ).encode()
+    with run.open(str(root), on_save=reports.append) as manager:
+        run.run(manager, range(2))
+        proxy.harm = lambda kind, *_: 400 if kind == "PUT" else None
+        for call in (
+            lambda: run.run(manager, [2]),
+            lambda: cnr.CheckpointManager(f"{root}\0"),
+        ):
+            with pytest.raises(OSError) as caught:
+                call()
+            raised.append(caught.value)
+        proxy.harm = lambda *_: 400
+        with pytest.raises(errors.RootError, match="hint: have the keys expired") as of:
+            run.restore(manager, None)
+        raised.append(of.value)
+        proxy.harm = lambda *_: None
+        run.run(manager, [3])
+        reports.append(manager.last_report)
+    told = [*map(str, reports), caplog.text, *capfd.readouterr()]
+    told += ["".join(traceback.format_exception(each)) for each in raised]
+    told += [body.decode("latin-1") for body in proxy.bodies]
+    assert len(told) > 20
+    for text in told:
+        for secret in secrets:
+            assert secret not in text
+    assert KEY in proxy.signed[-1], "though they are used"
+    buckets._new_client.cache_clear()

@@ -57,6 +57,9 @@ _HINTS = {
     "InvalidAccessKeyId": _KEYS_HINT,
     "SignatureDoesNotMatch": _KEYS_HINT,
     "ExpiredToken": "the keys have expired: make new ones",
+    # A look is answered by a number alone.
+    "400": "have the keys expired, and is AWS_REGION the region of the bucket?",
+    "301": "set AWS_REGION to the region of the bucket",
     "403": _KEYS_HINT,
     "401": _KEYS_HINT,
     "SlowDown": "the service asks for fewer requests: let fewer programs use it at a time",
@@ -68,7 +71,7 @@ _OTHER_HINT = (
 _CONDITIONS = "does the service know If-Match and If-None-Match? Else use another one"
 # What is said where a client tells of no code, and what to do if not the above.
 _WITHOUT_CODE = {
-    "invalid peer certificate": (
+    "InvalidCertificate(": (
         "no connection, as the certificate of the service is not known",
         "set AWS_CA_BUNDLE to a file with the certificates of its authority",
     ),
