@@ -347,11 +347,16 @@ class UsedRootError(CnrError, RuntimeError):
 
 
 class RootError(CnrError, OSError):
-    """A root cannot be opened, or pruned: the system refused a call.
+    """A root cannot be opened, read or pruned: the system refused a call.
 
     Nothing was saved or moved, and nothing deleted but what `prune` then names. The text names
     the root, the call and its path. Look at rights, at the path and at the mount; the same call may
-    work the next time.
+    work the next time. Of a root in a bucket all calls but saves raise it when the service does not
+    answer, or refuses: the text has the object, the code and what to do; docs/guides/buckets.md.
+
+    Kinds:
+        no_answer: the service of a bucket did not answer, or not as it was asked.
+        refused: it refused a request: keys or rights are not the right ones.
 
     Attributes:
         path: the root.

@@ -42,7 +42,7 @@ from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
-from cnr_jax.repository.causes import as_root_errors
+from cnr_jax.repository.causes import as_root_errors, using_root
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
@@ -205,7 +205,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Raises:
             OSError: if there is none, but a step that storage does not give out.
         """
-        with self._calls.asking():
+        with self._calls.asking(), using_root(self._root):
             return self._listing.latest_step()
 
     def all_steps(self, read: bool = False) -> list[int]:
@@ -217,14 +217,14 @@ class CheckpointManager(ocp.CheckpointManager):
         Args:
             read: read the root again before.
         """
-        with self._calls.asking():
+        with self._calls.asking(), using_root(self._root):
             if read:
                 self.reload()
             return self._listing.steps()
 
     def best_step(self) -> int | None:
         """The best step by `best_fn` among those that can be restored."""
-        with self._calls.asking():
+        with self._calls.asking(), using_root(self._root):
             return self._listing.best_step()
 
     def should_save(self, step: int) -> bool:
@@ -351,6 +351,7 @@ class CheckpointManager(ocp.CheckpointManager):
             OptionError: if `args` are none that restore a state, or it is no step.
             ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
                 name the file, the chain, and the steps that could be restored instead.
+            RootError: if the service of a bucket does not answer; saving goes on as before.
             CallError: as `save`.
         """
         step = step_or_newest(step, "restore(None) takes the newest that is whole")
@@ -395,15 +396,19 @@ class CheckpointManager(ocp.CheckpointManager):
         if step is None:
             return super().metadata(None)
         self._items.name(self._listing.item, Restore, self._handler)
-        try:
-            return self._items.metadata(self._steps.find_directory(step, self._root))
-        finally:
-            # Orbax leaves out what it does not find, such as all of a step that was just deleted.
-            self._listing.check_is_there(step)
+        with using_root(self._root):
+            try:
+                directory = self._steps.find_directory(step, self._root)
+                return self._items.metadata(directory)
+            finally:
+                # Orbax leaves out what it does not find, such as all of a step just deleted.
+                self._listing.check_is_there(step)
 
     def metrics(self, step: int) -> Any:
         """The metrics that a step was saved with; None if it has none."""
-        return metrics_of(self._steps.find_directory(checked_step(step), self._root))
+        with using_root(self._root):
+            directory = self._steps.find_directory(checked_step(step), self._root)
+            return metrics_of(directory)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is in flight, or steps go after one; in a forked process none is."""
@@ -445,7 +450,7 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: inside `on_save`, or a handler or callback of a save.
         """
         self._calls.refuse_inside("reload")
-        with self._calls.lock:
+        with self._calls.lock, using_root(self._root):
             self._listing.reload()
 
     def wait_until_finished(self) -> None:

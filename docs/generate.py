@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 from cnr_jax import errors
+from cnr_jax.checkpointer.orbax_compat.step_errors import StepExistsError
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "reference" / "errors.md"
@@ -35,6 +36,8 @@ GROUPS = {
         errors.UsedRootError,
         errors.WriterError,
         errors.DependentsExistError,
+        # With Orbax's own, which `cnr_jax.errors` does without.
+        StepExistsError,
     ),
     "In a restore": (
         errors.NoStepError,

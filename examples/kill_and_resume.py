@@ -13,6 +13,7 @@ With `--codec raw` and `--resume-devices` equal to `--devices`, it ends with the
     python examples/kill_and_resume.py
     python examples/kill_and_resume.py --codec raw --resume-devices 8
     python examples/kill_and_resume.py --bits 2 --policy consecutive --root runs/dlrm
+    python examples/kill_and_resume.py --root s3://bucket/dlrm
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Recorder(train_dlrm.Watch):
 
 
 def run(options: argparse.Namespace) -> None:
-    """One run; its report comes to lie beside its root."""
+    """One run, and its report."""
     started = time.perf_counter()
     recorder = Recorder(options.devices)
     train_dlrm.train(options, recorder)
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         f" {time.perf_counter() - started:.1f} s; last quarter:"
         f" log loss {report['log_loss']:.5f}, AUC {report['auc']:.5f}"
     )
-    report_path(options.root).write_text(json.dumps(report, indent=1))
+    options.report.write_text(json.dumps(report, indent=1))
 
 
 def digests(state: State) -> dict[str, str]:
@@ -134,20 +135,19 @@ def say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def report_path(root: Path) -> Path:
-    return root.with_suffix(".json")
-
-
 # --------------------------------------------------------------------------------------
 # The three runs (the driver; it never touches a device)
 # --------------------------------------------------------------------------------------
 
 
-def start(options: argparse.Namespace, root: Path, devices: int) -> subprocess.Popen:
+def start(
+    options: argparse.Namespace, root: str, report: Path, devices: int
+) -> subprocess.Popen:
     """Starts a run in a subprocess."""
     arguments = {
         "role": "run",
         "root": root,
+        "report": report,
         "devices": devices,
         "codec": options.codec,
         "bits": options.bits,
@@ -164,14 +164,14 @@ def start(options: argparse.Namespace, root: Path, devices: int) -> subprocess.P
     return subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": flags.strip()})
 
 
-def finish(process: subprocess.Popen, root: Path) -> dict[str, Any]:
+def finish(process: subprocess.Popen, report: Path) -> dict[str, Any]:
     """Waits for a run to end well and returns its report."""
     if code := process.wait():
-        raise RuntimeError(f"the run under {root} ended with exit code {code}")
-    return json.loads(report_path(root).read_text())
+        raise RuntimeError(f"a run ended with exit code {code}")
+    return json.loads(report.read_text())
 
 
-def kill_while_saving(process: subprocess.Popen, root: Path, committed: int) -> int:
+def kill_while_saving(process: subprocess.Popen, root: str, committed: int) -> int:
     """Kills a run in the middle of a save, once it has `committed` checkpoints.
 
     Returns:
@@ -187,6 +187,8 @@ def kill_while_saving(process: subprocess.Popen, root: Path, committed: int) -> 
             if os.WIFSTOPPED(status) and in_flight:
                 process.kill()
                 process.wait()
+                # Again: a bucket may have been asked to commit, and do so now.
+                steps, _ = list_root(root)
                 say(f"killed while writing {in_flight[0]}; newest commit {steps[-1]}")
                 return steps[-1]
             process.send_signal(signal.SIGCONT)
@@ -194,11 +196,13 @@ def kill_while_saving(process: subprocess.Popen, root: Path, committed: int) -> 
     raise RuntimeError(f"the run ended before it could be killed: {process.returncode}")
 
 
-def list_root(root: Path) -> tuple[list[int], list[str]]:
-    """Committed steps, sorted, and names of steps that are being written."""
-    names = os.listdir(root) if root.exists() else []
-    steps = sorted(int(name) for name in names if name.isdigit())
-    return steps, [name for name in names if name.endswith(".orbax-checkpoint-tmp")]
+def list_root(root: str) -> tuple[list[int], Sequence[str]]:
+    """Committed steps, sorted, and names of what is being written."""
+    try:
+        found = cnr.describe(root)
+    except cnr.errors.NoStepError:  # nothing was begun
+        return [], []
+    return [step.step for step in found.steps], found.unfinished
 
 
 def compare(
@@ -239,20 +243,23 @@ def compare(
         say("same number of devices: the last states are equal bit for bit")
 
 
-def drive(options: argparse.Namespace) -> None:
-    """Runs whole, killed and resumed under `options.root`, and compares them."""
+def drive(options: argparse.Namespace, folder: Path) -> None:
+    """Runs whole, killed and resumed under `options.root`, and compares their reports."""
     started = time.perf_counter()
-    roots = {name: options.root / name for name in ("whole", "killed")}
+    names = ("whole", "killed")
+    roots = {name: f"{options.root}/{name}" for name in names}
+    reports = {name: folder / f"{name}.json" for name in names}
     for root in roots.values():
-        if root.exists():
+        if any(list_root(root)):
             sys.exit(f"{root} exists\n  hint: choose another --root, or remove it")
 
     print(f"1. whole run, {options.devices} devices", flush=True)
-    process = start(options, roots["whole"], options.devices)
-    whole = finish(process, roots["whole"])
+    process = start(options, roots["whole"], reports["whole"], options.devices)
+    whole = finish(process, reports["whole"])
 
     print("2. the same run, killed in the middle of a save", flush=True)
-    process = start(options, roots["killed"], options.devices)
+    killed = roots["killed"], reports["killed"]
+    process = start(options, *killed, options.devices)
     try:
         half = max(1, options.steps // SAVE_EVERY // 2)
         killed_after = kill_while_saving(process, roots["killed"], half)
@@ -260,8 +267,8 @@ def drive(options: argparse.Namespace) -> None:
         process.kill()
 
     print(f"3. resumed, {options.resume_devices} devices", flush=True)
-    process = start(options, roots["killed"], options.resume_devices)
-    resumed = finish(process, roots["killed"])
+    process = start(options, *killed, options.resume_devices)
+    resumed = finish(process, reports["killed"])
 
     print("4. compared", flush=True)
     compare(options, whole, resumed, killed_after)
@@ -270,7 +277,8 @@ def drive(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = train_dlrm.make_parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--root", type=Path, help="folder to keep (default: temporary)")
+    parser.add_argument("--root", help="to keep: a folder, or s3://bucket/folder")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--resume-devices", type=int, default=4)
     parser.add_argument("--role", default="driver", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -278,15 +286,10 @@ def main() -> None:
         parser.error(f"--steps must be at least {3 * SAVE_EVERY}: a save to kill")
     if options.role == "run":
         run(options)
-    elif options.root is not None:
-        options.root = options.root.absolute()
-        drive(options)
-    else:
-        options.root = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
-        try:
-            drive(options)
-        finally:
-            shutil.rmtree(options.root)
+        return
+    with tempfile.TemporaryDirectory(prefix="kill_and_resume_") as folder:
+        options.root = options.root or folder
+        drive(options, Path(folder))
 
 
 if __name__ == "__main__":

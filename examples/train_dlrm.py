@@ -22,7 +22,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -279,6 +278,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 if __name__ == "__main__":
     arguments = make_parser((__doc__ or "").partition("\n")[0])
     arguments.add_argument(
-        "--root", type=Path, required=True, help="of the checkpoints"
+        "--root", required=True, help="of the checkpoints: a folder, or s3://..."
     )
     train(arguments.parse_args(), Watch())

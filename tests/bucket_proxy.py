@@ -6,18 +6,28 @@ import collections
 import contextlib
 import http.client
 import http.server
+import re
+import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # What is done to a request: "drop" its answer, which is lost after the request was carried out;
-# "reset" the connection before it is; answer with a code instead.
-Harm = str | int
+# "truncate" it in the middle; "reset" the connection before it is carried out; "veil" that there is
+# nothing, as services do for who may not list; wait for some seconds; answer with a code instead.
+Harm = str | int | float
+# Whom requests are of.
+KEY, SECRET = "AKIAOFATEST", "a-secret/of+a-test"
 
 
 class Proxy:
     """Passes requests on.
+
+    Args:
+        target: URL of the service.
+        certificate: file with a key and its certificate; None: connections are not secured.
 
     Attributes:
         url: of the proxy.
@@ -26,20 +36,24 @@ class Proxy:
         harm: told the kind, the path, and how many of that kind there were before; says what is
             done to a request. None: it is passed on.
         harmed: requests that something was done to.
-        says: what is said with a code.
+        says: what is said with a code; or what makes that of what was sent.
         signed: `Authorization` of each request.
         headers: of the last one.
+        bodies: of all.
         delay_secs: that each request takes longer.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, certificate: Path | None = None) -> None:
         self._target = urllib.parse.urlsplit(target).netloc
         self.counts: collections.Counter[str] = collections.Counter()
         self.log: list[tuple[str, str]] = []
         self.harm: Callable[[str, str, int], Harm | None] = lambda *_: None
-        self.says = b"<Error><Code>Harm</Code></Error>"
+        self.says: bytes | Callable[[bytes], bytes] = (
+            b"<Error><Code>Harm</Code></Error>"
+        )
         self.signed: list[str] = []
         self.headers: dict[str, str] = {}
+        self.bodies: list[bytes] = []
         self.harmed = 0
         self.delay_secs = 0.0
         self._lock = threading.Lock()
@@ -67,7 +81,13 @@ class Proxy:
                 pass  # of connections that are cut
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            plain = self._server.socket
+            self._server.socket = context.wrap_socket(plain, server_side=True)
+        how = "http" if certificate is None else "https"
+        self.url = f"{how}://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -92,25 +112,35 @@ class Proxy:
             self.log.append((kind, asked.path))
             self.signed.append(asked.headers.get("Authorization", ""))
             self.headers = {k.lower(): v for k, v in asked.headers.items()}
+            self.bodies.append(body)
         time.sleep(self.delay_secs)
         harm = self.harm(kind, asked.path, number)
         self.harmed += harm is not None
         if isinstance(harm, int):
-            self._answer(asked, harm, {}, self.says)
+            said = self.says if isinstance(self.says, bytes) else self.says(body)
+            self._answer(asked, harm, {}, said)
             return
+        if isinstance(harm, float):
+            time.sleep(harm)
         if harm == "reset":
             asked.close_connection = True
             return
         with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
-            service.request(
-                asked.command, asked.path, body or None, dict(asked.headers)
-            )
+            # Of who was told of a proxy the path has the host before it.
+            path = re.sub(r"^https?://[^/]*", "", asked.path)
+            sent = {k.lower(): v for k, v in asked.headers.items()}
+            sent["host"] = self._target
+            service.request(asked.command, path, body or None, sent)
             answer = service.getresponse()
             data = answer.read()
         if harm == "drop":
             asked.close_connection = True
             return
-        self._answer(asked, answer.status, dict(answer.getheaders()), data)
+        if harm == "veil" and answer.status == 404:
+            self._answer(asked, 403, {}, b"<Error><Code>AccessDenied</Code></Error>")
+            return
+        headers = dict(answer.getheaders())
+        self._answer(asked, answer.status, headers, data, cut=harm == "truncate")
 
     def _answer(
         self,
@@ -118,6 +148,8 @@ class Proxy:
         status: int,
         headers: dict[str, str],
         data: bytes,
+        *,
+        cut: bool = False,
     ) -> None:
         asked.send_response_only(status)
         kept = {"connection", "transfer-encoding", "content-length"}
@@ -132,8 +164,9 @@ class Proxy:
         asked.send_header("Content-Length", length)
         asked.end_headers()
         if asked.command != "HEAD":
-            asked.wfile.write(data)
+            asked.wfile.write(data[: len(data) // 2] if cut else data)
         asked.wfile.flush()
+        asked.close_connection |= cut
 
 
 def _kind(command: str, path: str) -> str:

@@ -76,10 +76,13 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
+from cnr_jax.repository.store import buckets  # noqa: E402
 from cnr_jax.repository.store.objects import ObjectStore  # noqa: E402
 from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
+
+from .bucket_proxy import KEY, SECRET, Proxy  # noqa: E402
 
 # No test may fail because the machine has other work.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -479,6 +482,27 @@ def bucket(s3: str) -> epath.Path:
     request = urllib.request.Request(f"{s3}/{name}", method="PUT")
     urllib.request.urlopen(request).close()
     return epath.Path(f"s3://{name}")
+
+
+@pytest.fixture
+def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Requests to the bucket pass through it from here on."""
+    made = Proxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Requests that fail are tried again for a moment only."""
+    monkeypatch.setattr(buckets, "_RETRY_SECS", 2)
+    monkeypatch.setattr(buckets, "_RETRIES", 1)
+    buckets._new_client.cache_clear()
+    yield
+    buckets._new_client.cache_clear()
 
 
 def free_port() -> int:

@@ -28,13 +28,27 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_example_runs_to_its_end(name):
+    assert ended(name, 240).strip()
+
+
+def ended(name: str, timeout_secs: float, *words: str) -> str:
+    """What an example prints, which ends well."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name), *words],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_secs,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip()
+    return done.stdout
+
+
+@pytest.mark.slow  # it trains a model of flights, three times
+@pytest.mark.timeout(600)
+def test_a_run_in_a_bucket_is_killed_and_resumes(bucket):
+    words = ("--root", f"{bucket}/dlrm", "--codec", "raw", "--resume-devices", "8")
+    printed = ended("kill_and_resume.py", 600, *words)
+    assert "killed while writing" in printed
+    assert "the last states are equal bit for bit" in printed

@@ -28,6 +28,38 @@ _CALLS = re.compile(
 )
 
 
+class StoreError(OSError):
+    """What is said for a store that refuses a request, or gives no answer that can be used.
+
+    Its text is the fact, and what to do after `; hint: `.
+
+    Attributes:
+        kind: of the `RootError` that is made of it.
+    """
+
+    kind = "no_answer"
+
+    @property
+    def fact(self) -> str:
+        """What is wrong, such as `no connection`."""
+        return str(self.strerror).partition("; hint: ")[0]
+
+    @property
+    def hint(self) -> str:
+        """What to do about it."""
+        return str(self.strerror).partition("; hint: ")[2]
+
+    def __str__(self) -> str:
+        # Without the number, which is of no call.
+        return f"{self.fact}: {self.filename!r}; hint: {self.hint}"
+
+
+class RefusedError(StoreError, PermissionError):
+    """What is said for a store that refuses a request: rights or keys are not the right ones."""
+
+    kind = "refused"
+
+
 def errno_of(error: BaseException, handled: BaseException | None = None) -> int | None:
     """The number of the system's error behind an error, if there is one.
 
@@ -83,6 +115,8 @@ def as_root_errors(
     root: str | os.PathLike[str],
     what: str = "opened",
     deleted: Sequence[str] | None = None,
+    *,
+    only: type[OSError] = OSError,
 ) -> Iterator[None]:
     """Raises a `RootError` for errors of the system while something is done with a root.
 
@@ -90,27 +124,43 @@ def as_root_errors(
         root: path of the root.
         what: what is done with it, such as `"pruned"`.
         deleted: names in the root that have been deleted meanwhile; None: none could be.
+        only: errors of this class alone; others are raised as they are.
     """
     try:
         yield
-    except OSError as error:
+    except only as error:
         if isinstance(error, CnrError):
             raise
-        lines = [f"the root {root} cannot be {what}", f"  {with_call(error)}"]
+        lines, kind = [f"the root {root} cannot be {what}"], None
+        hint = "is the path right, is it mounted, and may this program read and write there?"
+        if isinstance(error, StoreError):
+            lines.append(f"  {error.fact}: {error.filename}")
+            kind, hint = error.kind, error.hint
+        else:
+            lines.append(f"  {with_call(error)}")
         if deleted:
             some = f"{count_of(len(deleted), 'folder')}, {deleted[-1]} last"
             lines.append(f"  deleted before: {some}; the others are as they were")
         elif deleted is not None:
             lines.append("  nothing was deleted")
-        lines.append(
-            "  hint: is the path right, is it mounted, and may this program read and write there?"
-        )
+        lines.append(f"  hint: {hint}")
         raise RootError(
             "\n".join(lines),
+            kind=kind,
             path=str(root),
             call=call_of(error),
             errno=error.errno,
         ) from error
+
+
+def using_root(
+    root: str | os.PathLike[str],
+) -> contextlib.AbstractContextManager[None]:
+    """Raises a `RootError` where the store of a root does not answer, or refuses.
+
+    Other errors of the system stay: who reads files on a disk catches them as they are.
+    """
+    return as_root_errors(root, "used", only=StoreError)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

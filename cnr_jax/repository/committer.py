@@ -20,6 +20,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store import (
     AnyPath,
+    can,
     exists,
     is_directory,
     is_named,
@@ -289,12 +290,17 @@ def _is_marked(attempt: Attempt) -> bool:
 
 def _taken(attempt: Attempt) -> errors.DependentsExistError:
     where = os.fspath(attempt.path)
-    held = "a file"
+    held, hint = "a file", "save another step, or move that folder out of the root"
     if is_directory(attempt.path):
         held = ", ".join(names_in(attempt.path)[:5]) or "an empty folder"
+    if can(attempt.path).conditions:
+        hint = (
+            "let one program at a time save there. To go on in this one: reload(), then"
+            " restore(None), which takes the newest step of both; or save another step"
+        )
     return errors.DependentsExistError(
         f"{where} is there already: somebody else has saved this step\n"
         f"  got {held}, expected nothing\n"
-        "  hint: save another step, or move that folder out of the root",
+        f"  hint: {hint}",
         kind="step_exists",
     )

@@ -16,6 +16,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
 from cnr_jax.repository import layout, store
+from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
@@ -67,7 +68,7 @@ def describe(
             steps away; it is a FileNotFoundError too.
         OptionError: if checkpoints cannot be kept in such a root, or it is a file, or a step
             of a root.
-        OSError: if the root cannot be seen or listed.
+        OSError: if the root cannot be seen or listed; of a bucket a `RootError`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -81,6 +82,14 @@ def describe(
         (0, 'full', 8)
     """
     path = layout.open_root(root)
+    with using_root(path):
+        return _description(path, item, on_step)
+
+
+def _description(
+    path: store.AnyPath, item: str | None, on_step: Callable[[int, int], None] | None
+) -> RootDescription:
+    """What a root holds; see `describe`."""
     layout.check_can_be_read(path, item)
     # Joining names to paths of Orbax takes longer than to read.
     plain = store.store_of(path).quick(path)

@@ -83,6 +83,11 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
             f"  got {scheme[1]!r}, expected a local path, file://, {' or '.join(schemes)}\n"
             "  hint: mount the store as a folder, or save to a local disk and copy"
         )
+    if text.partition("://")[2].startswith("/") or text.endswith("://"):
+        raise errors.OptionError(
+            f"{text!r} is no root: it names no bucket\n"
+            f"  expected {scheme[1]}://BUCKET or {scheme[1]}://BUCKET/FOLDER"
+        )
     found = epath.Path(text)
     store_of(found).forget_listings()
     return found

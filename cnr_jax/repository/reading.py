@@ -12,6 +12,7 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
 from cnr_jax.format.names import step_number
 from cnr_jax.integers import checked_step, step_or_newest
+from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.index.folders import Folder
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
@@ -221,18 +222,20 @@ def of_step(
     Raises:
         NoStepError: if there is none, or no more.
         ChainError, IntegrityError, FormatError: as `read` raises them, of what is still there.
+        RootError: if the service of a bucket does not answer.
     """
-    for _ in range(TRIES):
-        place = _find(root, step, item)
-        uuid = uuid_of_step(place.root, place.directory, place.item)
-        try:
-            return read(place)
-        except errors.DAMAGE:
-            if is_same_step(place.root, place.directory, place.item, uuid):
-                raise
-            if step is not None:
-                break
-    raise deleted_step(place.root, place.directory)
+    with using_root(root):
+        for _ in range(TRIES):
+            place = _find(root, step, item)
+            uuid = uuid_of_step(place.root, place.directory, place.item)
+            try:
+                return read(place)
+            except errors.DAMAGE:
+                if is_same_step(place.root, place.directory, place.item, uuid):
+                    raise
+                if step is not None:
+                    break
+        raise deleted_step(place.root, place.directory)
 
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:

@@ -8,7 +8,13 @@ from cnr_jax import errors
 
 
 class StepExistsError(errors.DependentsExistError, StepAlreadyExistsError):
-    """A save is of a step that is there already: an error of this library and Orbax's own."""
+    """A save is of a step that is there already, as it says as Orbax does.
+
+    Nothing was saved or replaced. Of one program it means that a step is saved twice: go on with
+    a higher number. If another program has saved it to the same root meanwhile: end one of them;
+    `reload()` and `restore(None)` let the other go on from the newest step of both. Catch
+    `cnr_jax.errors.DependentsExistError`, whose `kind` is `"step_exists"`, or Orbax's error.
+    """
 
     kind = "step_exists"
 

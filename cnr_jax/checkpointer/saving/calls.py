@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cnr_jax import errors
+from cnr_jax.repository.causes import using_root
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -96,7 +97,7 @@ class Calls:
 def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """A method of a manager, during which no other thread is let in, nor a signal handler.
 
-    The manager's `Calls` are its attribute `_calls`.
+    The manager's `Calls` are its attribute `_calls`, and its root is `_root`.
     """
     name = method.__name__.lstrip("_")
 
@@ -124,7 +125,8 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
                 )
             calls.current = object()
             try:
-                return method(self, *args, **kwargs)
+                with using_root(self._root):
+                    return method(self, *args, **kwargs)
             finally:
                 calls.current = None
 

@@ -13,13 +13,16 @@ import functools
 import io
 import itertools
 import os
+import random
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.causes import RefusedError, StoreError
 from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -30,6 +33,8 @@ _CONNECT_SECS = 10
 _RETRIES, _PAUSE_SECS = 100, 5
 # Puts under a condition are not tried again by the client: what became of them is not known.
 _PUTS = 3
+# Before a put is tried again that met another: not all at the same time.
+_MEETING_SECS = 0.2
 # Keys may be replaced by new ones as long as a run goes on.
 _KEYS_SECS = 300
 # What is read of an object at a time, where it is not read as a whole.
@@ -52,12 +57,29 @@ _HINTS = {
     "InvalidAccessKeyId": _KEYS_HINT,
     "SignatureDoesNotMatch": _KEYS_HINT,
     "ExpiredToken": "the keys have expired: make new ones",
+    # A look is answered by a number alone.
+    "400": "have the keys expired, and is AWS_REGION the region of the bucket?",
+    "301": "set AWS_REGION to the region of the bucket",
     "403": _KEYS_HINT,
     "401": _KEYS_HINT,
+    "SlowDown": "the service asks for fewer requests: let fewer programs use it at a time",
+    "RequestTimeTooSkewed": "set the clock of this machine",
 }
 _OTHER_HINT = (
     "is the service up, and AWS_ENDPOINT_URL right? What is saved is there still"
 )
+_CONDITIONS = "does the service know If-Match and If-None-Match? Else use another one"
+# What is said where a client tells of no code, and what to do if not the above.
+_WITHOUT_CODE = {
+    "InvalidCertificate(": (
+        "no connection, as the certificate of the service is not known",
+        "set AWS_CA_BUNDLE to a file with the certificates of its authority",
+    ),
+    "dns error": ("no connection, as no host has this name", _OTHER_HINT),
+    "kind: Connect": ("no connection", _OTHER_HINT),
+    "kind: Timeout": ("no answer in time", _OTHER_HINT),
+    "": ("no whole answer", _OTHER_HINT),
+}
 
 
 class BucketStore(Objects):
@@ -170,6 +192,7 @@ class BucketStore(Objects):
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
         bucket, key = _split(path)
         mode: Any = "create" if version is None else version
+        last = time.monotonic() + _RETRY_SECS
         for left in reversed(range(_PUTS)):
             try:
                 put = self._client(bucket).put
@@ -186,8 +209,16 @@ class BucketStore(Objects):
                 if isinstance(error, FileNotFoundError) and version is not None:
                     text = "it is gone that was to be replaced"
                     raise FileExistsError(errno.EEXIST, text, os.fspath(path)) from None
-                if isinstance(error, FileExistsError) or not is_as_before or not left:
+                if not is_as_before:
                     raise
+                left = left and time.monotonic() < last
+                if not left and isinstance(error, FileExistsError):
+                    text = f"a condition is said not to hold that holds; hint: {_CONDITIONS}"
+                    raise StoreError(_NO_ANSWER, text, os.fspath(path)) from None
+                if not left:
+                    raise
+                # Also where the condition holds that was said not to: two puts met.
+                time.sleep(random.uniform(0, _MEETING_SECS))
         raise AssertionError  # the last one has returned or raised
 
     # Names.
@@ -513,32 +544,34 @@ def _asked(
     except errors.CnrError:
         raise  # no client could be made
     except FileNotFoundError as error:
-        text, kind, number = str(error), FileNotFoundError, errno.ENOENT
-        if "NoSuchBucket" in text:
-            kind, number = OSError, _NO_ANSWER
-    except exceptions.BaseError as error:
         text = str(error)
-        kinds: dict[type[Exception], tuple[type[OSError], int]] = {
-            exceptions.AlreadyExistsError: (FileExistsError, errno.EEXIST),
-            exceptions.PreconditionError: (FileExistsError, errno.EEXIST),
-            exceptions.PermissionDeniedError: (PermissionError, errno.EACCES),
-            exceptions.UnauthenticatedError: (PermissionError, errno.EACCES),
-        }
-        kind, number = kinds.get(type(error), (OSError, _NO_ANSWER))
-    except ValueError as error:
-        text, kind, number = str(error), OSError, errno.EINVAL
+        kind = StoreError if "NoSuchBucket" in text else FileNotFoundError
+    except (exceptions.BaseError, ValueError) as error:
+        text, kind = str(error), StoreError
+        met = exceptions.AlreadyExistsError, exceptions.PreconditionError
+        if isinstance(error, met) and "mode" in kwargs:  # which is a condition
+            kind = FileExistsError
     # Here, where the other one is no context of this one.
-    said = os.strerror(number)
-    if kind in (OSError, PermissionError):
-        code = _code(text)
-        said += f" ({code}; hint: {_HINTS.get(code, _OTHER_HINT)})"
-    raise kind(number, said, os.fspath(path))
+    where = os.fspath(path)
+    if kind is StoreError:
+        raise _store_error(text, where)
+    number = errno.ENOENT if kind is FileNotFoundError else errno.EEXIST
+    raise kind(number, os.strerror(number), where)
 
 
-def _code(text: str) -> str:
-    """What kind of an error a client tells of."""
-    for form in (r"<Code>(\w+)</Code>", r"status code:? (\d{3})"):
-        if found := re.search(form, text):
-            return found[1]
-    kinds = {"imed out": "timeout", "timeout": "timeout", "connect": "no connection"}
-    return next((k for said, k in kinds.items() if said in text), "no whole answer")
+def _store_error(text: str, where: str) -> StoreError:
+    """What a client tells of, in short, and what to do."""
+    forms = (
+        r"status code:? (\d{3})",
+        r"<Code>([\w.]+)</Code>",
+        r"\(code: ([\w.]+)\)",
+    )
+    codes = [found[1] for form in forms if (found := re.search(form, text))]
+    if not codes:
+        fact, hint = next(to for said, to in _WITHOUT_CODE.items() if said in text)
+        return StoreError(_NO_ANSWER, f"{fact}; hint: {hint}", where)
+    hints = (_HINTS[code] for code in reversed(codes) if code in _HINTS)
+    fact = f"answer {' '.join(codes)}; hint: {next(hints, _OTHER_HINT)}"
+    if {"401", "403", "AccessDenied"} & {*codes}:
+        return RefusedError(errno.EACCES, fact, where)
+    return StoreError(_NO_ANSWER, fact, where)

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository import layout, store
+from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.index import folders
 from cnr_jax.repository.index.chains import Flaw
 from cnr_jax.repository.index.ledger import Ledger
@@ -92,6 +93,7 @@ def verify(
             steps away; it is a FileNotFoundError too.
         OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
             or it is a file, or a step of one.
+        RootError: if the service of a bucket does not answer.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -107,6 +109,17 @@ def verify(
         known = " or ".join(map(repr, get_args(Level)))
         raise errors.OptionError(f"level {level!r} is not known, expected {known}")
     path = layout.open_root(root)
+    with using_root(path):
+        return _problems(path, level, item, on_step)
+
+
+def _problems(
+    path: store.AnyPath,
+    level: Level,
+    item: str | None,
+    on_step: Callable[[int, int], None] | None,
+) -> tuple[Problem, ...]:
+    """Everything that is wrong in a root; see `verify`."""
     layout.check_can_be_read(path, item)
     check_is_here(path)
     held, cut = sorted_out(path, layout.step_directories(path))
