@@ -30,6 +30,7 @@ class Proxy:
         signed: `Authorization` of each request.
         headers: of the last one.
         delay_secs: that each request takes longer.
+        stripped: headers that are left out, in lower case.
     """
 
     def __init__(self, target: str) -> None:
@@ -42,6 +43,7 @@ class Proxy:
         self.headers: dict[str, str] = {}
         self.harmed = 0
         self.delay_secs = 0.0
+        self.stripped: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         proxy = self
 
@@ -102,9 +104,12 @@ class Proxy:
             asked.close_connection = True
             return
         with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
-            service.request(
-                asked.command, asked.path, body or None, dict(asked.headers)
-            )
+            headers = {
+                name: value
+                for name, value in asked.headers.items()
+                if name.lower() not in self.stripped
+            }
+            service.request(asked.command, asked.path, body or None, headers)
             answer = service.getresponse()
             data = answer.read()
         if harm == "drop":

@@ -373,6 +373,47 @@ def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None
                 committer.publish(attempt(root, letter), [])
 
 
+# ---- services that ignore conditions -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", ["if-none-match", "if-match"])
+def test_a_service_that_ignores_conditions_is_refused(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, header: str
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    before = names_in(root), store_of(root).read(root / names.WRITER)
+    proxy.stripped = frozenset([header])
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        with pytest.raises(errors.OptionError, match="ignores the cond") as caught:
+            run.run(manager, [2])
+        assert caught.value.kind == "no_conditions"
+        assert "hint: save to a service that" in str(caught.value)
+    assert (names_in(root), store_of(root).read(root / names.WRITER)) == before, (
+        "whoever saves there is not disturbed"
+    )
+    with run.open(str(root), single_writer=True) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2, 3])
+        assert manager.all_steps() == [0, 1, 2, 3]
+        run.check(manager, None)
+    assert consequences(root) == []
+
+
+def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:
+    """Other clients put whatever is there where the version to be replaced is empty."""
+    store = store_of(root)
+    version = store.swap(root / "file", b"1", None)
+    of_none = buckets._version({"e_tag": "", "version": None})
+    for other in (of_none, {"e_tag": "0"}, {"version": "1"}):
+        with case_of(other), pytest.raises(OSError, match=r"file"):
+            store.swap(root / "file", b"2", other)
+    assert store.read(root / "file") == b"1"
+    assert store.swap(root / "file", b"3", version) != version
+
+
 # ---- programs that are killed, or race ----------------------------------------------------------
 
 

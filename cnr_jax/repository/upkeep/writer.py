@@ -29,6 +29,7 @@ from cnr_jax.repository.upkeep.claim import (
     other_writer,
 )
 from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
+from cnr_jax.repository.upkeep.trial import check_conditions
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -52,6 +53,7 @@ class RootWriter:
     Args:
         is_first: whether this is the first process; asked once the item is known.
         adopts: whether steps of plain Orbax count.
+        single: whether it is not tried that two writers are told apart, as there is one.
 
     Attributes:
         adopts: the same.
@@ -73,8 +75,14 @@ class RootWriter:
     _lock: WritingLock
     _unfinished: Unfinished
 
-    def __init__(self, is_first: Callable[[], bool], *, adopts: bool = False) -> None:
-        self._is_first, self.adopts = is_first, adopts
+    def __init__(
+        self,
+        is_first: Callable[[], bool],
+        *,
+        adopts: bool = False,
+        single: bool = False,
+    ) -> None:
+        self._is_first, self._single, self.adopts = is_first, single, adopts
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
@@ -190,12 +198,15 @@ class RootWriter:
 
         Raises:
             WriterError: if another manager has taken over, or is still writing.
+            OptionError: if its store cannot tell writers apart.
             OSError: if the root cannot be read or claimed.
         """
         root, _, ledger = self._known()
         make_root(root)
         self._has_claimed = True
         if not self._claim.is_taken:
+            if not self._single:
+                check_conditions(root)
             self._before, self._tidy = self._claim.take(), False
             self._unfinished.forget()
         was_held = self._lock.is_held
