@@ -69,7 +69,7 @@ def test_a_run_lives_in_a_bucket(tiny_run: Any, root: epath.Path) -> None:
         assert manager.all_steps() == [6, 7]
         manager.delete(6)
         run.check(manager, None)
-    assert names_in(root) == ["7", names.WRITER], "what is superfluous is gone"
+    assert names_in(root) == ["7", names.CATALOGUE, names.WRITER], "all else is gone"
     assert not list(Path().glob("s3*")), "nothing is taken for a local path"
 
 
@@ -225,7 +225,7 @@ def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) 
         list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
         paths = [root / f"0/{i}" for i in range(1100)]
         list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
-    assert len(names_in(root)) == 1103 and len(names_in(root / "0")) == 1100
+    assert len(names_in(root)) == 1104 and len(names_in(root / "0")) == 1100
     with run.open(str(root)) as manager:
         assert manager.all_steps() == [2000]
     assert store.remove_tree(root / "0") == [] and names_in(root / "0") == []
@@ -236,7 +236,10 @@ def test_a_killed_save_is_no_step_and_its_number_is_free(
 ) -> None:
     run, store = tiny_run(), store_of(root)
     with run.open(str(root)) as manager:
-        run.run(manager, range(3))
+        run.run(manager, range(2))
+        known = store.read(root / names.CATALOGUE)
+        run.run(manager, [2])
+    store.write(root / names.CATALOGUE, known, replaces=True)
     store.remove_file(root / "2" / names.COMMITTED)  # what comes last
     store.remove_file(root / "2/default" / names.MANIFEST)
     store.write(root / "2/default/junk", b"", replaces=True)
