@@ -409,6 +409,7 @@ class OptionError(CnrError, ValueError):
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
         not_installed: a root is in a store that needs a package, which the text names.
+        no_conditions: the service of a bucket cannot tell apart programs that save there.
         no_target: an export cannot be written to that folder, or an import cannot be made there.
         faults_unavailable: `cnr_jax.testing` has no way to inject that fault on this system.
     """

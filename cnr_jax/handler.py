@@ -103,7 +103,9 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             check_tables(tables)
             self.options.check_tables(tables)
         self.writer = RootWriter(
-            lambda: jax.process_index() == 0, adopts=self.options.adopt
+            lambda: jax.process_index() == 0,
+            adopts=self.options.adopt,
+            single=self.options.single_writer,
         )
         self.may_save = tables is not None
         # Whether saves are known to be of the run in the root, on all processes alike.

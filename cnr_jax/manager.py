@@ -44,6 +44,7 @@ from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.causes import as_root_errors, using_root
 from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.store import store_of
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
@@ -123,19 +124,23 @@ class CheckpointManager(ocp.CheckpointManager):
         self._make_saves(kept, options)
         self._listing = Listing(self._steps, handler.writer, self._saves, self._channel)
         base = options_of_base(kept, Unseen(self._steps))
-        with as_root_errors(self._root):
-            made = self._listing.open(item, writes=handler.may_save)
-            super().__init__(
-                self._root, options=base, metadata=metadata, handler_registry=registry
-            )
-            self._steps.reload(numbers_only=kept.lightweight_initialize)
-        shorten_logs()
-        try:
-            self._listing.say_what_is_there(made)
-            self._warm_up.compile(*handler.planning.foreseen())
-        except BaseException:
-            super().close()
-            raise
+        with store_of(self._root).asking_once():
+            with as_root_errors(self._root):
+                made = self._listing.open(item, writes=handler.may_save)
+                super().__init__(
+                    self._root,
+                    options=base,
+                    metadata=metadata,
+                    handler_registry=registry,
+                )
+                self._steps.reload(numbers_only=kept.lightweight_initialize)
+            shorten_logs()
+            try:
+                self._listing.say_what_is_there(made)
+                self._warm_up.compile(*handler.planning.foreseen())
+            except BaseException:
+                super().close()
+                raise
         # Last: without a manager nobody would act on a signal that is noted.
         self._course.listen()
 

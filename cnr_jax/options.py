@@ -147,6 +147,11 @@ class Options:
             restored as Orbax would restore them, and the first save, a full one, goes beside them.
             From the second save on, retention counts and deletes them like others. None of them is
             ever written to.
+        single_writer: whether the root may be in a bucket whose service ignores the conditions of
+            puts, by which programs that save to one root are told apart. With False, the first
+            save tries that by an object that it removes again, and raises OptionError if they are
+            ignored. True says that never two programs save there at a time: nothing finds out if
+            they do, and steps of both may be lost.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens for it, and
             this changes nothing. Processes that the run forks do not listen. See
@@ -184,6 +189,7 @@ class Options:
     save_on_sigterm: bool = False
     new_run: bool = False
     adopt: bool = False
+    single_writer: bool = False
 
     def __post_init__(self) -> None:
         unset_nones(self, ("codec", "bits", "expected_restores", "rounding"))

@@ -41,6 +41,7 @@ class Proxy:
         headers: of the last one.
         bodies: of all.
         delay_secs: that each request takes longer.
+        stripped: headers that are left out, in lower case.
     """
 
     def __init__(self, target: str, certificate: Path | None = None) -> None:
@@ -56,6 +57,7 @@ class Proxy:
         self.bodies: list[bytes] = []
         self.harmed = 0
         self.delay_secs = 0.0
+        self.stripped: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         proxy = self
 
@@ -128,7 +130,8 @@ class Proxy:
         with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
             # Of who was told of a proxy the path has the host before it.
             path = re.sub(r"^https?://[^/]*", "", asked.path)
-            sent = {k.lower(): v for k, v in asked.headers.items()}
+            given = {k.lower(): v for k, v in asked.headers.items()}
+            sent = {k: v for k, v in given.items() if k not in self.stripped}
             sent["host"] = self._target
             service.request(asked.command, path, body or None, sent)
             answer = service.getresponse()

@@ -69,7 +69,7 @@ def test_a_run_lives_in_a_bucket(tiny_run: Any, root: epath.Path) -> None:
         assert manager.all_steps() == [6, 7]
         manager.delete(6)
         run.check(manager, None)
-    assert names_in(root) == ["7", names.WRITER], "what is superfluous is gone"
+    assert names_in(root) == ["7", names.CATALOGUE, names.WRITER], "all else is gone"
     assert not list(Path().glob("s3*")), "nothing is taken for a local path"
 
 
@@ -225,7 +225,7 @@ def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) 
         list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
         paths = [root / f"0/{i}" for i in range(1100)]
         list(pool.map(lambda p: store.write(p, b"", replaces=True), paths))
-    assert len(names_in(root)) == 1103 and len(names_in(root / "0")) == 1100
+    assert len(names_in(root)) == 1104 and len(names_in(root / "0")) == 1100
     with run.open(str(root)) as manager:
         assert manager.all_steps() == [2000]
     assert store.remove_tree(root / "0") == [] and names_in(root / "0") == []
@@ -236,7 +236,10 @@ def test_a_killed_save_is_no_step_and_its_number_is_free(
 ) -> None:
     run, store = tiny_run(), store_of(root)
     with run.open(str(root)) as manager:
-        run.run(manager, range(3))
+        run.run(manager, range(2))
+        known = store.read(root / names.CATALOGUE)
+        run.run(manager, [2])
+    store.write(root / names.CATALOGUE, known, replaces=True)
     store.remove_file(root / "2" / names.COMMITTED)  # what comes last
     store.remove_file(root / "2/default" / names.MANIFEST)
     store.write(root / "2/default/junk", b"", replaces=True)
@@ -371,6 +374,47 @@ def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None
         if letter != held:
             with pytest.raises(errors.WriterError):
                 committer.publish(attempt(root, letter), [])
+
+
+# ---- services that ignore conditions -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", ["if-none-match", "if-match"])
+def test_a_service_that_ignores_conditions_is_refused(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, header: str
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    before = names_in(root), store_of(root).read(root / names.WRITER)
+    proxy.stripped = frozenset([header])
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        with pytest.raises(errors.OptionError, match="ignores the cond") as caught:
+            run.run(manager, [2])
+        assert caught.value.kind == "no_conditions"
+        assert "hint: save to a service that" in str(caught.value)
+    assert (names_in(root), store_of(root).read(root / names.WRITER)) == before, (
+        "whoever saves there is not disturbed"
+    )
+    with run.open(str(root), single_writer=True) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2, 3])
+        assert manager.all_steps() == [0, 1, 2, 3]
+        run.check(manager, None)
+    assert consequences(root) == []
+
+
+def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:
+    """Other clients put whatever is there where the version to be replaced is empty."""
+    store = store_of(root)
+    version = store.swap(root / "file", b"1", None)
+    of_none = buckets._version({"e_tag": "", "version": None})
+    for other in (of_none, {"e_tag": "0"}, {"version": "1"}):
+        with case_of(other), pytest.raises(OSError, match=r"file"):
+            store.swap(root / "file", b"2", other)
+    assert store.read(root / "file") == b"1"
+    assert store.swap(root / "file", b"3", version) != version
 
 
 # ---- programs that are killed, or race ----------------------------------------------------------

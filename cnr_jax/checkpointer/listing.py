@@ -168,6 +168,7 @@ class Listing:
         # The other way round it would be listed, and no rule would know it.
         self._steps.reload()
         ledger.become(found)
+        ledger.epoch = found.epoch
         self._writer.gaps.forget()
 
     def latest_step(self) -> int | None:

@@ -71,6 +71,10 @@ class Fields:
         """Whether the key is there and not null."""
         return self._value.get(key) is not None
 
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the object, in their order."""
+        return tuple(self._value)
+
     def integer(self, key: str, *, minimum: int = 0, most: int = LARGEST) -> int:
         """An integer from `minimum` to `most`; `minimum` itself after a problem."""
         value = self._value.get(key, _MISSING)

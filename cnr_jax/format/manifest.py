@@ -352,14 +352,14 @@ def _read_manifest(fields: Fields) -> Manifest:
         tracking=cast("Tracking", fields.text("tracking", choices=get_args(Tracking))),
         recorded_clock=_optional_clock(fields, "recorded_clock"),
         fingerprint_clock=_optional_clock(fields, "fingerprint_clock"),
-        parent=_read_parent(fields.child("parent")) if fields.has("parent") else None,
+        parent=read_parent(fields.child("parent")) if fields.has("parent") else None,
         processes=fields.objects("processes", _read_digest, _quick_digest),
         dense_files=fields.objects("dense_files", _read_digest, _quick_digest),
         dense_leaves=read_alike(
             fields, "dense_leaves", _read_dense_leaf, lambda leaf: leaf.kind == "text"
         ),
         tables=read_alike(fields, "tables", _read_table),
-        totals=_read_totals(fields.child("totals")),
+        totals=read_totals(fields.child("totals")),
         policy=fields.text("policy"),
         reason=fields.text("reason"),
         history=fields.objects("history", _read_history, _quick_history),
@@ -369,7 +369,7 @@ def _read_manifest(fields: Fields) -> Manifest:
         required_features=fields.texts("required_features"),
         version=fields.integer("version", minimum=1),
         run=fields.hexadecimal("run", 32) if fields.has("run") else None,
-        forks=fields.objects("forks", _read_fork) if fields.has("forks") else None,
+        forks=fields.objects("forks", read_fork) if fields.has("forks") else None,
         encoding=read_encoding(fields.child("encoding"))
         if fields.has("encoding")
         else None,
@@ -390,7 +390,8 @@ def _optional_clock(fields: Fields, key: str) -> int | None:
     return fields.integer(key) if fields.has(key) else None
 
 
-def _read_parent(fields: Fields) -> ParentRef:
+def read_parent(fields: Fields) -> ParentRef:
+    """Reads a `ParentRef`."""
     return ParentRef(
         directory=fields.name("directory"),
         uuid=fields.hexadecimal("uuid", 32),
@@ -398,7 +399,8 @@ def _read_parent(fields: Fields) -> ParentRef:
     )
 
 
-def _read_fork(fields: Fields) -> Fork:
+def read_fork(fields: Fields) -> Fork:
+    """Reads a `Fork`."""
     return Fork(
         generation=fields.integer("generation", minimum=1), step=fields.integer("step")
     )
@@ -518,5 +520,6 @@ def _history_entry(
     )
 
 
-def _read_totals(fields: Fields) -> Totals:
+def read_totals(fields: Fields) -> Totals:
+    """Reads `Totals`."""
     return Totals(**{name: fields.integer(name) for name in _field_names(Totals)})

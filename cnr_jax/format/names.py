@@ -51,6 +51,8 @@ WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"
 # In the root: which steps may lack rows, as an audit has found.
 SUSPECTS = "cnr_jax.suspects.json"
+# In the root, where each look is a request: what is known of its steps.
+CATALOGUE = "cnr_jax.catalogue.json"
 # In the root, if asked for: a line for each save and restore.
 METRICS = "cnr_jax.metrics.jsonl"
 
@@ -77,7 +79,7 @@ _FOLDERS = {
 }
 _OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
 _PROCESS_MANIFEST = re.compile(r"manifest\.p[0-9]{5,}\.json")
-_FILES = {MANIFEST, WRITER, WRITER_LOCK, SUSPECTS, *OF_STEP}
+_FILES = {MANIFEST, WRITER, WRITER_LOCK, SUSPECTS, CATALOGUE, *OF_STEP}
 _REPLACING = re.compile(
     rf"(?:{re.escape(WRITER)}|{re.escape(SUSPECTS)})\.[0-9a-f]{{8}}\.tmp"
 )

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cnr_jax.format import names
+from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.folders import folders_in, is_own_item, items_of_orbax
 from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import uuid_of_step
@@ -35,7 +36,11 @@ def find_item(root: AnyPath) -> str | None:
         return None
     found: list[tuple[AnyPath, list[str]]] = []
     rest: list[AnyPath] = []
-    for name in sorted(step_directories(root), key=_by_number, reverse=True):
+    directories = step_directories(root)
+    known = catalogue.read(root)
+    if not known.entries.keys().isdisjoint(directories):
+        return known.item
+    for name in sorted(directories, key=_by_number, reverse=True):
         try:
             folders = folders_in(root / name)
             held = [path for path in folders if exists(path / names.MANIFEST)]

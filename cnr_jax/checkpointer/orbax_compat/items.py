@@ -88,7 +88,12 @@ class Items:
             given[METRICS] = ocp.args.JsonSave(metrics)
         handlers = {item: self._handler(item, given[item]) for item in sorted(given)}
         return StepItems(
-            given, handlers, custom_metadata, self._root, self._next_operation
+            given,
+            handlers,
+            metrics,
+            custom_metadata,
+            self._root,
+            self._next_operation,
         )
 
     def _check_form(self, args: Any) -> None:
@@ -195,27 +200,31 @@ class StepItems:
     Args:
         args: of each item.
         handlers: of each.
+        metrics: of the step; None: none.
         custom_metadata: of the user, as JSON.
         root: that they are saved to.
         next_operation: takes a number of Orbax for the save.
 
     Attributes:
         handlers: the same.
+        metrics: the same.
+        committed_nsecs: when all of it was written, as the step says; 0 before.
     """
 
     def __init__(
         self,
         args: Mapping[str, Any],
         handlers: Mapping[str, Any],
+        metrics: Any,
         custom_metadata: str,
         root: epath.Path,
         next_operation: Callable[[], None],
     ) -> None:
         self._args: Mapping[str, Any] | None = args
-        self.handlers, self._root = handlers, root
+        self.handlers, self.metrics, self._root = handlers, metrics, root
         self._custom_metadata = custom_metadata
         self._next_operation = next_operation
-        self._begun_nsecs = time.time_ns()
+        self._begun_nsecs, self.committed_nsecs = time.time_ns(), 0
         self._cancel: Callable[[], Any] | None = None
         self._is_cancelled = False
 
@@ -277,12 +286,13 @@ class StepItems:
             for item, handler in self.handlers.items():
                 directory: Any = folder / item
                 handler.finalize(directory)
+        now = self.committed_nsecs = time.time_ns()
         document = {
             "item_handlers": {i: _typestr(h) for i, h in self.handlers.items()},
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": self._begun_nsecs,
-            "commit_timestamp_nsecs": time.time_ns(),
+            "commit_timestamp_nsecs": now,
             "custom_metadata": json.loads(self._custom_metadata),
         }
         data = json.dumps(document).encode()

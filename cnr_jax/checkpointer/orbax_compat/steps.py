@@ -19,6 +19,7 @@ from cnr_jax.checkpointer.orbax_compat.items import METRICS, metrics_of
 from cnr_jax.checkpointer.orbax_compat.options import deciding
 from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
 from cnr_jax.format.names import COMMITTED, ORBAX_METADATA, may_be_step, step_number
+from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.folders import ORBAX_NOTE_BYTES
 from cnr_jax.repository.store import can, exists, names_in, read_small, store_of
 from cnr_jax.texts import logger
@@ -101,9 +102,12 @@ class Steps:
             return list(self._names.find_all(self.root)) if exists(self.root) else []
         held = store_of(self.root).folders_in(self.root, may_be_step)
         paths = [self.root / n for n in held if self.new_directory(step_number(n)) == n]
+        noted = catalogue.read(self.root).noted
+        told = [_Told(path, noted[path.name]) for path in paths if path.name in noted]
+        paths = [path for path in paths if path.name not in noted]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             steps = [*pool.map(_Listed.look, paths)]
-        return [step for step in steps if COMMITTED in step.held]
+        return [*told, *(step for step in steps if COMMITTED in step.held)]
 
     def _keep(self, infos: Iterable[StepInfo]) -> None:
         self._infos = tuple(sorted(infos, key=lambda info: info.step))
@@ -258,8 +262,27 @@ class _Listed:
         return datetime.datetime.fromtimestamp(secs, tz=datetime.UTC)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Told:
+    """A step of which a catalogue tells."""
+
+    path: Any
+    noted: catalogue.Noted
+
+    @property
+    def step(self) -> int:
+        return step_number(self.path.name)
+
+    @property
+    def info(self) -> StepInfo:
+        time = datetime.datetime.fromtimestamp(self.noted.unix_secs, tz=datetime.UTC)
+        return StepInfo(self.step, time, self.noted.metrics)
+
+
 def _info_of(step: Any) -> StepInfo | None:
     """What policies are told of a step; None if it is gone."""
+    if isinstance(step, _Told):
+        return step.info
     time, metrics = datetime.datetime.min, None
     damaged: dict[str, Exception] = {}
     # Whatever stands in those files, and of whatever type it is.

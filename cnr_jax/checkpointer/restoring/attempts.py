@@ -212,7 +212,7 @@ class StepChooser:
         """Uuid of a step's checkpoint, as far as it is known without reading; else None."""
         known = self.__dict__.get("ledger")
         entry = known.by_step(step) if known is not None else None
-        return entry.uuid if entry is not None and entry.manifest else None
+        return entry.uuid if entry is not None and entry.known else None
 
     def look_again(self) -> None:
         """Looks for steps that have come or gone since the root was read."""

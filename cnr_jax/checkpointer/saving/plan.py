@@ -29,7 +29,7 @@ from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner, SavePlan, motion_of
 from cnr_jax.repository.layout import check_is_free
-from cnr_jax.repository.step import read_processes
+from cnr_jax.repository.step import read_manifest, read_processes
 from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.codecs import Raw
@@ -80,7 +80,7 @@ class Planning:
         before = planner.motion_before
         runs = self._planner.runs
         if ledger is not None and runs.current is None and not runs.new_run:
-            found = [entry for entry in ledger.restorable() if entry.manifest]
+            found = [entry for entry in ledger.restorable() if entry.known]
             if found and (newest := found[-1].manifest):
                 # What does not go together is an error of the restore.
                 with contextlib.suppress(errors.OptionError):
@@ -293,10 +293,10 @@ class Planning:
         assert place is not None
         for entry in chain:
             if entry.uuid not in self._exact:
-                assert entry.manifest is not None
                 directory = place.root / entry.directory / place.item
                 try:
-                    processes = read_processes(directory, entry.manifest)
+                    manifest = entry.manifest or read_manifest(directory)
+                    processes = read_processes(directory, manifest)
                 except (errors.CnrError, OSError) as error:
                     _log.warning("which rows are rounded is not known: %s", error)
                     return False

@@ -140,7 +140,7 @@ class Retirement:
                 yield numbers[directory], stay[directory]
 
     def _remove(self, directory: str) -> None:
-        self._writer.check_claim()
+        self._writer.check_removal(directory)
         options, remover = self._steps.options, self._writer.remover
         if remover is None:
             remove_in_place(self._steps.root / directory)

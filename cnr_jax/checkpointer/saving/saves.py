@@ -25,10 +25,12 @@ from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
 from cnr_jax.repository.committer import Attempt, Committer
+from cnr_jax.repository.index.catalogue import Noted
+from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
-from cnr_jax.repository.store import AnyPath, exists
+from cnr_jax.repository.store import AnyPath, can, exists
 from cnr_jax.repository.upkeep.claim import called_at, calling_line
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import settings_here
@@ -374,7 +376,25 @@ class Saves:
         """Removes the steps that go."""
         stay = self.retirement.remove(told["leaving"])
         gone = [step for step in told["leaving"] if step not in stay]
+        self._put_catalogue(save)
         return {"gone": gone, "stay": stay}
+
+    def _put_catalogue(self, save: SaveInFlight) -> None:
+        """Notes in the root what its steps are, where each look is a request."""
+        items, manifest = save.step_items, save.manifest
+        if items is None or manifest is None or not can(self.steps.root).conditions:
+            return
+        others = {
+            self.steps.existing_directory(info.step): Noted(
+                unix_secs=info.time.timestamp(), metrics=info.metrics
+            )
+            for info in self.steps.infos()
+            if info.time.tzinfo is not None  # else it was not read
+        }
+        directory = save.attempt.directory
+        noted = Noted(unix_secs=items.committed_nsecs / 1e9, metrics=items.metrics)
+        with self.retirement.looking:
+            self._writer.put_catalogue(entry_of(directory, manifest), noted, others)
 
     def retired(self, save: SaveInFlight, told: Any) -> None:
         """Notes which steps are gone, and which stay though they were to go."""

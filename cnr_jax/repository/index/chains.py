@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple
 from cnr_jax.format import names
 from cnr_jax.repository.index.entries import (
     Entry,
+    Told,
     branch_of,
     chain_of,
     order,
     parent_of,
+    tables_digest,
 )
 from cnr_jax.repository.index.folders import Folder
 
@@ -490,7 +492,7 @@ class Chains:
     def restore_bytes(self, entry: Entry) -> int:
         """Bytes that a restore of an entry reads at most: rows of its chain, its dense leaves."""
         standing = self._derive().standing.get(entry.directory, NOWHERE)
-        dense_bytes = entry.manifest.totals.dense_bytes if entry.manifest else 0
+        dense_bytes = entry.known.totals.dense_bytes if entry.known else 0
         return standing.rows_bytes + dense_bytes
 
     def closure(self, directories: Iterable[str]) -> set[str]:
@@ -516,11 +518,16 @@ class Chains:
 
     def _are_alike(self, entry: Entry, above: Entry) -> bool:
         """Whether an entry and its parent hold the same tables, as far as that is known."""
-        if entry.manifest is None or above.manifest is None:
+        one, other = entry.known, above.known
+        if one is None or other is None:
             return True
         key = entry.uuid, above.uuid
         if key not in self._alike:
-            self._alike[key] = entry.manifest.tables == above.manifest.tables
+            # Digests where one of them is known by that alone.
+            if isinstance(one, Told) or isinstance(other, Told):
+                self._alike[key] = tables_digest(one) == tables_digest(other)
+            else:
+                self._alike[key] = one.tables == other.tables
         return self._alike[key]
 
     def _current(self) -> Derived | None:

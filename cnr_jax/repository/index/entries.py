@@ -9,6 +9,7 @@ an old one does not, step numbers decide.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import operator
 from collections.abc import (
     Callable,
@@ -20,12 +21,15 @@ from collections.abc import (
 )
 from typing import Literal
 
+from cnr_jax.format.fields import json_text
 from cnr_jax.format.manifest import (
     Fork,
     HistoryEntry,
     Manifest,
     ParentRef,
     SampledMotion,
+    Totals,
+    to_json,
 )
 from cnr_jax.format.names import step_number
 from cnr_jax.policy import SaveRecord
@@ -35,16 +39,33 @@ _SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a catalogue says of a step beside what leads to which, as its manifest does.
+
+    Attributes:
+        tables: digest of its tables.
+    """
+
+    lineage: str
+    recorded_clock: int | None
+    totals: Totals
+    motion: SampledMotion | None
+    tables: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One step directory.
 
     Attributes:
-        manifest: None for a save that is still being written, and for a step of plain Orbax.
+        manifest: None for a save that is still being written, for a step of plain Orbax, and for
+            one that a catalogue tells of.
         run: that it belongs to; empty: the one of all steps whose manifests name none.
         forks: where its branch left older ones; empty: no step of them is part of it. None: not
             known.
         orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
             to whatever run saves beside it. Empty: it is of this library.
+        told: of a committed step whose manifest was not read.
     """
 
     directory: str
@@ -56,11 +77,17 @@ class Entry:
     run: str = ""
     forks: tuple[Fork, ...] | None = None
     orbax: str = ""
+    told: Told | None = None
 
     @property
     def is_committed(self) -> bool:
         """Whether it is there, rather than being written."""
-        return self.manifest is not None or bool(self.orbax)
+        return self.known is not None or bool(self.orbax)
+
+    @property
+    def known(self) -> Manifest | Told | None:
+        """What is known of it, where it is committed and of this library."""
+        return self.manifest or self.told
 
     @property
     def stands_alone(self) -> bool:
@@ -69,10 +96,9 @@ class Entry:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of its rows, as far as its manifest tells."""
-        if self.manifest is None:
-            return 0
-        return self.manifest.totals.table_bytes + self.manifest.totals.slot_bytes
+        """Bytes of its rows, as far as they are known."""
+        totals = self.known.totals if self.known else None
+        return totals.table_bytes + totals.slot_bytes if totals else 0
 
     @property
     def kind(self) -> Literal["full", "delta", "orbax"]:
@@ -84,6 +110,14 @@ class Entry:
     def is_of(self, run: str | None) -> bool:
         """Whether a run counts it among its steps, and may drop it or move it aside."""
         return bool(self.orbax) or self.run == run
+
+
+def tables_digest(known: Manifest | Told) -> str:
+    """What tells the tables of a checkpoint from others."""
+    if isinstance(known, Told):
+        return known.tables
+    text = json_text(to_json(known.tables))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 # Sorts entries, newest last: a later generation is newer, whatever its step numbers. It is asked of
@@ -238,7 +272,7 @@ def forks_of_next(
     """
     own = [each for each in entries if each.is_of(run)]
     # A save whose commit was not seen at first is no tip, but the state has gone on from it.
-    same = [e for e in own if e.manifest and e.manifest.lineage == lineage]
+    same = [e for e in own if e.known and e.known.lineage == lineage]
     tip = max([*same, *([tip] if tip else [])], key=order, default=None)
     before = tip or max(own, key=order, default=None)
     if before is None or not before.is_of(run):

@@ -110,7 +110,7 @@ class Gaps:
         first: Gap | None = None
         looked: dict[str, StepFiles] = {}
         for entry in entries:
-            if entry.manifest is None:
+            if entry.known is None:
                 continue
             gap = self._gap_of(place, entry, looked, dense=dense)
             if gap is not None:

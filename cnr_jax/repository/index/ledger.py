@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
+from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.chains import Chains
 from cnr_jax.repository.index.entries import Entry, entry_of, orbax_entry
 from cnr_jax.repository.index.folders import Folder, other_checkpoints
@@ -49,6 +50,7 @@ class Ledger(Chains):
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
             set aside.
+        epoch: of the claim, when the root was read.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
     """
@@ -69,6 +71,7 @@ class Ledger(Chains):
         self.defers = False
         self.crowded = False
         self.run: str | None = None
+        self.epoch = ""
 
     @property
     def unknown(self) -> set[str]:
@@ -115,11 +118,19 @@ class Ledger(Chains):
             def look(directory: str) -> Entry | Exception:
                 return ledger._look(plain, directory, item)
 
+            # First: what is read now is right as long as this epoch lasts.
+            known = catalogue.read(plain)
+            ledger.epoch = known.epoch
+            # Of folders that plain Orbax may have saved it does not tell.
+            of_item = known.item == item and not adopts
+            told = known.entries if of_item else {}
             if can(plain).cheap_looks:
                 found = map(look, held)
             else:
                 with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
-                    found = [*pool.map(look, held)]
+                    new = dict.fromkeys(name for name in held if name not in told)
+                    looked = dict(zip(new, pool.map(look, new), strict=True))
+                found = [told.get(name) or looked[name] for name in held]
             for directory, each in zip(held, found, strict=True):
                 ledger._note(plain, directory, item, each)
         if is_step is None:

@@ -284,7 +284,7 @@ class Planner:
             entry: of the step.
             ledger: of its root, as far as it is known.
         """
-        own = [e.run for e in ledger.committed() if e.manifest] if ledger else []
+        own = [e.run for e in ledger.committed() if e.known] if ledger else []
         self.runs.restored(lineage, own[-1] if own else secrets.token_hex(16), None)
         self.end_lineages(0)
         why = f"step {entry.step} is of plain Orbax, and no delta can rest on it"
@@ -442,6 +442,6 @@ def motion_of(chain: Sequence[Entry]) -> SampledMotion | None:
 
     Then by the newest one before it that is of the same lineage: of others it was another way.
     """
-    manifests = [entry.manifest for entry in reversed(chain) if entry.manifest]
-    same = (m.motion for m in manifests if m.lineage == manifests[0].lineage)
+    known = [entry.known for entry in reversed(chain) if entry.known]
+    same = (each.motion for each in known if each.lineage == known[0].lineage)
     return next((motion for motion in same if motion is not None), None)

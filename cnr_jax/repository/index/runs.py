@@ -212,7 +212,7 @@ def _encoding_of(ledger: Ledger, touched: Stamps | None) -> EncodingEntry | None
 def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
     """The newest checkpoint that touched rows of a lineage and clock were saved with."""
     for entry in reversed(ledger.committed()):
-        found = entry.manifest
+        found = entry.known
         if found is not None and found.lineage == lineage:
             if found.recorded_clock is not None and found.recorded_clock <= clock:
                 return entry

@@ -84,8 +84,8 @@ def explain(
 
 def _may_lack(entry: Entry, error: errors.AuditError) -> bool:
     """Whether a checkpoint holds what was recorded in a time in which other rows changed."""
-    made = entry.manifest
-    if made is None or made.kind != "delta" or made.lineage != error.lineage:
+    made = entry.known
+    if made is None or entry.kind != "delta" or made.lineage != error.lineage:
         return False
     return made.recorded_clock is not None and made.recorded_clock > error.clock
 

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -168,6 +169,13 @@ class Store(Protocol):
 
     def forget_listings(self) -> None:
         """Has what lies in folders be asked for anew, wherever it is kept in memory."""
+        ...
+
+    def asking_once(self) -> AbstractContextManager[None]:
+        """Has folders be listed once, and claims read once, by this thread, until it writes.
+
+        Where looks are requests, and only there.
+        """
         ...
 
     # Reading and writing files.

@@ -7,6 +7,7 @@ An answer may be lost though what it tells of was done: then it is asked what is
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import errno
 import functools
@@ -82,6 +83,12 @@ _WITHOUT_CODE = {
 }
 
 
+# What was listed and read while a root is opened, which is asked for once.
+_asked_for: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
+    contextvars.ContextVar("asked_for", default=None)
+)
+
+
 class BucketStore(Objects):
     """Objects of buckets of one kind, which have names like files of a folder.
 
@@ -151,7 +158,16 @@ class BucketStore(Objects):
         return sum(each["size"] for each in self._below(folder))
 
     def forget_listings(self) -> None:
-        pass  # none are kept
+        if (asked_for := _asked_for.get()) is not None:
+            asked_for.clear()
+
+    @contextlib.contextmanager
+    def asking_once(self) -> Iterator[None]:
+        token = _asked_for.set({})
+        try:
+            yield
+        finally:
+            _asked_for.reset(token)
 
     # Reading and writing files.
 
@@ -172,6 +188,7 @@ class BucketStore(Objects):
         return bytes(got)
 
     def write(self, path: AnyPath, data: bytes, *, replaces: bool) -> None:
+        self.forget_listings()
         if not replaces:
             # Whoever else may write there has not written this.
             self.write_new(path, data)
@@ -184,12 +201,16 @@ class BucketStore(Objects):
         self.swap(path, data, None)
 
     def read_version(self, path: AnyPath) -> tuple[bytes, Any] | None:
-        try:
-            return self._read(path)
-        except FileNotFoundError:
-            return None
+        def read() -> tuple[bytes, Any] | None:
+            try:
+                return self._read(path)
+            except FileNotFoundError:
+                return None
+
+        return _once("version", path, read)
 
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
+        self.forget_listings()
         bucket, key = _split(path)
         mode: Any = "create" if version is None else version
         last = time.monotonic() + _RETRY_SECS
@@ -202,6 +223,7 @@ class BucketStore(Objects):
                 if isinstance(error, PermissionError):
                     raise
                 # It may have been done, and the answer lost.
+                self.forget_listings()
                 found = self.read_version(path)
                 if found is not None and found[0] == data:
                     return found[1]
@@ -227,6 +249,7 @@ class BucketStore(Objects):
         pass  # there are none: it is there once an object is in it
 
     def move(self, path: AnyPath, target: AnyPath) -> None:
+        self.forget_listings()
         # Object by object. What commits a step comes last and goes first: of two places, that one
         # is whole which has it.
         (bucket, source), (into, goal) = _split(path), _split(target)
@@ -244,6 +267,7 @@ class BucketStore(Objects):
         self._delete(path, rest)
 
     def remove_file(self, path: AnyPath) -> None:
+        self.forget_listings()
         bucket, key = _split(path)
         with contextlib.suppress(FileNotFoundError):
             _asked(path, self._client(bucket).delete, key)
@@ -275,6 +299,7 @@ class BucketStore(Objects):
 
     def _delete(self, path: AnyPath, keys: list[str]) -> None:
         """Deletes objects, a thousand by one request."""
+        self.forget_listings()
         bucket, _ = _split(path)
         if keys:
             _asked(path, self._client(bucket).delete, keys)
@@ -349,6 +374,8 @@ class BucketStore(Objects):
         return _asked(path, self._client(bucket).head, key)
 
     def _has_below(self, path: AnyPath) -> bool:
+        if _asked_for.get() is not None:
+            return any(self._listing(path))
         return bool(self._below(path, first=True))
 
     def _below(self, path: AnyPath, *, first: bool = False) -> list[Any]:
@@ -363,6 +390,9 @@ class BucketStore(Objects):
 
     def _listing(self, folder: AnyPath) -> tuple[list[str], list[str]]:
         """Names of what looks like folders right below one, and of objects."""
+        return _once("listing", folder, lambda: self._listed(folder))
+
+    def _listed(self, folder: AnyPath) -> tuple[list[str], list[str]]:
         bucket, key = _split(folder)
         found = _asked(folder, self._client(bucket).list_with_delimiter, key or None)
         folders = [each.rpartition("/")[2] for each in found["common_prefixes"]]
@@ -388,6 +418,17 @@ class _Stream(io.RawIOBase):
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
+
+
+def _once(what: str, path: AnyPath, ask: Callable[[], Any]) -> Any:
+    """What is asked for, or was already while a root is opened."""
+    asked_for = _asked_for.get()
+    if asked_for is None:
+        return ask()
+    key = what, os.fspath(path)
+    if key not in asked_for:
+        asked_for[key] = ask()
+    return asked_for[key]
 
 
 def _split(path: AnyPath) -> tuple[str, str]:

@@ -154,6 +154,9 @@ class LocalStore(Streams):
     def quick(self, path: AnyPath) -> AnyPath:
         return Path(os.fspath(path))
 
+    def asking_once(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def forget_listings(self) -> None:
         pass  # nothing is kept
 

@@ -76,12 +76,14 @@ class Writer:
     Attributes:
         process: that it is of; its namespaces and so on are not in claims of older versions.
         since: when it claimed the root, in UTC; for people.
+        epoch: of the catalogue that is right; empty: of none.
     """
 
     id: str
     process: ProcessId
     since: str
     aside: Aside | None = None
+    epoch: str = ""
 
     def __str__(self) -> str:
         place = _claimed_at.get(self.id)
@@ -167,6 +169,7 @@ def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
             process=_read_process(fields),
             since=fields.text("since"),
             aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
+            epoch=fields.hexadecimal("epoch", 32) if fields.has("epoch") else "",
         )
         if not fields.problems:
             return writer, version
@@ -230,6 +233,8 @@ class Claim:
         self._other: Writer | None = None
         # Of the claim as it was read or written last: nobody else may have written it since.
         self._version: Any = None
+        # Drawn last by this manager.
+        self._epoch = ""
         _inherited.add(self)
 
     @property
@@ -249,6 +254,7 @@ class Claim:
             process=this_process(),
             since=_now(),
             aside=before.aside if before else None,
+            epoch=self._new_epoch(),
         )
         self._write(own)
         _claimed_at[own.id] = calling_line()
@@ -271,7 +277,12 @@ class Claim:
         if alone:
             self._own = other
         else:
-            own = dataclasses.replace(other, id=secrets.token_hex(16), since=_now())
+            own = dataclasses.replace(
+                other,
+                id=secrets.token_hex(16),
+                since=_now(),
+                epoch=self._new_epoch(),
+            )
             found, self._version = _read_writer(self._root)
             if found is not None and found.id != other.id:
                 raise _taken_over(self._root, found, own)
@@ -309,7 +320,10 @@ class Claim:
             return
         if other is not None:
             if own.id != other.id:
-                self._write(dataclasses.replace(other, aside=own.aside))
+                back = dataclasses.replace(
+                    other, aside=own.aside, epoch=self._new_epoch()
+                )
+                self._write(back)
             self._own = None
         elif own.aside is None:
             store_of(self._root).remove_file(self._root / names.WRITER)
@@ -318,6 +332,25 @@ class Claim:
     def give_up(self) -> None:
         """Forgets the claim: the next save takes the root over again."""
         self._own = None
+
+    @property
+    def epoch(self) -> str:
+        """Of the catalogue that this manager may write; empty where somebody stood in for it."""
+        own = self._own
+        return self._epoch if own is not None and own.epoch == self._epoch else ""
+
+    def begin_epoch(self) -> None:
+        """Makes the catalogue be none: what it says of a step is about to be wrong.
+
+        Raises:
+            WriterError: if another manager has claimed the root.
+        """
+        assert self._own is not None
+        self._write(dataclasses.replace(self._own, epoch=self._new_epoch()))
+
+    def _new_epoch(self) -> str:
+        self._epoch = secrets.token_hex(16) if can(self._root).conditions else ""
+        return self._epoch
 
     @property
     def aside(self) -> Aside | None:
@@ -333,6 +366,8 @@ class Claim:
     def _write(self, own: Writer) -> None:
         document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
         told = document.pop("process")
+        if not own.epoch:
+            del document["epoch"]
         document |= {key: value for key, value in told.items() if value is not None}
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         path = self._root / names.WRITER

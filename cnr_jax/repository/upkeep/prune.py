@@ -187,7 +187,7 @@ def prune(
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
             # What was set aside may rest on steps, but no step on what was set aside.
             for name in [*(n for n in going if n not in ledger.entries), *steps]:
-                writer.check_claim()
+                writer.check_removal(name)
                 if writer.remover is None:
                     remove_in_place(path / name)
                 else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.names import final_name
+from cnr_jax.repository.index import catalogue
+from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.gaps import Gaps
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
@@ -18,6 +20,7 @@ from cnr_jax.repository.store import (
     can,
     exists,
     make_root,
+    replace_durably,
     store_of,
 )
 from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside
@@ -29,6 +32,7 @@ from cnr_jax.repository.upkeep.claim import (
     other_writer,
 )
 from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
+from cnr_jax.repository.upkeep.trial import check_conditions
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -52,6 +56,7 @@ class RootWriter:
     Args:
         is_first: whether this is the first process; asked once the item is known.
         adopts: whether steps of plain Orbax count.
+        single: whether it is not tried that two writers are told apart, as there is one.
 
     Attributes:
         adopts: the same.
@@ -73,8 +78,14 @@ class RootWriter:
     _lock: WritingLock
     _unfinished: Unfinished
 
-    def __init__(self, is_first: Callable[[], bool], *, adopts: bool = False) -> None:
-        self._is_first, self.adopts = is_first, adopts
+    def __init__(
+        self,
+        is_first: Callable[[], bool],
+        *,
+        adopts: bool = False,
+        single: bool = False,
+    ) -> None:
+        self._is_first, self._single, self.adopts = is_first, single, adopts
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
@@ -88,6 +99,11 @@ class RootWriter:
         # Whether steps may be there, or gone, that the ledger does not know to be.
         self._doubtful = False
         self._before: Writer | None = None
+        # Steps that this manager has committed, and what is told of them; those that the catalogue
+        # of this epoch has named; those that are gone, or were to be.
+        self._own: dict[str, tuple[Entry, catalogue.Noted]] = {}
+        self._named: frozenset[str] = frozenset()
+        self._removed: set[str] = set()
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Saves go to this root, if there are any; to which item is said later."""
@@ -190,13 +206,18 @@ class RootWriter:
 
         Raises:
             WriterError: if another manager has taken over, or is still writing.
+            OptionError: if its store cannot tell writers apart.
             OSError: if the root cannot be read or claimed.
         """
         root, _, ledger = self._known()
         make_root(root)
         self._has_claimed = True
         if not self._claim.is_taken:
+            if not self._single:
+                check_conditions(root)
             self._before, self._tidy = self._claim.take(), False
+            self._named, self._own = frozenset(), {}
+            self._removed = set()
             self._unfinished.forget()
         was_held = self._lock.is_held
         if not self._lock.acquire(0):
@@ -257,6 +278,8 @@ class RootWriter:
 
     def move_aside(self, plan: SavePlan) -> None:
         """Makes room for a save, until it is committed or undone."""
+        if plan.abandoned or plan.directory in self._named:
+            self._end_catalogue(plan.directory, *plan.abandoned)
         if not plan.abandoned:
             return
         root, item, ledger = self._known()
@@ -279,6 +302,55 @@ class RootWriter:
         """
         if self.writes:
             self._claim.check()
+
+    def check_removal(self, directory: str) -> None:
+        """Right before a step is removed: `check_claim`, and no catalogue names it any more."""
+        self.check_claim()
+        self._end_catalogue(directory)
+
+    def _end_catalogue(self, *directories: str) -> None:
+        self._removed.update(directories)
+        if self._named:
+            self._claim.begin_epoch()
+            self._named = frozenset()
+
+    def put_catalogue(
+        self,
+        entry: Entry,
+        noted: catalogue.Noted,
+        others: Mapping[str, catalogue.Noted],
+    ) -> None:
+        """Stores what is known of the steps, after a commit and what it made superfluous.
+
+        Args:
+            entry: of the step that was committed.
+            noted: what is told of it beside.
+            others: of other steps, by directory.
+        """
+        root, item, ledger = self._known()
+        self._removed.discard(entry.directory)
+        self._own[entry.directory] = entry, noted
+        epoch = self._claim.epoch
+        if not epoch:
+            return
+        # Of a root that another manager has saved to since, what was read may be wrong by now.
+        before = self._before.epoch if self._before is not None else ""
+        is_known = bool(before) and before == ledger.epoch
+        known = {e.directory: e for e in ledger.committed() if e.known and is_known}
+        known |= {name: own for name, (own, _) in self._own.items()}
+        gone = self._removed | ledger.leaving
+        entries = sorted((e for n, e in known.items() if n not in gone), key=order)
+        told = {**others, **{name: own for name, (_, own) in self._own.items()}}
+        self._named |= {each.directory for each in entries}
+        try:
+            data = catalogue.dumped(item, epoch, entries, told)
+            replace_durably(root / names.CATALOGUE, data)
+        except OSError as error:
+            _log.warning(
+                "the catalogue of %s is old, and managers look at more steps: %s",
+                os.fspath(root),
+                error,
+            )
 
     def committed(self) -> None:
         """The save is durable: what was moved out of its way stays there."""

@@ -1,0 +1,195 @@
+"""The catalogue of a root: what its steps are, in one object, where each look is a request.
+
+It is advice, and only ever of a part of the steps: who finds another one in the root reads that
+one. What it says of a step must be right as long as the folder of that step is there. So it says
+under which `epoch` of the claim it was written, and is nothing under any other: the writer draws a
+new one when it claims the root, and before it removes a step or uses the name of one again. A
+catalogue that is old, or of another root, is then known by the claim, which is read anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.fields import Fields, dump_document, json_text, open_document
+from cnr_jax.format.manifest import (
+    Manifest,
+    dump,
+    load,
+    read_fork,
+    read_motion,
+    read_parent,
+    read_totals,
+    to_json,
+)
+from cnr_jax.repository.index.entries import Entry, Told, entry_of, tables_digest
+from cnr_jax.repository.store import AnyPath, can, store_of
+from cnr_jax.repository.upkeep.claim import read_writer
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+_FORMAT = "cnr_jax catalogue"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """What a manager is told of a step beside its state.
+
+    Attributes:
+        unix_secs: when it was committed.
+        metrics: that it was saved with, as JSON has them; None: none.
+    """
+
+    unix_secs: float
+    metrics: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """What is known of some steps of a root, or of none.
+
+    Attributes:
+        epoch: of the claim; empty: there is none.
+        item: that holds their state.
+        entries: by directory; the newest has its manifest.
+        noted: by directory, of those of which it is known.
+    """
+
+    epoch: str = ""
+    item: str = ""
+    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    noted: Mapping[str, Noted] = dataclasses.field(default_factory=dict)
+
+
+def read(root: AnyPath) -> Catalogue:
+    """The catalogue of a root, which tells of no step where it is not right, or not needed."""
+    found = Catalogue()
+    if not can(root).conditions:
+        return found
+    path = root / names.CATALOGUE
+    try:
+        writer = read_writer(root)
+        if writer is not None and writer.epoch:
+            found = Catalogue(epoch=writer.epoch)
+            stored = store_of(path).read_version(path)
+            if stored is not None:
+                found = _parsed(stored[0], writer.epoch) or found
+    except (errors.CnrError, OSError) as error:
+        _log.info("the catalogue is not used, and each step is looked at: %s", error)
+    return found
+
+
+def dumped(
+    item: str, epoch: str, entries: Iterable[Entry], noted: Mapping[str, Noted]
+) -> bytes:
+    """What is to be stored of committed steps of this library."""
+    digests: dict[int, str] = {}
+    steps: dict[str, Any] = {}
+    newest: Manifest | None = None
+    for entry in entries:
+        newest = entry.manifest or newest
+        steps[entry.directory] = _document(entry, noted.get(entry.directory), digests)
+    return dump_document(
+        {
+            "format": _FORMAT,
+            "version": names.VERSION,
+            "epoch": epoch,
+            "item": item,
+            "steps": steps,
+            "newest": dump(newest).decode() if newest else None,
+        }
+    )
+
+
+def _document(
+    entry: Entry, noted: Noted | None, digests: dict[int, str]
+) -> dict[str, Any]:
+    told, manifest = entry.told, entry.manifest
+    if manifest is not None:
+        # Steps of a run mostly have theirs from one object.
+        known = id(manifest.tables)
+        if known not in digests:
+            digests[known] = tables_digest(manifest)
+        told = Told(
+            lineage=manifest.lineage,
+            recorded_clock=manifest.recorded_clock,
+            totals=manifest.totals,
+            motion=manifest.motion,
+            tables=digests[known],
+        )
+    document = {
+        "uuid": entry.uuid,
+        "generation": entry.generation,
+        "parent": to_json(entry.parent),
+        "run": entry.run,
+        "forks": to_json(entry.forks),
+        **to_json(told),
+    }
+    if noted is not None:
+        try:
+            json_text(noted.metrics)
+        except (TypeError, ValueError):
+            return document  # no number of JSON: read where it is stored
+        document["noted"] = to_json(noted)
+    return document
+
+
+@functools.lru_cache(maxsize=1)  # asked for by turns while a root is opened
+def _parsed(data: bytes, epoch: str) -> Catalogue | None:
+    """A catalogue, if it was written under this epoch.
+
+    Raises:
+        FormatError: if it is damaged, or of a newer version.
+    """
+    fields = open_document(data, names.CATALOGUE, _FORMAT)
+    if fields.text("epoch") != epoch:
+        return None
+    noted: dict[str, Noted] = {}
+    entries: dict[str, Entry] = {}
+    steps = fields.child("steps")
+    for directory in steps.keys():
+        step = steps.child(directory)
+        entries[directory] = _entry(directory, step)
+        if step.has("noted"):
+            told = step.child("noted")
+            secs, metrics = told.number("unix_secs"), told.any("metrics")
+            noted[directory] = Noted(unix_secs=secs, metrics=metrics)
+    item = fields.name("item")
+    if fields.problems:
+        raise errors.ManifestError(
+            f"{names.CATALOGUE} cannot be understood", fields.problems
+        )
+    if fields.has("newest"):
+        newest = load(fields.text("newest").encode(), f"newest in {names.CATALOGUE}")
+        for directory, entry in entries.items():
+            if entry.uuid == newest.uuid:
+                entries[directory] = entry_of(directory, newest)
+    return Catalogue(epoch=epoch, item=item, entries=entries, noted=noted)
+
+
+def _entry(directory: str, fields: Fields) -> Entry:
+    has = fields.has
+    told = Told(
+        lineage=fields.hexadecimal("lineage", 32),
+        recorded_clock=fields.integer("recorded_clock")
+        if has("recorded_clock")
+        else None,
+        totals=read_totals(fields.child("totals")),
+        motion=read_motion(fields.child("motion")) if has("motion") else None,
+        tables=fields.hexadecimal("tables", 32),
+    )
+    return Entry(
+        directory=directory,
+        step=names.step_number(directory) if names.may_be_step(directory) else 0,
+        uuid=fields.hexadecimal("uuid", 32),
+        generation=fields.integer("generation", minimum=1),
+        parent=read_parent(fields.child("parent")) if has("parent") else None,
+        run=fields.text("run"),
+        forks=fields.objects("forks", read_fork) if has("forks") else None,
+        told=told,
+    )

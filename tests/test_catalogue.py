@@ -1,0 +1,255 @@
+"""The catalogue of a root in a bucket: it changes how much is asked, and no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from etils import epath
+
+import cnr_jax as cnr
+from cnr_jax.format import names
+from cnr_jax.repository.index import catalogue
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.store import names_in, store_of
+
+from .bucket_proxy import Proxy
+from .conftest import case_of
+
+
+@pytest.fixture
+def root(bucket: epath.Path) -> epath.Path:
+    return bucket / "run"
+
+
+@pytest.fixture
+def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+    yield made
+    made.close()
+
+
+def put(root: epath.Path, data: bytes | None) -> None:
+    path = root / names.CATALOGUE
+    if data is None:
+        store_of(path).remove_file(path)
+    else:
+        store_of(path).write(path, data, replaces=True)
+
+
+def taken(root: epath.Path) -> bytes:
+    return store_of(root).read(root / names.CATALOGUE)
+
+
+def told(root: epath.Path) -> list[str]:
+    """Steps that the catalogue of a root tells of."""
+    return sorted(catalogue.read(root).entries)
+
+
+def answers(run: Any, root: epath.Path, **options: Any) -> Any:
+    """What a manager says of a root."""
+    with run.open(str(root), **options) as manager:
+        found = manager._steps.infos(), manager.all_steps(), manager.latest_step()
+        ledger = manager._listing.ledger
+        standing = [
+            (e.directory, e.uuid, e.generation, e.parent, e.run, e.forks, e.rows_bytes)
+            for e in ledger.committed()
+        ]
+        chains = [ledger.restore_bytes(e) for e in ledger.restorable()]
+        return *found, standing, chains, sorted(ledger.folders)
+
+
+def test_a_root_is_opened_by_three_requests(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(9))
+    with proxy.counting() as counts:
+        known = answers(run, root)
+    assert counts == {"LIST": 1, "GET": 2}
+    assert told(root) == [str(i) for i in range(9)]
+    # Of what it does not tell, each is looked at.
+    store_of(root).move(root / "8", root / "9")
+    with proxy.counting() as counts:
+        answers(run, root)
+    assert sum(counts.values()) < 12
+    store_of(root).move(root / "9", root / "8")
+    put(root, None)
+    with proxy.counting() as counts:
+        assert answers(run, root) == known
+    assert sum(counts.values()) > 9 * 4
+    with run.open(str(root)) as manager:
+        run.check(manager, None)
+        run.run(manager, [9])
+    assert told(root) == [str(i) for i in range(10)], "it is made anew"
+
+
+def test_times_and_metrics_are_told(tiny_run: Any, root: epath.Path) -> None:
+    run, keep = tiny_run(), {"best_fn": lambda metrics: metrics["loss"]}
+    with run.open(str(root), keep) as manager:
+        for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0]):
+            run.train(step)
+            run.save(manager, step, metrics={"loss": loss, "of": [step, "x"]})
+            manager.wait_until_finished()
+
+    def infos() -> Any:
+        with run.open(str(root), keep) as manager:
+            return repr(manager._steps.infos()), manager.best_step()
+
+    found = catalogue.read(root)
+    assert sorted(found.entries) == ["0", "1", "2", "3"]
+    assert sorted(found.noted) == ["0", "1", "3"], "JSON has no number for that of 2"
+    with_catalogue = infos()
+    put(root, None)
+    assert with_catalogue == infos()
+
+
+def histories(run: Any, root: epath.Path, other: epath.Path) -> list[bytes]:
+    """Catalogues of all moments of a run that goes back, drops steps, and saves some again."""
+    found: list[bytes] = []
+
+    def saves(manager: Any, steps: Any) -> None:
+        for step in steps:
+            run.run(manager, [step])
+            found.append(taken(root))
+
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        saves(manager, range(4))
+        manager.delete(3)
+        run.restore(manager, 2)
+        saves(manager, [3])  # of the same name as the one that is gone
+    with run.open(str(root)) as manager:
+        run.restore(manager, 1)
+        saves(manager, [2, 3])  # a rollback
+        manager.delete(3)
+    with run.open(str(root), {"max_to_keep": 2}) as manager:
+        run.restore(manager, None)
+        saves(manager, [3, 4, 5])
+    cnr.prune(str(root), keep=1, delete=True, writer_is_dead=True)
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        saves(manager, [6])
+    with run.open(str(other), new_run=True) as manager:
+        run.run(manager, range(7))
+    return [*found, taken(other)]
+
+
+def test_no_catalogue_changes_an_answer(tiny_run: Any, bucket: epath.Path) -> None:
+    """Old ones, one of another root, and damaged ones are as good as none."""
+    run, root = tiny_run(), bucket / "run"
+    played = histories(run, root, bucket / "other")
+    newest = taken(root)
+    put(root, None)
+    right = answers(run, root)
+    held = names_in(root)
+    spoilt = [newest[:-2], newest[: len(newest) // 2], b"", b"{}", b"[]", b"\xff", b"{"]
+    document = json.loads(newest)
+    document["steps"] = {}
+    spoilt += [json.dumps(document).encode()]
+    spoilt += [newest.replace(b'"generation":', b'"generation":1', 1)]
+    for i, data in enumerate([newest, *played, *spoilt]):
+        with case_of((i, data[:40])):
+            put(root, data)
+            assert answers(run, root) == right
+    assert names_in(root) == sorted({*held, names.CATALOGUE})
+    for data in (played[0], played[-1], spoilt[0]):
+        put(root, data)
+        with run.open(str(root)) as manager:
+            run.restore(manager, None)
+            step = manager.latest_step() + 1
+            run.run(manager, [step])
+            run.check(manager, None)
+        with_catalogue = answers(run, root)
+        assert str(step) in told(root)
+        put(root, None)
+        assert answers(run, root) == with_catalogue
+
+
+def test_a_catalogue_of_before_a_name_was_used_again_is_none(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+        old = taken(root)
+        manager.delete(2)
+        assert told(root) == []
+        run.restore(manager, 1)
+        run.run(manager, [2])
+        new = Ledger.load(root, "default").entries["2"].uuid
+        put(root, old)
+        assert Ledger.load(root, "default").entries["2"].uuid == new
+
+
+def test_what_another_manager_has_saved_since_is_not_told_wrongly(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    """A manager that was opened before knows steps that are gone, or others, by now."""
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+    with run.open(str(root), policy=cnr.Full()) as late:
+        run.restore(late, 2)
+        state = run.state, run.touched
+        with run.open(str(root), policy=cnr.Full()) as manager:
+            run.restore(manager, 1)
+            run.run(manager, [2])  # another one of that name, of a later generation
+        run.state, run.touched = state
+        run.run(late, [3])
+    uuids = {d: e.uuid for d, e in catalogue.read(root).entries.items()}
+    put(root, None)
+    entries = Ledger.load(root, "default").entries
+    assert uuids and all(entries[d].uuid == uuid for d, uuid in uuids.items())
+
+
+def test_adopted_and_local_roots_have_none(tiny_run: Any, tmp_path: Any) -> None:
+    run = tiny_run()
+    with run.open(tmp_path / "run") as manager:
+        run.run(manager, range(2))
+    assert names.CATALOGUE not in names_in(epath.Path(tmp_path / "run"))
+    claim = json.loads((tmp_path / "run" / names.WRITER).read_text())
+    assert "epoch" not in claim
+
+
+def test_a_killed_removal_is_not_listed(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+        old = taken(root)
+        real = type(store).remove_tree
+        monkeypatch.setattr(
+            type(store), "remove_tree", lambda self, path, threads=1: [OSError("x")]
+        )
+        with pytest.raises(OSError, match="x"):
+            manager.delete(1)
+        monkeypatch.setattr(type(store), "remove_tree", real)
+    assert "1" in names_in(root)
+    for data in (old, taken(root), None):
+        put(root, data)
+        with run.open(str(root)) as reader:
+            assert reader.all_steps() == [0, 2]
+
+
+def test_a_catalogue_that_cannot_be_put_costs_requests_alone(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, [0])
+        proxy.harm = lambda kind, path, number: (
+            403 if kind == "PUT" and names.CATALOGUE in path else None
+        )
+        run.run(manager, [1])
+        assert "managers look at more steps" in caplog.text
+        proxy.harm = lambda *_: None
+        assert told(root) == ["0"]
+        with run.open(str(root)) as reader:
+            assert reader.all_steps() == [0, 1]
+        run.run(manager, [2])
+    assert told(root) == ["0", "1", "2"]
