@@ -37,7 +37,7 @@ def leave_dense_to_orbax(item: Path) -> None:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         tree = nest(values.items())
         checkpointer.save(folder, args=ocp.args.StandardSave(tree))
-    for name in (names.ORBAX_METADATA, names.COMMITTED):
+    for name in (names.ORBAX_METADATA, names.ORBAX_COMMITTED):
         (folder / name).unlink(missing_ok=True)  # of a step of its own
     files = tuple(digest_file(item / path, path) for path in mistakable_files(item))
     processes: list[FileDigest] = []

@@ -26,6 +26,7 @@ from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import buckets, names_in, store_of
 
 from . import bucket_program
@@ -240,7 +241,8 @@ def test_a_killed_save_is_no_step_and_its_number_is_free(
         known = store.read(root / names.CATALOGUE)
         run.run(manager, [2])
     store.write(root / names.CATALOGUE, known, replaces=True)
-    store.remove_file(root / "2" / names.COMMITTED)  # what comes last
+    for marker in names.MARKERS:  # which come last
+        store.remove_file(root / "2" / marker)
     store.remove_file(root / "2/default" / names.MANIFEST)
     store.write(root / "2/default/junk", b"", replaces=True)
     (problem,) = cnr.verify(root)
@@ -276,7 +278,7 @@ def test_a_move_that_is_cut_short_leaves_one_whole_step(
         with case_of(left), contextlib.suppress(InterruptedError):
             store.move(root / "2", target)
         monkeypatch.undo()
-        whole = [p for p in (root / "2", target) if names.COMMITTED in names_in(p)]
+        whole = [p for p in (root / "2", target) if is_committed(p)]
         assert whole, left
         if whole[0] == target:
             store.move(target, root / "2")
@@ -297,6 +299,78 @@ class Ends:
         if name in ("copy", "delete", "put") and next(self._left, None) is None:
             raise InterruptedError
         return getattr(self._client, name)
+
+
+# ---- what commits a step ------------------------------------------------------------------------
+
+
+def shown(root: epath.Path) -> list[str]:
+    """Step directories that hold what plain Orbax looks for."""
+    return [n for n in names_in(root) if names.ORBAX_COMMITTED in names_in(root / n)]
+
+
+def test_a_step_is_there_before_plain_orbax_lists_it(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root)) as manager:
+        run.run(manager, range(4))
+    for step in ("2", "3"):  # as if killed between the two, and so a second time
+        store.remove_file(root / step / names.ORBAX_COMMITTED)
+    assert cnr.verify(root) == ()
+    with run.open(str(root)) as manager:
+        assert manager.all_steps() == [0, 1, 2, 3]
+        run.restore(manager, None)
+        run.same(run.state, run.truth[3])
+        assert shown(root) == ["0", "1"], "who may not be alone changes nothing"
+        run.run(manager, [4])
+        assert shown(root) == ["0", "1", "2", "3", "4"]
+        run.check(manager, 3)
+
+
+def test_steps_that_were_saved_before_there_was_a_marker_of_ours_are_read(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+    for step in range(3):
+        store.remove_file(root / str(step) / names.COMMITTED)
+    assert cnr.verify(root) == ()
+    with run.open(str(root), {"max_to_keep": 2}, policy=cnr.Full()) as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        run.restore(manager, None)
+        run.run(manager, [3])
+        assert manager.all_steps() == [2, 3]
+        for step in (2, 3):
+            run.check(manager, step)
+    assert names_in(root) == ["2", "3", names.WRITER]
+
+
+def test_a_removal_begins_with_what_commits(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(2))
+        gone = list[str]()
+        real = type(store_of(root)).remove_file
+
+        def remove_file(self: Any, path: Any) -> None:
+            gone.append(path.name)
+            if len(gone) == 2:
+                raise InterruptedError  # so to say, a kill
+            real(self, path)
+
+        monkeypatch.setattr(type(store_of(root)), "remove_file", remove_file)
+        with pytest.raises(InterruptedError):
+            manager.delete(1)
+        monkeypatch.undo()
+        assert gone == [names.COMMITTED, names.ORBAX_COMMITTED]
+        # It was not gone yet, and is whole.
+        run.check(manager, 1)
+        manager.delete(1)
+        assert names_in(root) == ["0", names.WRITER]
 
 
 # ---- attempts -----------------------------------------------------------------------------------
@@ -531,8 +605,8 @@ def test_a_request_that_fails_once_loses_nothing(
             run.run(manager, [2])
         puts = counts["PUT"]
         assert 10 < puts and sum(counts.values()) <= 24, "of a delta"
-        # Each of them once, by and by, the one that commits among them.
-        turns = [*range(0, puts, every), puts - 1]
+        # Each of them once, by and by, and those at the end, of which the first commits.
+        turns = [*range(0, puts, every), puts - 2, puts - 1]
         for step, at in enumerate(turns, 3):
             begun = proxy.counts["PUT"]
             proxy.harm = lambda kind, path, number: (
@@ -566,6 +640,33 @@ def test_a_look_that_fails_once_is_made_again(
         run.check(manager, None)
         assert manager.all_steps() == [2]
     assert consequences(root) == [] and proxy.harmed > 0
+
+
+def test_what_commits_a_step_is_put_when_all_of_it_is_there(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, put = tiny_run(), list[str]()
+    proxy.harm = lambda kind, path, number: (
+        put.append(path.rpartition("/7/")[2]) if kind == "PUT" else None
+    )
+    options = cnr.Options(codec="raw", policy=cnr.Consecutive())
+    with cnr.CheckpointManager(
+        str(root), tables=run.tables, options=options, item="model"
+    ) as manager:
+        iterator = iter(grain.MapDataset.range(9))
+        items = ocp.args.Composite(
+            model=cnr.args.Save(run.state, run.touched),
+            data=grain.checkpoint.CheckpointSave(iterator),
+            meta=ocp.args.JsonSave({"epoch": 1}),
+        )
+        assert manager.save(7, args=items)
+    assert put[-2:] == [*names.MARKERS]
+    assert {each.split("/")[0] for each in put[:-2]} >= {
+        "model",
+        "data",
+        "meta",
+        names.ORBAX_METADATA,
+    }
 
 
 @pytest.mark.parametrize("harm", [503, "reset"])

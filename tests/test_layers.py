@@ -67,6 +67,7 @@ PLAIN = (
     "dtypes",
     "items",
     "layout",
+    "markers",
     "index",
     "metrics",
     "orbax_steps",

@@ -362,7 +362,7 @@ def test_files_of_a_pytree_have_the_names_by_which_they_are_known(
         name = path.relative_to(tmp_path / "dense").as_posix()
         if path.is_dir():
             assert names.leads_to_looked_up(name), name
-        elif name not in (names.ORBAX_METADATA, names.COMMITTED):
+        elif name not in (names.ORBAX_METADATA, names.ORBAX_COMMITTED):
             assert names.is_looked_up(name), name
 
 

@@ -130,7 +130,7 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
     step = root / "2"
     gone = ("rename", f"{root}/1")
     if how == "by a file":
-        gone = ("unlink", f"{root}/1/{names.COMMITTED}")
+        gone = ("unlink", f"{root}/1/{names.ORBAX_COMMITTED}")
     removal = next(i for i, call in enumerate(calls) if call[:2] == gone)
     # TensorStore syncs what it writes and the directories of that itself.
     written = {step / "state" / name for name in ("rows.p00000", "dense/p00000")}
@@ -147,7 +147,7 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
     if how == "by a file":
         # What commits a step comes last, and goes first.
         assert min(deleted) == removal
-        commit = min(syncs.pop(str(step / names.COMMITTED)))
+        commit = min(syncs.pop(str(step / names.ORBAX_COMMITTED)))
         assert all(min(when) < commit for when in syncs.values())
     else:
         assert any(removal < i < min(deleted) for i in roots)

@@ -7,7 +7,7 @@ step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 FORMAT = "cnr_jax"
 VERSION = 1
@@ -39,12 +39,15 @@ REMOVED_MARK = ".removed-"
 # Begins the name of a folder that holds the steps of an earlier run, and is a root itself.
 EARLIER_RUN = "earlier-run-"
 
-# In a step directory of a store without renames: Orbax writes it last, to commit the step.
-COMMITTED = "commit_success.txt"
+# In a step directory of a store without renames, or one that was one: what commits the step, and
+# what Orbax looks for, which commits it where the first is missing. A removal takes them in turn.
+COMMITTED = "cnr_jax.committed.txt"
+ORBAX_COMMITTED = "commit_success.txt"
+MARKERS = (COMMITTED, ORBAX_COMMITTED)
 # Names the attempt that holds the folder of a step where files are put under a condition.
 ATTEMPT = "cnr_jax.attempt.txt"
 # Files right in the folder of a step, beside its items.
-OF_STEP = (ORBAX_METADATA, COMMITTED, ATTEMPT)
+OF_STEP = (ORBAX_METADATA, *MARKERS, ATTEMPT)
 
 # In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
@@ -250,6 +253,18 @@ def may_be_step(name: str) -> bool:
     if not ends_in_digit or not (name.isascii() or is_component(name)):
         return False
     return TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
+
+
+def says_committed(held: Collection[str]) -> bool:
+    """Whether a folder that holds files of these names is that of a committed step.
+
+    For stores that cannot rename it; others give it its name then.
+
+    Example:
+        >>> says_committed(["default", ORBAX_COMMITTED]), says_committed(["default", ATTEMPT])
+        (True, False)
+    """
+    return any(marker in held for marker in MARKERS)
 
 
 def kind_of_folder(name: str) -> str | None:

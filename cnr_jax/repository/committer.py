@@ -3,7 +3,7 @@
 A save is written into a folder of its own. Where folders can be renamed, that has a name which no
 reader lists, other than that of any other attempt at the step: whoever still writes for an attempt
 that was given up writes beside the next one. Elsewhere the folder has the final name, and is no
-step before it holds `commit_success.txt`. That file tells attempts apart everywhere, so what became
+step before it holds a file that says so. That file tells attempts apart everywhere, so what became
 of one can be asked of the store, whoever was interrupted or did not answer. Stores that put a file
 on the condition that none is there let one attempt alone have such a folder.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import (
     AnyPath,
     can,
@@ -124,8 +125,9 @@ class RenameCommitter:
         if is_named(attempt.path):
             raise _taken(attempt)
         folder = self.folder(attempt)
-        write_durably(folder / names.COMMITTED, attempt.nonce.encode())
-        sync_tree(folder, but=[*durable, names.COMMITTED])
+        marker = names.ORBAX_COMMITTED
+        write_durably(folder / marker, attempt.nonce.encode())
+        sync_tree(folder, but=[*durable, marker])
         store_of(folder).move(folder, attempt.path)
 
     def settle(self, attempt: Attempt) -> None:
@@ -139,7 +141,7 @@ class RenameCommitter:
 
 
 class MarkerCommitter:
-    """Commits by a file in the folder of the step, which is put there last.
+    """Commits by Orbax's file in the folder of the step, which is put there last.
 
     Args:
         check_claim: raises if the root was taken over: another writer may use the same folder.
@@ -155,18 +157,18 @@ class MarkerCommitter:
         return attempt.path
 
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
-        if exists(attempt.path / names.COMMITTED):
+        if is_committed(attempt.path):
             raise _taken(attempt)
         # What an earlier attempt has left, whose writers have ended.
         self._clear(attempt)
         _make(attempt.path, items, self._mode)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        if exists(attempt.path / names.COMMITTED):
+        if is_committed(attempt.path):
             raise _taken(attempt)
         sync_tree(attempt.path, but=durable)
         sync_directory(attempt.root)
-        write_durably(attempt.path / names.COMMITTED, attempt.nonce.encode())
+        write_durably(attempt.path / names.ORBAX_COMMITTED, attempt.nonce.encode())
 
     def settle(self, attempt: Attempt) -> None:
         sync_directory(attempt.path)
@@ -177,7 +179,7 @@ class MarkerCommitter:
 
     def abandon(self, attempt: Attempt) -> None:
         self._check_claim()
-        if not exists(attempt.path / names.COMMITTED):
+        if not is_committed(attempt.path):
             self._clear(attempt)
 
     def _clear(self, attempt: Attempt) -> None:
@@ -204,7 +206,7 @@ class ConditionalCommitter:
 
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
         held, note = names_in(attempt.path), attempt.path / names.ATTEMPT
-        if names.COMMITTED in held:
+        if names.says_committed(held):
             raise _taken(attempt)
         found = None
         if held:
@@ -235,7 +237,7 @@ class ConditionalCommitter:
     def abandon(self, attempt: Attempt) -> None:
         self._check_claim()
         held = names_in(attempt.path)
-        if names.COMMITTED not in held and self._holds(attempt):
+        if not names.says_committed(held) and self._holds(attempt):
             _clear(attempt, held)
             store_of(attempt.path).remove_file(attempt.path / names.ATTEMPT)
 
@@ -284,7 +286,7 @@ def _make(folder: AnyPath, items: Sequence[str], mode: int | None) -> None:
 
 
 def _is_marked(attempt: Attempt) -> bool:
-    marker = attempt.path / names.COMMITTED
+    marker = attempt.path / names.ORBAX_COMMITTED
     return exists(marker) and read_all(marker) == attempt.nonce.encode()
 
 

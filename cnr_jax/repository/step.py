@@ -26,6 +26,7 @@ from cnr_jax.format.tiles import (
     lacking_rows,
     load_process,
 )
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_all
 from cnr_jax.repository.store.checked import (
     about,
@@ -100,7 +101,7 @@ def check_committed(root: AnyPath, directory: str) -> None:
         IntegrityError: if not.
     """
     commit = root / directory / names.COMMITTED
-    if not can(root).renames and not exists(commit):
+    if not can(root).renames and not is_committed(root / directory):
         raise errors.IntegrityError(
             f"step {directory} was never committed: {os.fspath(commit)} is missing",
             kind="not_committed",
@@ -118,7 +119,7 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
         OSError: if that cannot be seen.
     """
     step = root / directory
-    if not can(root).conditions or exists(step / names.COMMITTED):
+    if not can(root).conditions or is_committed(step):
         return "step"
     if exists(step / names.ATTEMPT):
         return "attempt"

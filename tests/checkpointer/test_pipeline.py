@@ -27,7 +27,7 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel
 from cnr_jax.checkpointer.saving.pipeline import PipelinedSave, SavePipeline
-from cnr_jax.format.names import COMMITTED, REMOVED_MARK, TEMPORARY_SUFFIX
+from cnr_jax.format.names import ORBAX_COMMITTED, REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.repository.committer import (
     Attempt,
     Committer,
@@ -205,14 +205,14 @@ class Writer:
 
     def remove(self, step: int) -> None:
         if isinstance(self.committer, MarkerCommitter):
-            (self.root / str(step) / COMMITTED).unlink()
+            (self.root / str(step) / ORBAX_COMMITTED).unlink()
         self.remover.remove(str(step))
 
     def steps(self) -> list[int]:
         return sorted(
             int(path.name)
             for path in self.root.iterdir()
-            if path.name.isdigit() and (path / COMMITTED).exists()
+            if path.name.isdigit() and (path / ORBAX_COMMITTED).exists()
         )
 
     def end(self) -> list[Saved]:
@@ -448,11 +448,11 @@ def test_a_step_that_somebody_else_has_saved_meanwhile_is_not_replaced(
     saving.save(1, lambda work: work.at.update(seal=stop))
     assert stop.reached.wait(30)
     (saving.root / "1").mkdir(exist_ok=True)
-    (saving.root / "1" / COMMITTED).write_text("theirs")
+    (saving.root / "1" / ORBAX_COMMITTED).write_text("theirs")
     stop.open()
     (save,) = saving.end()
-    assert not save.is_committed and f"got {COMMITTED}" in str(save.error)
-    assert (saving.root / "1" / COMMITTED).read_text() == "theirs"
+    assert not save.is_committed and f"got {ORBAX_COMMITTED}" in str(save.error)
+    assert (saving.root / "1" / ORBAX_COMMITTED).read_text() == "theirs"
 
 
 def test_an_empty_folder_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:

@@ -18,7 +18,12 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from cnr_jax.checkpointer.orbax_compat.items import METRICS, metrics_of
 from cnr_jax.checkpointer.orbax_compat.options import deciding
 from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
-from cnr_jax.format.names import COMMITTED, ORBAX_METADATA, may_be_step, step_number
+from cnr_jax.format.names import (
+    ORBAX_METADATA,
+    may_be_step,
+    says_committed,
+    step_number,
+)
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.folders import ORBAX_NOTE_BYTES
 from cnr_jax.repository.store import can, exists, names_in, read_small, store_of
@@ -107,7 +112,7 @@ class Steps:
         paths = [path for path in paths if path.name not in noted]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             steps = [*pool.map(_Listed.look, paths)]
-        return [*told, *(step for step in steps if COMMITTED in step.held)]
+        return [*told, *(step for step in steps if says_committed(step.held))]
 
     def _keep(self, infos: Iterable[StepInfo]) -> None:
         self._infos = tuple(sorted(infos, key=lambda info: info.step))

@@ -346,6 +346,7 @@ class Saves:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
+        self._writer.show(save.attempt.directory)
         infos = [each for each in self.steps.infos() if each.step != save.step]
         infos += [save.info] if save.info is not None else []
         infos = sorted(infos, key=lambda info: info.step)

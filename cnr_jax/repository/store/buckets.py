@@ -262,7 +262,7 @@ class BucketStore(Objects):
 
         with ThreadPoolExecutor(_COPIES, "cnr_copy") as pool:
             list(pool.map(copy, rest))
-        list(map(copy, last))
+        list(map(copy, reversed(last)))
         self._delete(path, last)
         self._delete(path, rest)
 
@@ -284,7 +284,7 @@ class BucketStore(Objects):
         return []
 
     def _keys(self, path: AnyPath) -> tuple[list[str], list[str]]:
-        """Keys of an object or of all below a name: what commits a step, and the others.
+        """Keys of an object or of all below a name: what commits a step, in turn, and the others.
 
         Raises:
             FileNotFoundError: if there are none.
@@ -294,8 +294,8 @@ class BucketStore(Objects):
         if not keys:
             self._headed(path)
             return [], [key]
-        marker = f"{key}/{names.COMMITTED}"
-        return [k for k in keys if k == marker], [k for k in keys if k != marker]
+        markers = [f"{key}/{name}" for name in names.MARKERS]
+        return [m for m in markers if m in keys], [k for k in keys if k not in markers]
 
     def _delete(self, path: AnyPath, keys: list[str]) -> None:
         """Deletes objects, a thousand by one request."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format.names import (
-    COMMITTED,
     SUSPECTS,
     abandoned,
     abandoned_step,
@@ -23,6 +22,7 @@ from cnr_jax.format.names import (
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.layout import Place, beside
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.orbax_steps import is_set_aside
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import (
@@ -271,7 +271,7 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 
 def _is_whole(path: AnyPath) -> bool:
     """Whether a step is there; where it moves file by file, with the one that moves last."""
-    return is_named(path if can(path).renames else path / COMMITTED)
+    return is_named(path) if can(path).renames else is_committed(path)
 
 
 def _remove_if_empty(folder: AnyPath) -> None:

@@ -148,13 +148,14 @@ class Remover:
 
 
 def remove_in_place(step: store.AnyPath) -> None:
-    """Removes a step where folders cannot be renamed: it is none once its first file is gone.
+    """Removes a step where folders cannot be renamed: it is none once what commits it is gone.
 
     Raises:
         OSError: if something of it cannot be removed.
     """
     kept = store.store_of(step)
-    kept.remove_file(step / names.COMMITTED)
+    for marker in names.MARKERS:
+        kept.remove_file(step / marker)
     for error in kept.remove_tree(step):
         raise error
 

@@ -42,7 +42,7 @@ _AT_ONCE = 8
 _LISTED = 32
 _PORTIONS = 1024
 # What Orbax puts into an item beside what its handler wrote.
-_BY_ORBAX = {names.COMMITTED}
+_BY_ORBAX = {names.ORBAX_COMMITTED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.names import final_name
+from cnr_jax.repository import markers
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.gaps import Gaps
@@ -268,6 +269,7 @@ class RootWriter:
         """Deletes what kills have left."""
         root, _, ledger = self._known()
         if self.remover is None:
+            self._show_newest()
             return
         # Without locks, one that is not known to have ended may still be writing.
         before = self._before
@@ -275,6 +277,29 @@ class RootWriter:
         found = find_leftovers(root, ledger)
         temporary = [n for n in found.temporary if alone and final_name(n) != own]
         clear(self.remover, found, temporary)
+
+    def _show_newest(self) -> None:
+        """Has plain Orbax list steps at whose ends that could not be done: the newest ones."""
+        root, _, ledger = self._known()
+        for entry in reversed(ledger.committed()):
+            if markers.is_shown(root / entry.directory):
+                return
+            markers.show(root / entry.directory)
+
+    def show(self, directory: str) -> None:
+        """Has plain Orbax list a step that was just committed, now or before the next save."""
+        root = self.root
+        if root is None or not can(root).conditions:
+            return
+        try:
+            markers.show(root / directory)
+        except OSError as error:
+            self._tidy = False
+            _log.warning(
+                "step %s is saved, but plain Orbax does not list it before the next save: %s",
+                directory,
+                error,
+            )
 
     def move_aside(self, plan: SavePlan) -> None:
         """Makes room for a save, until it is committed or undone."""
