@@ -41,9 +41,10 @@ TABLE = {
     "importing": ("manager", "orbax"),
     "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
-    "cnr_jax": ("importing exporting optim simulation checkpointer.trying", ""),
+    "goodput": ("simulation repository.plain", "numpy"),
+    "cnr_jax": ("importing exporting optim goodput checkpointer.trying", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository simulation exporting", "typer rich numpy"),
+    "cli": ("repository goodput exporting", "typer rich numpy"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only; two import one another.
