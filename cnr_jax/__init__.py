@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cnr_jax import args as args
     from cnr_jax import errors as errors
+    from cnr_jax import goodput as goodput
     from cnr_jax import optim as optim
     from cnr_jax.checkpointer.restoring.restore import Restored as Restored
     from cnr_jax.checkpointer.trying.trial import try_bits as try_bits
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where public names are from, by module; `args`, `errors` and `optim` are modules themselves.
+# Where public names are from, by module; those that are not here are modules themselves.
 _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
@@ -101,7 +102,7 @@ _HOMES = {
 
 # Not for type checkers: to them every name would be there.
 if not TYPE_CHECKING:
-    __all__ = sorted(f"args errors optim {' '.join(_HOMES.values())}".split())
+    __all__ = sorted(f"args errors goodput optim {' '.join(_HOMES.values())}".split())
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

@@ -7,9 +7,10 @@ number. Nothing is saved, and neither jax nor Orbax is imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -247,7 +248,7 @@ def simulate(
     saves = len(next(iter(tables.values()))[0]) // every
     # The save before which each row was last looked up.
     last = {name: np.full(size, -1, np.int32) for name, size in sizes.items()}
-    followed = [_Followed(policy) for policy in chosen]
+    followed = [Followed(policy) for policy in chosen]
     all_rows, share = sum(sizes.values()), 0.0
     for save in range(saves):
         touched = 0
@@ -257,8 +258,9 @@ def simulate(
             last[name][found] = save
             touched += len(found)
         share += touched / all_rows / saves
+        sized = functools.partial(_sized, save, last, model)
         for each in followed:
-            each.save(save, last, model)
+            each.save(sized)
     names = [policy.name for policy in chosen]
     return Simulation(
         {
@@ -271,24 +273,25 @@ def simulate(
     )
 
 
-class _Followed:
-    """One simulated policy and its history."""
+class Followed:
+    """Policy that decides on simulated saves, and the history that it sees."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._history: list[SaveRecord] = []
         self._parents: list[int] = []
 
-    def save(self, save: int, last: Mapping[str, np.ndarray], model: ByteModel) -> None:
+    def save(self, sized: Callable[[int], tuple[int, int]]) -> None:
+        """Adds a save.
+
+        Args:
+            sized: function of the number of its parent, or its own if it is full, that returns
+                its rows and its bytes.
+        """
+        save = len(self._history)
         decision = self._policy.decide(since_baseline(self._history))
         parent = save if decision.parent is None else decision.parent
-        rows = id_bytes = 0
-        # A full save is its own parent; a delta has the rows looked up in a later interval.
-        for seen in last.values():
-            count = len(seen) if parent == save else int((seen > parent).sum())
-            rows += count
-            id_bytes += bytes_of_ids(seen, parent, count)
-        size = model.save_bytes(rows, id_bytes, len(last))
+        rows, size = sized(parent)
         above = self._history[parent] if 0 <= parent < save else None
         depth, restore_bytes = (above.depth, above.restore_bytes) if above else (0, 0)
         assert depth is not None and restore_bytes is not None
@@ -305,8 +308,21 @@ class _Followed:
         self._parents.append(parent)
 
     def schedule(self) -> Schedule:
+        """Schedule of all saves so far."""
         written = np.array([record.bytes for record in self._history])
         return Schedule(tuple(self._parents), written)
+
+
+def _sized(
+    save: int, last: Mapping[str, np.ndarray], model: ByteModel, parent: int
+) -> tuple[int, int]:
+    """Rows and bytes of a save on a parent; a full save is its own."""
+    rows = id_bytes = 0
+    for seen in last.values():
+        count = len(seen) if parent == save else int((seen > parent).sum())
+        rows += count
+        id_bytes += bytes_of_ids(seen, parent, count)
+    return rows, model.save_bytes(rows, id_bytes, len(last))
 
 
 def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:

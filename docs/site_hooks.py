@@ -44,7 +44,7 @@ PARTS = {
     "Look into a root": "describe RootDescription StepDescription TableDescription"
     " LeafDescription verify Problem read_rows changed_rows read_metrics prune PrunePlan Fate",
 }
-MODULES = {"Optimizers": "optim", "Errors": "errors"}
+MODULES = {"Goodput": "goodput", "Optimizers": "optim", "Errors": "errors"}
 
 
 class Examples(griffe.Extension):

@@ -34,6 +34,7 @@ def face() -> dict[str, Any]:
     return {
         "cnr_jax": _names(cnr, _public(cnr)),
         "cnr_jax.args": _names(cnr.args, _public(cnr.args)),
+        "cnr_jax.goodput": _names(cnr.goodput, _public(cnr.goodput)),
         "cnr_jax.optim": _names(cnr.optim, _public(cnr.optim)),
         "methods of CheckpointManager": {
             name: _signature(method)

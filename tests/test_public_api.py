@@ -59,6 +59,7 @@ PUBLIC = {
     "expected_restores",
     "export",
     "find_tables",
+    "goodput",
     "handler_registry",
     "import_orbax",
     "init_touched",

@@ -1,22 +1,33 @@
-"""The verb `simulate`: policies on a recorded trace of look-ups."""
+"""The verb `simulate`: policies on a recorded trace of look-ups, jobs on traces of failures."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cnr_jax.cli.arguments import AsJson, number, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
+from cnr_jax.errors import OptionError
+
+if TYPE_CHECKING:
+    from cnr_jax.goodput import JobRun, Plan, Profile
+    from cnr_jax.simulation import Simulation
+
+_FAILURES = (
+    "A trace of nodes that are up (CSV of secs,nodes, or JSON), exponential:HOURS or"
+    " weibull:HOURS,SHAPE of one node; may be given several times."
+)
 
 
 def simulate(
     accesses: Annotated[
-        Path,
+        Path | None,
         typer.Option(help="An .npz file: by table the ids looked up, int[steps, ...]."),
-    ],
+    ] = None,
     every: Annotated[
         int, number_option("--every", "Train steps between two saves.")
     ] = 100,
@@ -29,49 +40,134 @@ def simulate(
     slot_bytes: Annotated[
         int, number_option("--slot-bytes", "Of a row, for its optimizer's slots.", 0)
     ] = 4,
+    failures: Annotated[
+        list[str] | None, typer.Option(metavar="TRACE", help=_FAILURES)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="What steps and saves take, as JSON.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        number_option("--nodes", "That the job needs; else all of a trace, or one."),
+    ] = None,
+    hours: Annotated[
+        int, number_option("--hours", "To draw from a distribution.", most=10**6)
+    ] = 720,
+    seed: Annotated[int, number_option("--seed", "Of these draws.", 0)] = 0,
     as_json: AsJson = False,
 ) -> Exit:
-    """Say what the saves of a run would take under each policy.
+    """Say what the saves of a run would take, and what failures would leave of it.
 
-    From the rows that its train steps looked up. Nothing is saved.
+    Under each policy, from the rows that train steps looked up; under each policy and in other
+    systems, from failures and a profile. Nothing is saved.
+    """
+    if accesses is None and not failures:
+        raise typer.BadParameter("nothing to simulate: give --accesses or --failures")
+    if failures and profile is None:
+        raise typer.BadParameter(
+            "--failures needs --profile: what steps and saves take"
+        )
+    found = None
+    if accesses is not None:
+        from cnr_jax.simulation import ByteModel
+        from cnr_jax.simulation import simulate as simulated
+
+        sizes = dict(_rows_of(each) for each in rows or ())
+        trace = _trace(accesses)
+        try:
+            model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
+            found = simulated(trace, every, rows=sizes, model=model)
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from error
+    runs: list[JobRun] = []
+    if failures and profile is not None:
+        from cnr_jax.goodput import Profile, failures_from, simulate_job
+
+        known = Profile.read(profile)
+        for each in failures:
+            up = failures_from(each, nodes, hours, seed)
+            plans = _plans(known, every, up.nodes, found)
+            runs += [simulate_job(known, up, plan) for plan in plans]
+    if as_json:
+        document = found.asdict() if found else {}
+        print_json("simulate", {**document, "jobs": [run.asdict() for run in runs]})
+        return Exit.FINE
+    if found:
+        _print_policies(found)
+    _print_jobs(runs)
+    return Exit.FINE
+
+
+def _trace(path: Path) -> Mapping[str, Any]:
+    """Reads a trace of look-ups.
+
+    Raises:
+        OptionError: if there is none.
     """
     import numpy as np
 
-    from cnr_jax.errors import OptionError
-    from cnr_jax.simulation import ByteModel
-    from cnr_jax.simulation import simulate as simulated
-
-    sizes = dict(_rows_of(each) for each in rows or ())
     try:
         # What is no .npz file gives an array, which has no files.
-        with (
-            accesses.open("rb") as stream,
-            np.load(stream, allow_pickle=False) as file,
-        ):
-            trace = {name: file[name] for name in file.files}
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
     except FileNotFoundError as error:
-        raise OptionError(f"there is no trace {accesses}") from error
+        raise OptionError(f"there is no trace {path}") from error
     except (OSError, MemoryError):
         raise
     except Exception as error:  # whatever numpy and zipfile make of what is none
         raise OptionError(
-            f"{accesses} is no trace: expected an .npz file of integer arrays, one a table"
+            f"{path} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error
-    try:
-        model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
-        found = simulated(trace, every, rows=sizes, model=model)
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print_json("simulate", found.asdict())
-        return Exit.FINE
+
+
+def _plans(
+    profile: Profile, every: int, nodes: int, found: Simulation | None
+) -> list[Plan]:
+    """Plans of all policies, with saves as a trace of look-ups has them, and of other systems."""
+    from cnr_jax.goodput import (
+        Plan,
+        checkfreq_plan,
+        pccheck_plan,
+        plain_plan,
+        plan_of,
+    )
+    from cnr_jax.policy import Consecutive, Full, Intermittent
+
+    if found:
+        own = [Plan(name, every, each) for name, each in found.schedules.items()]
+    else:
+        policies = (Intermittent(), Consecutive(), Full())
+        own = [plan_of(profile, every, policy) for policy in policies]
+    return [
+        *own,
+        plain_plan(profile, every),
+        checkfreq_plan(profile, nodes),
+        pccheck_plan(profile, nodes=nodes),
+    ]
+
+
+def _print_policies(found: Simulation) -> None:
     head, *rest = str(found).splitlines()
     told = (
         f"{found.rows:,} rows, of which an interval touches {100 * found.touched_share:.1f} %"
         " on average"
     )
     print_lines([(head, "bold"), *((line, "") for line in rest), (told, "dim")])
-    return Exit.FINE
+
+
+def _print_jobs(runs: list[JobRun]) -> None:
+    """Prints a table for each trace of failures."""
+    from cnr_jax.goodput import run_lines
+
+    for name in dict.fromkeys(run.failures for run in runs):
+        of_trace = [run for run in runs if run.failures == name]
+        head, *rest = run_lines(of_trace)
+        first = of_trace[0]
+        told = (
+            f"{name}: {first.failed:,} failures in {first.up_secs / 3600:,.0f} h, and"
+            f" {first.down_secs / 3600:,.0f} h without all nodes"
+        )
+        print_lines([(told, "dim"), (head, "bold"), *((line, "") for line in rest)])
 
 
 def _rows_of(given: str) -> tuple[str, int]:

@@ -133,6 +133,7 @@ def test_numbers_are_decimal_digits_of_64_bits(root: Path, wrong: str) -> None:
         ["prune", root, "--keep", 1, "--min-fulls", wrong],
         ["simulate", "--accesses", "x", "--every", wrong],
         ["simulate", "--accesses", "x", "--rows", f"user={wrong}"],
+        ["simulate", "--failures", "x", "--nodes", wrong],
     ):
         code, found = as_json(*words)
         assert (code, found["error"]["kind"]) == (2, "usage"), words

@@ -496,6 +496,7 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
         "report": ["report", "@", "-o", f"{out}.html"],
         "simulate": ["simulate", "--accesses", trace, "--every", 5],
     }
+    assert as_json(*words["simulate"])[1]["jobs"] == []
     commands = app.registered_commands
     assert set(words) == {getattr(each.callback, "__name__", "") for each in commands}
     for verb, (first, *rest) in words.items():

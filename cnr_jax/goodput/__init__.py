@@ -1,0 +1,21 @@
+"""Goodput of a job: failures, profiles of runs, plans of saving, and simulation of all three.
+
+A `Profile` says what steps, saves and restores take, `Failures` when nodes are there, a `Plan` how
+a job saves; `simulate_job` plays all three, and `expected_goodput` is the model of it. Nothing
+here needs jax.
+"""
+
+from cnr_jax.goodput.failures import Failures as Failures
+from cnr_jax.goodput.failures import failures_from as failures_from
+from cnr_jax.goodput.failures import read_failures as read_failures
+from cnr_jax.goodput.job import JobRun as JobRun
+from cnr_jax.goodput.job import run_lines as run_lines
+from cnr_jax.goodput.job import simulate_job as simulate_job
+from cnr_jax.goodput.model import expected_goodput as expected_goodput
+from cnr_jax.goodput.plans import Plan as Plan
+from cnr_jax.goodput.plans import plain_plan as plain_plan
+from cnr_jax.goodput.plans import plan_of as plan_of
+from cnr_jax.goodput.profile import Profile as Profile
+from cnr_jax.goodput.profile import Seconds as Seconds
+from cnr_jax.goodput.rules import checkfreq_plan as checkfreq_plan
+from cnr_jax.goodput.rules import pccheck_plan as pccheck_plan

@@ -1,0 +1,98 @@
+"""Model of goodput: what a plan of saves leaves of a job's time, in closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from cnr_jax.goodput.failures import Failures
+from cnr_jax.goodput.plans import Plan
+from cnr_jax.goodput.profile import Profile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pace:
+    """Pace of a plan: what the saves of its cycle take on average.
+
+    Attributes:
+        train_secs: seconds of the train steps between two saves, beside no save.
+        interval_secs: seconds from save to save.
+        write_secs: seconds from the call of a save until it is durable, without its blocking part.
+        blocking_secs: seconds that a save holds training up, waits for saves before included.
+        restore_secs: seconds of a restore, beside the restart.
+    """
+
+    train_secs: float
+    interval_secs: float
+    write_secs: float
+    blocking_secs: float
+    restore_secs: float
+
+
+def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
+    """Pace of a plan without failures.
+
+    The interval is that of training and blocking; or, if all saves in flight together take longer,
+    that in which one of them is durable.
+    """
+    sizes = plan.schedule.written[plan.cycle].astype(float)
+    reads = plan.schedule.steady[plan.cycle].astype(float)
+    blocking = profile.blocking.of(sizes)
+    alone = profile.durable_secs(sizes, nodes)
+    train = plan.every * profile.step.fixed
+    for in_flight in range(1, plan.in_flight + 1):
+        write = alone * profile.slower(in_flight)
+        # Steps beside a save are slower: in the time of a write, or all of them.
+        beside = np.minimum(write, train * (1 + profile.contention))
+        lost = beside * profile.contention / (1 + profile.contention)
+        free = blocking + train + lost
+        bound = (blocking + write) / in_flight
+        if np.mean(bound) <= np.mean(free):
+            break
+    interval = np.maximum(free, bound)
+    return Pace(
+        train,
+        float(interval.mean()),
+        float(write.mean()),
+        float((interval - train - lost).mean()),
+        float(profile.restore.of(reads).mean()),
+    )
+
+
+def slowdown(plan: Plan, profile: Profile, nodes: int = 1) -> float:
+    """Share by which training takes longer than without saves, if nothing fails."""
+    pace = pace_of(plan, profile, nodes)
+    return pace.interval_secs / pace.train_secs - 1
+
+
+def expected_goodput(
+    plan: Plan,
+    profile: Profile,
+    failures: Failures,
+    *,
+    notice_secs: float = 0.0,
+) -> float:
+    """Share of a job's time in which it trains steps that stay, as the model has it.
+
+    Each stretch of time between two failures begins with a restart and a restore. What was trained
+    since the call of the last durable save is lost at its end: half an interval on average, and
+    what is trained while a save is written. With a notice nothing is lost but the time that it
+    takes, if a save is done by then.
+
+    Args:
+        plan: plan of saves.
+        profile: profile of the run.
+        failures: stretches of time in which the job has its nodes.
+        notice_secs: seconds before a failure at which the job is told of it.
+    """
+    pace = pace_of(plan, profile, failures.nodes)
+    up = np.array([end - begin for begin, end in failures.up])
+    fails = np.array([end < failures.secs for _, end in failures.up])
+    active = up - profile.restart_secs - pace.restore_secs
+    # Before its first failure a job has nothing to restore.
+    active[0] += pace.restore_secs
+    told = pace.blocking_secs + pace.write_secs <= notice_secs
+    behind = notice_secs if told else pace.write_secs + pace.interval_secs / 2
+    kept = np.maximum(active - np.where(fails, behind, 0.0), 0.0)
+    return float(kept.sum() / pace.interval_secs * pace.train_secs / up.sum())

@@ -1,0 +1,91 @@
+"""Plans of saving: how often, how many saves in flight, and what each save writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from cnr_jax.errors import OptionError
+from cnr_jax.goodput.profile import Profile
+from cnr_jax.policy import Policy
+from cnr_jax.simulation import Followed, Schedule
+
+# Saves after which the last cycle of a policy is taken for all that follow.
+_SAVES = 300
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan of saving.
+
+    Attributes:
+        name: name of the system, or of the policy.
+        every: train steps between two saves.
+        schedule: parent and bytes of each save. Past its end the last cycle comes again, or the
+            last save if there is only one full one.
+        in_flight: most saves that are being written at the same time.
+
+    Raises:
+        OptionError: if the interval or the saves in flight are less than 1.
+    """
+
+    name: str
+    every: int
+    schedule: Schedule
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.in_flight < 1:
+            raise OptionError(
+                f"a plan saves every {self.every} steps with {self.in_flight} in flight,"
+                " expected 1 or more of both"
+            )
+
+    @property
+    def cycle(self) -> slice:
+        """Saves of the schedule that come again and again."""
+        fulls, saves = self.schedule.fulls, len(self.schedule.parents)
+        return (
+            slice(fulls[-2], fulls[-1]) if len(fulls) > 1 else slice(saves - 1, saves)
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that must be held at most: before, behind and in each commit."""
+        most = int(self.schedule.written.max())
+        return int(self.schedule.transient.max()) + (self.in_flight - 1) * most
+
+
+def plan_of(
+    profile: Profile, every: int, policy: Policy, in_flight: int = 1, name: str = ""
+) -> Plan:
+    """Plan of this library with a policy.
+
+    Args:
+        profile: profile of the run, which says how its deltas grow.
+        every: train steps between two saves.
+        policy: policy that decides on each save.
+        in_flight: most saves at the same time.
+        name: name of the plan; that of the policy, if empty.
+    """
+    followed = Followed(policy)
+    for save in range(_SAVES):
+        followed.save(
+            lambda parent, save=save: (0, _size(profile, every, save, parent))
+        )
+    return Plan(name or policy.name, every, followed.schedule(), in_flight)
+
+
+def _size(profile: Profile, every: int, save: int, parent: int) -> int:
+    if save == parent:
+        return int(profile.full_bytes)
+    return int(profile.delta_bytes((save - parent) * every))
+
+
+def plain_plan(
+    profile: Profile, every: int, in_flight: int = 1, name: str = "orbax"
+) -> Plan:
+    """Plan of plain full saves, as Orbax makes them, one after the other."""
+    fulls = Schedule((0, 1), np.full(2, int(profile.plain_bytes)))
+    return Plan(name, every, fulls, in_flight)

@@ -1,0 +1,186 @@
+"""Profile of a run: what a train step, a save and a restore of it take, in seconds and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cnr_jax.errors import OptionError
+
+# A number of bytes, or several, and the seconds that follow from them.
+Bytes = TypeVar("Bytes", float, np.ndarray)
+# Saves, or restores, on which a figure rests before it counts as known.
+ENOUGH = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Seconds that something takes: so many, and so many more for each byte.
+
+    Attributes:
+        fixed: seconds that it takes whatever the bytes.
+        per_byte: seconds that each byte adds.
+        low: factor below which a tenth of the measurements lie.
+        high: factor above which a tenth of them lie.
+        samples: number of measurements; None: nothing was measured, and a user has said it.
+
+    Example:
+        >>> Seconds(fixed=0.5, per_byte=1e-9).of(2_000_000_000)
+        2.5
+    """
+
+    fixed: float
+    per_byte: float = 0.0
+    low: float = 1.0
+    high: float = 1.0
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        found = (self.fixed, self.per_byte, self.low, self.high)
+        if not all(_is_number(each) for each in found):
+            raise OptionError(f"seconds are finite numbers of 0 or more, got {self}")
+
+    def of(self, nbytes: Bytes) -> Bytes:
+        """Seconds for so many bytes, each if they are several numbers."""
+        return self.fixed + self.per_byte * nbytes
+
+    def times(self, factor: float) -> Seconds:
+        """The same, so many times slower."""
+        return dataclasses.replace(
+            self, fixed=self.fixed * factor, per_byte=self.per_byte * factor
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was measured, or a user has said it."""
+        return self.samples is None or self.samples >= ENOUGH
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Profile of a run: what its steps, saves and restores take.
+
+    `Profile.read` reads its JSON form, which `asdict` gives; fields that are left out there have
+    the values below.
+
+    Attributes:
+        step: a train step beside no save.
+        blocking: a save, as long as it holds training up.
+        write: a save in the background alone, from then until it is durable.
+        restore: a restore, by the bytes that it reads.
+        restart_secs: seconds from a failure until programs run again and have compiled, beside
+            the restore; with traces, from when all nodes are back.
+        full_bytes: bytes of a full save.
+        plain_bytes: bytes of a plain full save, as Orbax writes it.
+        dense_bytes: bytes that every save writes alike.
+        changed_bytes: bytes of the rows that one train step changes.
+        exponent: of growth: n steps change rows of `changed_bytes * n ** exponent` bytes, as look-
+            ups of the same rows add nothing.
+        contention: share by which a train step is slower while a save is being written.
+        in_flight: how many times longer a write takes if 1, 2, ... are in flight. Beyond what was
+            measured it grows with their number, as where bandwidth is the limit.
+        node_secs: seconds that each node beyond the first adds to a save, as they wait for each
+            other.
+    """
+
+    step: Seconds
+    blocking: Seconds
+    write: Seconds
+    restore: Seconds
+    full_bytes: float
+    plain_bytes: float
+    dense_bytes: float = 0.0
+    changed_bytes: float
+    exponent: float = 1.0
+    restart_secs: float = 0.0
+    contention: float = 0.0
+    in_flight: tuple[float, ...] = (1.0,)
+    node_secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "Seconds":
+                fits = isinstance(value, Seconds)
+            elif field.name == "in_flight":
+                fits = bool(value) and all(_is_number(e) and e >= 1 for e in value)
+            else:
+                fits = _is_number(value)
+            if not fits:
+                raise OptionError(
+                    f"{field.name} of a profile cannot be {value!r}\n"
+                    "  expected finite numbers of 0 or more; in_flight: of 1 or more"
+                )
+        if not self.step.fixed:
+            raise OptionError("a train step of a profile takes no time")
+
+    def delta_bytes(self, steps: float) -> float:
+        """Bytes of a delta of the rows that so many train steps have changed."""
+        changed = self.changed_bytes * steps**self.exponent
+        return min(self.dense_bytes + changed, self.full_bytes)
+
+    def durable_secs(self, nbytes: Bytes, nodes: int = 1) -> Bytes:
+        """Seconds from the end of a save's blocking part until it is durable, if it is alone."""
+        return self.write.of(nbytes) + (nodes - 1) * self.node_secs
+
+    def slower(self, in_flight: int) -> float:
+        """Factor by which each of so many writes at the same time takes longer than one alone."""
+        measured = len(self.in_flight)
+        if in_flight <= measured:
+            return self.in_flight[in_flight - 1]
+        return self.in_flight[-1] * in_flight / measured
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it as values of JSON."""
+        return {**dataclasses.asdict(self), "in_flight": list(self.in_flight)}
+
+    @classmethod
+    def fromdict(cls, document: Mapping[str, Any]) -> Profile:
+        """Profile from what `asdict` returns.
+
+        Raises:
+            OptionError: if fields are missing, unknown or of no use.
+        """
+        try:
+            given = dict(document)
+            for field in dataclasses.fields(cls):
+                if field.type == "Seconds" and field.name in given:
+                    given[field.name] = Seconds(**given[field.name])
+            if "in_flight" in given:
+                given["in_flight"] = tuple(given["in_flight"])
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"this is no profile: {error}\n"
+                '  hint: seconds are written {"fixed": 0.5, "per_byte": 1e-9}'
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a file of JSON that holds a profile, or a document with one as `profile`.
+
+        Raises:
+            OptionError: if there is no such file, or it holds none.
+        """
+        try:
+            document = json.loads(Path(path).read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise OptionError(f"there is no profile {path}") from error
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"{path} is no profile: it is no JSON") from error
+        if not isinstance(document, dict):
+            raise OptionError(f"{path} is no profile: it is no JSON object")
+        return cls.fromdict(document.get("profile", document))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value < math.inf

@@ -1,0 +1,51 @@
+"""Rules of other systems on when to save, as they were published."""
+
+from __future__ import annotations
+
+import math
+
+from cnr_jax.goodput.model import pace_of
+from cnr_jax.goodput.plans import Plan, plain_plan
+from cnr_jax.goodput.profile import Profile
+
+# CheckFreq: share of training that saves may take, and the steps by which it makes its interval
+# longer while they take more.
+_SHARE, _STEPS = 0.05, 2
+
+
+def checkfreq_plan(profile: Profile, nodes: int = 1) -> Plan:
+    """Plan of CheckFreq: full saves as often as one is written, and rarer until they cost 5 %.
+
+    Source: CheckFreq (FAST'21), as its published code has it: the interval is that in which a save
+    is persisted, and two steps longer while the measured overhead is above its limit.
+    """
+    step = profile.step.fixed
+    every = max(1, math.ceil(profile.durable_secs(profile.plain_bytes, nodes) / step))
+    # A save that is written within its interval costs the same in a longer one.
+    pace = pace_of(plain_plan(profile, every), profile, nodes)
+    over = (pace.interval_secs - pace.train_secs) / (_SHARE * step) - every
+    every += _STEPS * max(0, math.ceil(over / _STEPS))
+    return plain_plan(profile, every, name="CheckFreq")
+
+
+def pccheck_plan(
+    profile: Profile, budget: float = 0.03, most: int = 4, nodes: int = 1
+) -> Plan:
+    """Plan of PCcheck: full saves, so many in flight that a save takes least of the time.
+
+    Args:
+        profile: profile of the run.
+        budget: share of training that saves may take.
+        most: most saves in flight; it found no gain beyond 4.
+        nodes: nodes of the job.
+
+    Source: PCcheck (ASPLOS'25): N with the least T_w(N) / N, interval T_w(N) / (N q t), q the
+    slowdown that is allowed. Differs from it in: T_w(N) is the profile's, where the paper has a
+    constant.
+    """
+    alone = profile.durable_secs(profile.plain_bytes, nodes)
+    counts = range(1, most + 1)
+    best = min(counts, key=lambda n: alone * profile.slower(n) / n)
+    secs = alone * profile.slower(best) / best
+    every = max(1, math.ceil(secs / ((1 + budget) * profile.step.fixed)))
+    return plain_plan(profile, every, best, "PCcheck")
