@@ -44,7 +44,7 @@ from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.causes import as_root_errors, using_root
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.store import store_of
+from cnr_jax.repository.store import asking_once
 from cnr_jax.repository.upkeep.verify import Level, Problem
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
@@ -124,7 +124,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._make_saves(kept, options)
         self._listing = Listing(self._steps, handler.writer, self._saves, self._channel)
         base = options_of_base(kept, Unseen(self._steps))
-        with store_of(self._root).asking_once():
+        with asking_once():
             with as_root_errors(self._root):
                 made = self._listing.open(item, writes=handler.may_save)
                 super().__init__(

@@ -36,6 +36,7 @@ class Proxy:
         harm: told the kind, the path, and how many of that kind there were before; says what is
             done to a request. None: it is passed on.
         harmed: requests that something was done to.
+        rounds: how often a request came while none was under way.
         says: what is said with a code; or what makes that of what was sent.
         signed: `Authorization` of each request.
         headers: of the last one.
@@ -55,7 +56,7 @@ class Proxy:
         self.signed: list[str] = []
         self.headers: dict[str, str] = {}
         self.bodies: list[bytes] = []
-        self.harmed = 0
+        self.harmed = self.rounds = self._under_way = 0
         self.delay_secs = 0.0
         self.stripped: frozenset[str] = frozenset()
         self._lock = threading.Lock()
@@ -68,7 +69,14 @@ class Proxy:
             disable_nagle_algorithm = True
 
             def handle_one(self) -> None:
-                proxy._pass(self)
+                with proxy._lock:
+                    proxy.rounds += not proxy._under_way
+                    proxy._under_way += 1
+                try:
+                    proxy._pass(self)
+                finally:
+                    with proxy._lock:
+                        proxy._under_way -= 1
 
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_one
 

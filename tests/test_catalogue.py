@@ -88,6 +88,19 @@ def test_a_root_is_opened_by_three_requests(
     assert told(root) == [str(i) for i in range(10)], "it is made anew"
 
 
+def test_a_restore_of_a_long_chain_does_not_wait_step_by_step(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(12))
+    with run.open(str(root)) as reader:
+        proxy.delay_secs, proxy.rounds = 0.05, 0
+        run.check(reader, 11)
+        proxy.delay_secs = 0.0
+        assert proxy.rounds <= 16
+
+
 def test_times_and_metrics_are_told(tiny_run: Any, root: epath.Path) -> None:
     run, keep = tiny_run(), {"best_fn": lambda metrics: metrics["loss"]}
     with run.open(str(root), keep) as manager:

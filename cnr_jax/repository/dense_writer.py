@@ -50,6 +50,11 @@ class DenseWriter:
             # A part that is still referred to keeps all of it, which counts as written now.
             self._writer.drain()
 
+    def end(self) -> None:
+        """Starts to write what is left: nothing more is appended."""
+        if self._writer is not None:
+            self._writer.end()
+
     def finish(self) -> DensePart | None:
         """Waits until all is on storage; None where there was nothing."""
         if self._writer is None:

@@ -261,7 +261,7 @@ class RowsWriter:
             self._dense.append(some.data)
         tiles = tuple(self._tile(plan) for plan in self._plans)
         self._write_ids()
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), self._dense):
             writer.end()
         row_errors, by_table = compared.result()
         arrays, leaves = self._finish_arrays(), self._dense.finish()

@@ -21,7 +21,7 @@ from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
 from cnr_jax.repository.index.resolve import resolve_chain
 from cnr_jax.repository.step import read_processes, without_collections
-from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.store import AnyPath, asking_once, store_of
 from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
 from cnr_jax.repository.store.checked import (
     about,
@@ -53,8 +53,14 @@ def open_chain(
     """
     kept = kept if kept is not None else KeptChunks()
     readers: list[StepReader] = []
-    with without_collections():
-        for name, manifest in resolve_chain(root, directory, item):
+    with without_collections(), asking_once():
+        chain = resolve_chain(root, directory, item)
+        store_of(root).fetch(
+            root / name / item / process.path
+            for name, manifest in chain
+            for process in manifest.processes
+        )
+        for name, manifest in chain:
             where = root / name / item
             with about(where):
                 readers.append(StepReader(where, manifest, verify=verify, kept=kept))
@@ -189,6 +195,14 @@ class StepReader:
                 path, entry, verify=self._verify, kept=self._kept
             )
         return self._arrays[key]
+
+    def read_ahead(self, limit_bytes: int) -> int:
+        """Starts to read arrays of rows, as far as they fit; returns the bytes that are left."""
+        for process in self.processes:
+            for name in process.arrays:
+                array = self.array(process.process, name)
+                limit_bytes -= array.read_ahead(limit_bytes)
+        return limit_bytes
 
     def dense_array(self, process: int) -> ArrayReader:
         """Reads the array of dense leaves of one process that has some as tiles."""

@@ -43,7 +43,7 @@ from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step
-from cnr_jax.repository.store import AnyPath, exists
+from cnr_jax.repository.store import AnyPath, asking_once, exists
 from cnr_jax.repository.store.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.texts import logger
@@ -153,6 +153,7 @@ def _check_asked(args: Any, asked: str, held: AnyPath) -> None:
         check_restores_state(args, asked)
 
 
+@asking_once()
 def _attempt(
     args: Any,
     item: str,

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
-from cnr_jax.repository.index.entries import Entry, chain_of, entry_of
+from cnr_jax.repository.index import catalogue
+from cnr_jax.repository.index.entries import Entry, chain_of, entry_of, parent_of
 from cnr_jax.repository.step import read_manifest, read_step
-from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.store import AnyPath, store_of
 
 
 def resolve_chain(
@@ -41,6 +42,9 @@ def resolve_chain(
         manifest = _read_parent(root, item, entry.parent, chain)
         return entry_of(entry.parent.directory, manifest)
 
+    store_of(root).fetch(
+        root / name / item / names.MANIFEST for name in _foreseen(root, directory)
+    )
     first = entry_of(directory, read_step(root, directory, item))
     for entry in chain_of(first, above):
         assert entry.manifest is not None
@@ -48,6 +52,15 @@ def resolve_chain(
     chain.reverse()
     _check_tables(root, chain)
     return chain
+
+
+def _foreseen(root: AnyPath, directory: str) -> list[str]:
+    """Step directories of the chain, as far as the catalogue tells of them."""
+    entries = catalogue.read(root).entries
+    entry = entries.get(directory)
+    if entry is None:
+        return []
+    return [each.directory for each in chain_of(entry, lambda e: parent_of(e, entries))]
 
 
 def _read_parent(

@@ -22,6 +22,7 @@ from cnr_jax.repository.store.base import Store as Store
 from cnr_jax.repository.store.buckets import BucketStore
 from cnr_jax.repository.store.local import LocalStore
 from cnr_jax.repository.store.objects import ObjectStore
+from cnr_jax.repository.store.once import asking_once as asking_once
 from cnr_jax.texts import logger
 
 _log = logger(__name__)

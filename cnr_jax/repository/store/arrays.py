@@ -17,6 +17,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -413,6 +414,8 @@ class ArrayReader:
         self._stored: set[int] = set()
         compression = entry.compressed.codec if entry.compressed else None
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
+        # What is being read of chunks that are about to be asked for.
+        self._ahead: dict[int, Future[bytes]] = {}
         self._store: ts.TensorStore | None = None
         # Of an array that has one chunk, made of what was read.
         self._spec = spec
@@ -483,6 +486,15 @@ class ArrayReader:
         stop = min(start + self._entry.chunk, self._entry.length)
         return self._start(start, stop, None)()
 
+    def read_ahead(self, limit_bytes: int) -> int:
+        """Starts to read all chunks, where each is a request and they fit; returns their bytes."""
+        sizes = file_bytes(self._entry)
+        if self._store is not None or sum(sizes) > limit_bytes:
+            return 0
+        for chunk in range(len(sizes)):
+            self._ahead[chunk] = in_memory.start(self._read_file, chunk)
+        return sum(sizes)
+
     def check_stored(self, start: int, stop: int) -> None:
         """Checks that files of the right sizes are there for elements `start` to `stop`.
 
@@ -549,7 +561,10 @@ class ArrayReader:
     ) -> Callable[[], np.ndarray]:
         """Starts to read whole chunks, and makes elements of them in memory."""
         size = self._entry.chunk
-        fetched = [in_memory.start(self._read_file, chunk) for chunk in chunks]
+        fetched = [
+            self._ahead.pop(chunk, None) or in_memory.start(self._read_file, chunk)
+            for chunk in chunks
+        ]
 
         def result() -> np.ndarray:
             target = np.empty(stop - start, self._dtype) if out is None else out

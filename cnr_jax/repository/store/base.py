@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -171,10 +170,11 @@ class Store(Protocol):
         """Has what lies in folders be asked for anew, wherever it is kept in memory."""
         ...
 
-    def asking_once(self) -> AbstractContextManager[None]:
-        """Has folders be listed once, and claims read once, by this thread, until it writes.
+    def fetch(self, paths: Iterable[AnyPath]) -> None:
+        """Reads files side by side which `read` is about to be asked for, in `asking_once`.
 
-        Where looks are requests, and only there.
+        Where looks are requests, and only there. Who then asks for one that cannot be read gets the
+        error.
         """
         ...
 

@@ -7,7 +7,6 @@ An answer may be lost though what it tells of was done: then it is asked what is
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import datetime
 import errno
 import functools
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.causes import RefusedError, StoreError
+from cnr_jax.repository.store import once
 from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -40,8 +40,8 @@ _MEETING_SECS = 0.2
 _KEYS_SECS = 300
 # What is read of an object at a time, where it is not read as a whole.
 _BLOCK_BYTES = 1 << 20
-# Objects copied at a time.
-_COPIES = 8
+# Objects copied at a time, and fetched.
+_COPIES, _AT_ONCE = 8, 16
 # What says nothing about an object: the service did not answer, or not with what was asked for.
 _NO_ANSWER = getattr(errno, "EREMOTEIO", errno.EPROTO)
 _KEYS_HINT = (
@@ -83,12 +83,6 @@ _WITHOUT_CODE = {
 }
 
 
-# What was listed and read while a root is opened, which is asked for once.
-_asked_for: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
-    contextvars.ContextVar("asked_for", default=None)
-)
-
-
 class BucketStore(Objects):
     """Objects of buckets of one kind, which have names like files of a folder.
 
@@ -111,6 +105,8 @@ class BucketStore(Objects):
     # Looks.
 
     def exists(self, path: AnyPath) -> bool:
+        if (held := once.known("listing", path.parent)) is not None:
+            return any(path.name in each for each in held)
         if names.is_file(path.name):
             return self._head(path) is not None
         # Mostly a folder is meant.
@@ -158,16 +154,22 @@ class BucketStore(Objects):
         return sum(each["size"] for each in self._below(folder))
 
     def forget_listings(self) -> None:
-        if (asked_for := _asked_for.get()) is not None:
-            asked_for.clear()
+        once.forget()
 
-    @contextlib.contextmanager
-    def asking_once(self) -> Iterator[None]:
-        token = _asked_for.set({})
-        try:
-            yield
-        finally:
-            _asked_for.reset(token)
+    def fetch(self, paths: Iterable[AnyPath]) -> None:
+        if not once.is_asking_once():
+            return
+
+        def get(path: AnyPath) -> bytes | None:
+            try:
+                return self._read(path)[0]
+            except OSError:
+                return None  # of which who reads it hears
+
+        wanted = list(paths)
+        with ThreadPoolExecutor(_AT_ONCE, "cnr_fetch") as pool:
+            for path, found in zip(wanted, pool.map(get, wanted), strict=True):
+                once.keep("fetched", path, found)
 
     # Reading and writing files.
 
@@ -177,7 +179,9 @@ class BucketStore(Objects):
         return io.BufferedReader(_Stream(path, found), _BLOCK_BYTES)
 
     def read(self, path: AnyPath) -> bytes:
-        return self._read(path)[0]
+        found = once.known("fetched", path)
+        once.keep("fetched", path, None)
+        return self._read(path)[0] if found is None else found
 
     def read_end(self, path: AnyPath, count: int) -> bytes:
         bucket, key = _split(path)
@@ -188,7 +192,7 @@ class BucketStore(Objects):
         return bytes(got)
 
     def write(self, path: AnyPath, data: bytes, *, replaces: bool) -> None:
-        self.forget_listings()
+        once.forget()
         if not replaces:
             # Whoever else may write there has not written this.
             self.write_new(path, data)
@@ -207,10 +211,10 @@ class BucketStore(Objects):
             except FileNotFoundError:
                 return None
 
-        return _once("version", path, read)
+        return once.once("version", path, read)
 
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
-        self.forget_listings()
+        once.forget()
         bucket, key = _split(path)
         mode: Any = "create" if version is None else version
         last = time.monotonic() + _RETRY_SECS
@@ -223,7 +227,7 @@ class BucketStore(Objects):
                 if isinstance(error, PermissionError):
                     raise
                 # It may have been done, and the answer lost.
-                self.forget_listings()
+                once.forget()
                 found = self.read_version(path)
                 if found is not None and found[0] == data:
                     return found[1]
@@ -249,7 +253,7 @@ class BucketStore(Objects):
         pass  # there are none: it is there once an object is in it
 
     def move(self, path: AnyPath, target: AnyPath) -> None:
-        self.forget_listings()
+        once.forget()
         # Object by object. What commits a step comes last and goes first: of two places, that one
         # is whole which has it.
         (bucket, source), (into, goal) = _split(path), _split(target)
@@ -267,7 +271,7 @@ class BucketStore(Objects):
         self._delete(path, rest)
 
     def remove_file(self, path: AnyPath) -> None:
-        self.forget_listings()
+        once.forget()
         bucket, key = _split(path)
         with contextlib.suppress(FileNotFoundError):
             _asked(path, self._client(bucket).delete, key)
@@ -299,7 +303,7 @@ class BucketStore(Objects):
 
     def _delete(self, path: AnyPath, keys: list[str]) -> None:
         """Deletes objects, a thousand by one request."""
-        self.forget_listings()
+        once.forget()
         bucket, _ = _split(path)
         if keys:
             _asked(path, self._client(bucket).delete, keys)
@@ -374,7 +378,9 @@ class BucketStore(Objects):
         return _asked(path, self._client(bucket).head, key)
 
     def _has_below(self, path: AnyPath) -> bool:
-        if _asked_for.get() is not None:
+        if (held := once.known("listing", path.parent)) is not None:
+            return path.name in held[0]
+        if once.is_asking_once():
             return any(self._listing(path))
         return bool(self._below(path, first=True))
 
@@ -390,7 +396,7 @@ class BucketStore(Objects):
 
     def _listing(self, folder: AnyPath) -> tuple[list[str], list[str]]:
         """Names of what looks like folders right below one, and of objects."""
-        return _once("listing", folder, lambda: self._listed(folder))
+        return once.once("listing", folder, lambda: self._listed(folder))
 
     def _listed(self, folder: AnyPath) -> tuple[list[str], list[str]]:
         bucket, key = _split(folder)
@@ -418,17 +424,6 @@ class _Stream(io.RawIOBase):
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
-
-
-def _once(what: str, path: AnyPath, ask: Callable[[], Any]) -> Any:
-    """What is asked for, or was already while a root is opened."""
-    asked_for = _asked_for.get()
-    if asked_for is None:
-        return ask()
-    key = what, os.fspath(path)
-    if key not in asked_for:
-        asked_for[key] = ask()
-    return asked_for[key]
 
 
 def _split(path: AnyPath) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import tensorstore as ts
 # What TensorStore calls a folder of memory, of the context that it is opened in.
 FOLDER = {"driver": "memory"}
 # Requests in flight for arrays of one process.
-_REQUESTS = 8
+_REQUESTS = 16
 
 
 def _new_pool() -> None:

@@ -154,8 +154,8 @@ class LocalStore(Streams):
     def quick(self, path: AnyPath) -> AnyPath:
         return Path(os.fspath(path))
 
-    def asking_once(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def fetch(self, paths: Iterable[AnyPath]) -> None:
+        pass
 
     def forget_listings(self) -> None:
         pass  # nothing is kept

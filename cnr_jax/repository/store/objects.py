@@ -152,8 +152,8 @@ class ObjectStore(Streams, Objects):
                 kind="not_installed",
             ) from error
 
-    def asking_once(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def fetch(self, paths: Iterable[AnyPath]) -> None:
+        pass
 
     def forget_listings(self) -> None:
         """Has each listing of a bucket be made anew.
