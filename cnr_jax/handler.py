@@ -201,13 +201,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 exact=bool(args.exact),
             )
             self._tracker.keep(changed, Moment(plan.lineage, plan.clock))
-            for abandoned in plan.abandoned:
+            if plan.leaves_behind:
+                ledger.leave(plan.abandoned)
+            for abandoned in () if plan.leaves_behind else plan.abandoned:
                 ledger.forget(abandoned)
         except BaseException:
             self.lifecycle.withdraw()
             raise
         flight = SaveInFlight(
-            attempt=Attempt(place.root, place.directory, plan.uuid),
+            attempt=Attempt(place.root, plan.directory, plan.uuid),
             item=place.item,
             decided=plan,
             dense_leaves=tuple(leaf for leaf, _ in changed.dense),

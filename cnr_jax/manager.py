@@ -118,7 +118,10 @@ class CheckpointManager(ocp.CheckpointManager):
         handler.serve_manager(self._root, step_names(orbax_options))
         handler.may_save &= not orbax_options.read_only
         kept = with_retention(orbax_options, options, registry.preservation_policy)
-        self._steps = Steps(self._root, kept)
+        writer = handler.writer
+        self._steps = Steps(
+            self._root, kept, lambda: writer.ledger.left if writer.ledger else ()
+        )
         self._items = Items(registry, self._root)
         self._warm_up = WarmUp(tables or Tables({}), options, handler.widening)
         self._make_saves(kept, options)

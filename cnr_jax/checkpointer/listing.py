@@ -166,7 +166,7 @@ class Listing:
         found = self._writer.load(self._root, self.item)
         # After ours: a step that another process commits in between is then not listed yet.
         # The other way round it would be listed, and no rule would know it.
-        self._steps.reload()
+        self._steps.reload(left=found.left)
         ledger.become(found)
         ledger.epoch = found.epoch
         self._writer.gaps.forget()

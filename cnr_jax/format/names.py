@@ -61,7 +61,9 @@ METRICS = "cnr_jax.metrics.jsonl"
 
 # The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
 # other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
-_STEP = "(?:.*[0-9])"
+_GENERATION = r"\.g(?P<generation>[1-9][0-9]*)\.branch"
+_BRANCHED = re.compile(rf"(?P<plain>.*[0-9]){_GENERATION}", re.DOTALL)
+_STEP = rf"(?:.*[0-9](?:{_GENERATION.replace('?P<generation>', '?:')})?)"
 # What is being saved to it, with a number behind where an older Orbax has made it.
 _UNFINISHED = f"{_STEP}{re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?"
 _TEMPORARY = re.compile(f"(.+?){re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?", re.DOTALL)
@@ -162,6 +164,65 @@ def abandoned_step(name: str) -> str | None:
     return found["step"] if found else None
 
 
+def branched(directory: str, generation: int) -> str:
+    """Name of a step directory whose plain name is taken by an older generation.
+
+    Where that one cannot be renamed. Orbax lists no such name, since it does not end in a digit,
+    and nor do versions of this library that do not know it.
+
+    Args:
+        directory: the plain name, which the options of a manager make of the step's number.
+        generation: of the save.
+
+    Example:
+        >>> branched("1200", 2), branched("ck_0012", 13)
+        ('1200.g2.branch', 'ck_0012.g13.branch')
+    """
+    return f"{directory}.g{generation}.branch"
+
+
+def plain(directory: str) -> str:
+    """Name of a step directory as the options of a manager make it, of any generation.
+
+    Example:
+        >>> plain("1200.g2.branch"), plain("1200")
+        ('1200', '1200')
+    """
+    found = _branched(directory)
+    return found["plain"] if found else directory
+
+
+def branch_number(directory: str) -> int:
+    """Generation in the name of a step directory; 0 for a plain name, which is the oldest.
+
+    Example:
+        >>> branch_number("1200.g2.branch"), branch_number("1200")
+        (2, 0)
+    """
+    found = _branched(directory)
+    return int(found["generation"]) if found else 0
+
+
+def superseded(directories: Iterable[str]) -> set[str]:
+    """Step directories beside which there is one of a later generation of the same step.
+
+    Example:
+        >>> sorted(superseded(["6", "7", "7.g2.branch", "7.g3.branch", "07.g4.branch"]))
+        ['7', '7.g2.branch']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in directories:
+        alike.setdefault(plain(name), []).append(name)
+    newest = (max(names, key=branch_number) for names in alike.values())
+    return {n for names in alike.values() for n in names}.difference(newest)
+
+
+def _branched(directory: str) -> re.Match[str] | None:
+    # Mostly asked of others.
+    is_likely = directory.endswith(".branch")
+    return _BRANCHED.fullmatch(directory) if is_likely else None
+
+
 _SEPARATOR = re.compile(r"[/\\\0]")
 _HEX = re.compile("[0-9a-f]*")
 
@@ -240,7 +301,7 @@ def is_replacing(name: str) -> bool:
 
 
 def may_be_step(name: str) -> bool:
-    """Whether a name may be that of a committed step: it ends in a digit, and is not special.
+    """Whether a name may be that of a committed step: a plain or a branched one, and not special.
 
     A name that is not UTF-8 is refused: no array could be stored there, nor read.
 
@@ -249,7 +310,7 @@ def may_be_step(name: str) -> bool:
         (True, False)
     """
     # Orbax takes what has the suffix for unfinished wherever that stands.
-    ends_in_digit = name[-1:] in set("0123456789")
+    ends_in_digit = plain(name)[-1:] in set("0123456789")
     if not ends_in_digit or not (name.isascii() or is_component(name)):
         return False
     return TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
@@ -306,12 +367,13 @@ def beside(folders: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def step_number(directory: str) -> int:
-    """Number at the end of a step directory's name; 0 for a name without digits.
+    """Number at the end of a step directory's plain name; 0 for a name without digits.
 
     Example:
-        >>> step_number("ck_000120")
-        120
+        >>> step_number("ck_000120"), step_number("120.g2.branch")
+        (120, 120)
     """
+    directory = plain(directory)
     digits = directory[len(directory.rstrip("0123456789")) :]
     return int(digits) if digits else 0
 
@@ -392,6 +454,7 @@ def are_all_alike(directories: Iterable[str]) -> bool:
 
 def _form(directory: str) -> tuple[str, range]:
     """Prefix of a step name before its number, and the widths to which that may be padded."""
+    directory = plain(directory)
     prefix = directory.rstrip("0123456789")
     digits = len(directory) - len(prefix)
     is_filled = digits > 1 and directory[len(prefix)] == "0"

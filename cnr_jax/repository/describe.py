@@ -99,6 +99,7 @@ def _description(
     held, cut = sorted_out(plain, layout.step_directories(plain))
     found = look_into(plain, item or "default", index, held, on_step)
     check_is_here(plain)  # after the look, before which nothing may have been moved yet
+    index.part()
     index.note_strays()
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
     steps = [
@@ -109,11 +110,13 @@ def _description(
             and (name, index.entries[name].uuid) in lacking,
         )
         for name, step in found.items()
+        if name not in index.left
     ]
     steps.sort(key=lambda s: (s.generation, s.step, s.directory))
     newest = index.newest()
     beside = layout.beside(plain)
     beside["unfinished"] += cut
+    beside["abandoned"] += tuple(sorted(index.left))
     return RootDescription(
         root=os.fspath(path),
         item=item,

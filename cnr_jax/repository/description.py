@@ -157,7 +157,7 @@ class RootDescription:
         item: of each step that was looked at; None: no step holds one of this library.
         steps: branch by branch, each in the order of its saves; those of which the branch is not
             known come first.
-        abandoned: folders of steps that a rollback moved aside.
+        abandoned: folders of steps that a rollback moved aside, or left behind under their names.
         earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
         unfinished: folders of saves that are being written, or were killed.
         removed: folders of removed steps of which files are left.

@@ -305,6 +305,7 @@ def options_of_names(directories: Collection[str]) -> str:
         >>> options_of_names(["epoch-12"])
         'step_name_format=...'
     """
+    directories = [*map(names.plain, directories)]
     newest = max(directories, key=names.step_number)
     found = _STEP_NAME.fullmatch(newest)
     if found is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
-from cnr_jax.format.names import step_number
+from cnr_jax.format.names import branch_number, step_number
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.index.folders import Folder
@@ -253,6 +253,10 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
             path=str(path),
         )
     steps = {name: step_number(name) for name in step_directories(path)}
+    ledger = None
+    if step is None or any(map(branch_number, steps)):
+        ledger = Ledger.load(path, item)
+        steps = {n: number for n, number in steps.items() if n not in ledger.left}
     named = [name for name, number in steps.items() if number == step]
     if step is not None and not named:
         raise errors.NoStepError(
@@ -268,7 +272,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
         )
     if len(named) == 1:
         return Place(path, named[0], item)
-    ledger = Ledger.load(path, item)
+    ledger = ledger or Ledger.load(path, item)
     newest = ledger.newest() if step is None else ledger.by_step(step)
     if newest is None and step is None:
         raise errors.NoStepError.nothing_restores(os.fspath(path), ledger.obstacles())

@@ -241,6 +241,7 @@ def test_layout_names_the_files_of_the_code() -> None:
         names.rows_directory(0).replace("00000", "NNNNN") + "/",
         names.DENSE + "/",
         names.TEMPORARY_SUFFIX,
+        names.branched("<plain name>", 1).replace("g1", "g<generation>"),
         "<step directory>"
         + names.abandoned("", 1, "u").replace("g1-u", "g<generation>-<uuid>"),
     ):

@@ -208,6 +208,7 @@ def move_aside(root: Path, entry: Entry) -> None:
         directory=entry.directory,
         abandoned=(entry.directory,),
         earlier="",
+        leaves_behind=False,
     )
     writer = RootWriter(lambda: True)
     writer.open(root, ITEM)

@@ -138,8 +138,8 @@ def step_names(
 
     Example:
         >>> is_step = step_names(ocp.CheckpointManagerOptions(step_prefix="ck"))
-        >>> is_step("ck_12"), is_step("ck_012"), is_step("lost+found0")
-        (True, False, False)
+        >>> is_step("ck_12"), is_step("ck_12.g2.branch"), is_step("lost+found0")
+        (True, True, False)
     """
     options = options or ocp.CheckpointManagerOptions()
     if options.step_name_format is not None:
@@ -148,7 +148,11 @@ def step_names(
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,
     )
-    return lambda name: written.build_name(names.step_number(name)) == name
+
+    def is_step(name: str) -> bool:
+        return written.build_name(names.step_number(name)) == names.plain(name)
+
+    return is_step
 
 
 def refuse_pipes(step: AnyPath) -> None:

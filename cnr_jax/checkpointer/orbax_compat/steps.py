@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,16 @@ from cnr_jax.checkpointer.orbax_compat.options import deciding
 from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
 from cnr_jax.format.names import (
     ORBAX_METADATA,
+    branch_number,
     may_be_step,
+    plain,
     says_committed,
     step_number,
+    superseded,
 )
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.folders import ORBAX_NOTE_BYTES
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import can, exists, names_in, read_small, store_of
 from cnr_jax.texts import logger
 
@@ -59,13 +63,20 @@ class Steps:
         root: of the manager.
         options: of Orbax, by which steps are named, due and ranked.
 
+        left: names what rollbacks have left behind, though it is called like a step.
+
     Attributes:
         root: the same.
         options: the same.
         is_stale: whether they must be read again, as that failed.
     """
 
-    def __init__(self, root: epath.Path, options: ocp.CheckpointManagerOptions) -> None:
+    def __init__(
+        self,
+        root: epath.Path,
+        options: ocp.CheckpointManagerOptions,
+        left: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         self.root, self.options = root, options
         self._names: Any = options.step_name_format
         self._names = self._names or ocp.path.step.standard_name_format(
@@ -74,14 +85,18 @@ class Steps:
             single_host_load_and_broadcast=options.single_host_load_and_broadcast,
             atomicity_options=options.atomicity_options,
         )
-        self._policy = deciding(options)
+        self._policy, self._left = deciding(options), left
         self.is_stale = False
         # Replaced, never changed: other threads read it.
         self._infos: tuple[StepInfo, ...] = ()
+        # Directories of those that are not called as the options say, by their numbers.
+        self._branched: Mapping[int, str] = {}
 
     # Which there are.
 
-    def reload(self, *, numbers_only: bool = False) -> None:
+    def reload(
+        self, *, numbers_only: bool = False, left: Collection[str] | None = None
+    ) -> None:
         """Reads again which there are.
 
         What Orbax wrote beside the state (times and metrics) may be damaged: it is left out then,
@@ -89,8 +104,9 @@ class Steps:
 
         Args:
             numbers_only: whether times and metrics are left for the next time.
+            left: what rollbacks have left behind, as it was read anew.
         """
-        steps = self._found()
+        steps = self._found(self._left() if left is None else left)
         if numbers_only:
             found = [StepInfo(step.step, datetime.datetime.min) for step in steps]
         elif len(steps) < _FEW:
@@ -99,20 +115,38 @@ class Steps:
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 found = list(pool.map(_info_of, steps))
         self._keep(info for info in found if info is not None)
+        called = {step.step: step.path.name for step in steps}
+        self._branched = {n: name for n, name in called.items() if branch_number(name)}
         self.is_stale = False
 
-    def _found(self) -> list[Any]:
+    def _found(self, left: Collection[str]) -> list[Any]:
         """Steps as Orbax finds them; where it knows of no commits, those that are committed."""
-        if can(self.root).paths:
-            return list(self._names.find_all(self.root)) if exists(self.root) else []
-        held = store_of(self.root).folders_in(self.root, may_be_step)
-        paths = [self.root / n for n in held if self.new_directory(step_number(n)) == n]
+        is_known = can(self.root).paths and not can(self.root).conditions
+        if is_known and not exists(self.root):
+            return []
+        by_orbax = list(self._names.find_all(self.root)) if is_known else []
+        held = store_of(self.root).folders_in(
+            self.root, lambda n: may_be_step(n) and not (is_known and n == plain(n))
+        )
+        paths = [self.root / n for n in held if self._is_called_so(n) and n not in left]
         noted = catalogue.read(self.root).noted
-        told = [_Told(path, noted[path.name]) for path in paths if path.name in noted]
+        found = [step for step in by_orbax if step.path.name not in left]
+        found += [_Told(path, noted[path.name]) for path in paths if path.name in noted]
         paths = [path for path in paths if path.name not in noted]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            steps = [*pool.map(_Listed.look, paths)]
-        return [*told, *(step for step in steps if says_committed(step.held))]
+            looked = [*pool.map(_Listed.look, paths)]
+        if not can(self.root).renames:
+            looked = [step for step in looked if says_committed(step.held)]
+        found += looked
+        gone = superseded(step.path.name for step in found)
+        return [step for step in found if step.path.name not in gone]
+
+    def _is_called_so(self, name: str) -> bool:
+        """Whether a step directory is called as the options say, of whatever generation."""
+        try:
+            return self.new_directory(step_number(name)) == plain(name)
+        except ValueError:  # of a format of the user's own
+            return False
 
     def _keep(self, infos: Iterable[StepInfo]) -> None:
         self._infos = tuple(sorted(infos, key=lambda info: info.step))
@@ -125,18 +159,23 @@ class Steps:
         """Their numbers, in order."""
         return [info.step for info in self._infos]
 
-    def add(self, info: StepInfo) -> None:
+    def add(self, info: StepInfo, directory: str) -> None:
         """One more is committed."""
+        if branch_number(directory):
+            self._branched = {**self._branched, info.step: directory}
         self._keep([*(each for each in self._infos if each.step != info.step), info])
 
     def forget(self, steps: Collection[int]) -> None:
         """Some are no more."""
+        known = self._branched.items()
+        self._branched = {n: name for n, name in known if n not in steps}
         self._keep(info for info in self._infos if info.step not in steps)
 
     def forget_named(self, directories: Collection[str]) -> None:
         """Some are moved out of the way of a save."""
         if directories:
-            named = {info.step: self.new_directory(info.step) for info in self._infos}
+            steps = self.numbers()
+            named = {n: self._branched.get(n) or self.new_directory(n) for n in steps}
             self.forget([s for s, name in named.items() if name in directories])
 
     def check_is_new(self, step: int) -> None:
@@ -165,9 +204,23 @@ class Steps:
         Raises:
             ValueError: if there is none, and a format of the user's own names directories.
         """
+        if root == self.root and step in self._branched:
+            return root / self._branched[step]
+        if root != self.root and (branched := self._branched_in(root, step)):
+            return root / branched
         if self.options.step_name_format is not None:
             return self._names.find_step(root, step).path
         return root / self.new_directory(step)
+
+    def _branched_in(self, root: epath.Path, step: int) -> str:
+        """The name of a step in another root that is not called as options say; empty: it is."""
+        kept = store_of(root)
+        if not kept.is_directory(root):
+            return ""
+        found = kept.folders_in(root, lambda n: plain(n) != n and may_be_step(n))
+        found = [n for n in found if step_number(n) == step and self._is_called_so(n)]
+        found = [n for n in found if can(root).renames or is_committed(root / n)]
+        return max(found, key=branch_number, default="")
 
     def existing_directory(self, step: int) -> str:
         """Name of the directory of a step of the root; of a new one if there is none."""

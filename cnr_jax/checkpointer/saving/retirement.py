@@ -93,7 +93,7 @@ class Retirement:
             if writer.place is not None:
                 clear_aside(
                     writer.place,
-                    ledger.run,
+                    ledger,
                     self._remove,
                     self._not_ours,
                     adopts=writer.adopts,
@@ -128,7 +128,8 @@ class Retirement:
         for directory in children_first(ledger, numbers):
             if directory not in stay:
                 try:
-                    self._remove(directory)
+                    for name in (*ledger.hidden_by(directory), directory):
+                        self._remove(name)
                 except FileNotFoundError:
                     _log.warning("step %s is gone already", directory)
                 except Exception as error:
@@ -148,6 +149,7 @@ class Retirement:
             remover.keep(directory, options.todelete_subdir)
         else:
             remover.remove(directory, background=options.enable_background_delete)
+        self._ledger.left.pop(directory, None)
 
 
 def _say_spared(gap: Gap) -> None:

@@ -346,7 +346,9 @@ class Saves:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
-        self._writer.show(save.attempt.directory)
+        plan = save.decided
+        left = plan.abandoned if plan and plan.leaves_behind else ()
+        self._writer.show(save.attempt.directory, left)
         infos = [each for each in self.steps.infos() if each.step != save.step]
         infos += [save.info] if save.info is not None else []
         infos = sorted(infos, key=lambda info: info.step)
@@ -368,7 +370,7 @@ class Saves:
         leaving = told["leaving"] if told else ()
         assert save.info is not None
         # First, or policies would be told of it neither as a step nor as a save.
-        self.steps.add(save.info)
+        self.steps.add(save.info, save.attempt.directory)
         save.info = None
         self.retirement.note(leaving)
         self._lifecycle.report_commit(save)

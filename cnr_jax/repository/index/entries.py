@@ -178,6 +178,23 @@ def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[E
         each = above(each)
 
 
+def with_dependents(
+    directories: Iterable[str], entries: Mapping[str, Entry]
+) -> set[str]:
+    """Step directories, and all that rest on them, as far as they are known."""
+    children: dict[str, list[str]] = {}
+    for entry in entries.values():
+        if (above := parent_of(entry, entries)) is not None:
+            children.setdefault(above.directory, []).append(entry.directory)
+    found = set(directories)
+    left = [*found]
+    while left:
+        new = [name for name in children.get(left.pop(), ()) if name not in found]
+        found.update(new)
+        left += new
+    return found
+
+
 def named(entries: Collection[Entry]) -> str:
     """Step directories for an error text, oldest first."""
     ordered = sorted(entries, key=order)

@@ -16,7 +16,13 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.chains import Chains
-from cnr_jax.repository.index.entries import Entry, entry_of, orbax_entry
+from cnr_jax.repository.index.entries import (
+    Entry,
+    entry_of,
+    orbax_entry,
+    order,
+    with_dependents,
+)
 from cnr_jax.repository.index.folders import Folder, other_checkpoints
 from cnr_jax.repository.layout import Place, step_directories
 from cnr_jax.repository.orbax_steps import orbax_step
@@ -53,6 +59,8 @@ class Ledger(Chains):
         epoch: of the claim, when the root was read.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
+        left: what rollbacks have left behind where it cannot be renamed, by directory: it is no
+            step of the root any more.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Ledger(Chains):
         self.crowded = False
         self.run: str | None = None
         self.epoch = ""
+        self.left: dict[str, Entry | Folder] = {}
 
     @property
     def unknown(self) -> set[str]:
@@ -133,6 +142,7 @@ class Ledger(Chains):
                 found = [told.get(name) or looked[name] for name in held]
             for directory, each in zip(held, found, strict=True):
                 ledger._note(plain, directory, item, each)
+        ledger.part()
         if is_step is None:
             ledger.note_strays()
         return ledger
@@ -143,7 +153,7 @@ class Ledger(Chains):
         Returns:
             Whether anything has.
         """
-        found = step_directories(root, self.is_step, known=self.directories())
+        found = step_directories(root, self.is_step, known=self.all_directories())
         self.leaving &= set(found)
         return self.match(root, item, [d for d in found if d not in self.leaving])
 
@@ -155,7 +165,7 @@ class Ledger(Chains):
         Returns:
             Whether others were known before, or less of them.
         """
-        known, found = self.directories(), set(directories)
+        known, found = self.all_directories(), set(directories)
         say = _log.info if self.run is None else _log.warning  # readers expect it
         for directory in known - found:
             say("step %s is not in the root any more", directory)
@@ -166,6 +176,7 @@ class Ledger(Chains):
         doubtful = self.doubtful & known
         for directory in sorted(doubtful):
             self.read(root, directory, item)
+        self.part()
         return known != found or not doubtful <= self.doubtful
 
     def ask_again(
@@ -189,6 +200,10 @@ class Ledger(Chains):
     def directories(self) -> set[str]:
         """All step directories that are known, readable or not."""
         return self.entries.keys() | self.folders.keys()
+
+    def all_directories(self) -> set[str]:
+        """These, and those that rollbacks have left behind."""
+        return self.directories() | self.left.keys()
 
     def read(self, root: AnyPath, directory: str, item: str) -> Exception | None:
         """Reads a step directory, replacing what was known; one that is deleted by now is none.
@@ -233,6 +248,65 @@ class Ledger(Chains):
         self.add(found)
         return None
 
+    def forget(self, directory: str) -> None:
+        """Drops a step directory that is gone or about to be, left behind or not."""
+        super().forget(directory)
+        self.left.pop(directory, None)
+
+    def become(self, fresh: Ledger) -> None:
+        """Takes over what was read anew."""
+        super().become(fresh)
+        self.left = fresh.left
+
+    # What rollbacks have left behind where it cannot be renamed.
+
+    def part(self) -> None:
+        """Finds out which steps rollbacks have left behind, and which they have not after all.
+
+        Those of which there is a later generation, which names tell, and what rests on them.
+        """
+        known: dict[str, Entry | Folder] = {**self._entries, **self._folders}
+        known |= self.left
+        if not self.left and not any(map(names.branch_number, known)):
+            return
+        steps = [
+            name
+            for name, each in known.items()
+            if isinstance(each, Entry) or each.may_be_a_step
+        ]
+        entries = {n: each for n, each in known.items() if isinstance(each, Entry)}
+        gone = with_dependents(names.superseded(steps), entries)
+        back = self.left.keys() - gone
+        self.leave(gone - self.left.keys())
+        for name in back:
+            each = self.left.pop(name)
+            if isinstance(each, Entry):
+                self.add(each)
+            else:
+                self.note_folder(name, each)
+
+    def leave(self, directories: Iterable[str]) -> None:
+        """Notes that a save that is planned, or committed, leaves steps behind."""
+        for name in directories:
+            each = self._entries.get(name) or self._folders.get(name)
+            if each is not None:
+                self.forget(name)
+                self.left[name] = each
+
+    def standing(self, directory: str) -> str:
+        """The step directory of a step, of whatever generation, by its plain name."""
+        entries = self._derive().by_step.get(names.step_number(directory), ())
+        found = [*(entry.directory for entry in entries), *self._folders]
+        found = [name for name in found if names.plain(name) == directory]
+        return max(found, key=names.branch_number, default=directory)
+
+    def hidden_by(self, directory: str) -> list[str]:
+        """What was left behind and would be a step again without a step, dependents first."""
+        left = {n: e for n, e in [*self.left.items()] if isinstance(e, Entry)}
+        alike = {n for n in left if names.plain(n) == names.plain(directory)}
+        found = map(left.__getitem__, with_dependents(alike, left))
+        return [each.directory for each in sorted(found, key=order, reverse=True)]
+
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
         self.add(entry)
@@ -272,6 +346,8 @@ class Ledger(Chains):
         self.add(entry_of(place.directory, manifest))
         is_saved = manifest.uuid == uuid
         self.let_go(is_saved)
+        if names.branch_number(place.directory):
+            self.part()
         # None if retention drops the very step that was saved.
         return self.entries.get(place.directory) if is_saved else None
 
@@ -310,8 +386,9 @@ class Ledger(Chains):
 
     def movable(self, directory: str) -> Entry:
         """The entry of a step directory that goes aside; made up where it is unreadable."""
-        if directory in self.entries:
-            return self.entries[directory]
+        known = self.entries.get(directory) or self.left.get(directory)
+        if isinstance(known, Entry):
+            return known
         return Entry(
             directory=directory,
             step=names.step_number(directory),

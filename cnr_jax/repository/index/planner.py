@@ -66,7 +66,8 @@ class SavePlan:
             tables; None if they leave none to it.
         dithered_bits: width of the widest codes that are dithered; 0: none are. The same for all
             saves of a lineage.
-        abandoned: step directories to rename aside before this one is written.
+        abandoned: step directories to rename aside before this one is written; where it has a name
+            of its own, those that its commit leaves behind.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
     """
@@ -95,6 +96,11 @@ class SavePlan:
     def step(self) -> int:
         """Number of the step."""
         return names.step_number(self.directory)
+
+    @property
+    def leaves_behind(self) -> bool:
+        """Whether `abandoned` stay where they are, and the commit leaves them behind."""
+        return names.branch_number(self.directory) > 0
 
     @property
     def kind(self) -> Kind:
@@ -153,7 +159,7 @@ class Planner:
 
         Args:
             ledger: of the root.
-            directory: of the step.
+            directory: of the step, by its plain name.
             stamps: lineage (32 hex digits) and clock of those that choose rows; the lineage is
                 empty if there were none before, and then one is drawn.
             touched: lineage and clock of the touched rows that go with the state, whether they
@@ -173,17 +179,15 @@ class Planner:
         self._attempt += 1
         uuid = f"{self._nonce}{self._attempt:08x}"
         run, left = self.runs.of_save(ledger, touched, step, uuid)
-        self.runs.tries(directory)
         branch = self._branch(lineage, clock)
         branch.forget_parents(ledger.entries)
         generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
-        abandoned = [*left]
-        if all(entry.directory != directory for entry in left):
-            abandoned += rollback.in_the_way(
-                ledger, branch.tip, directory, generation, run
-            )
+        directory, abandoned = rollback.room_for(
+            ledger, branch.tip, directory, generation, run, left
+        )
+        self.runs.tries(directory)
         gone = {entry.directory for entry in abandoned}
         if full:
             decision = full_because("a full save was asked for")

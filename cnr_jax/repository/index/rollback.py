@@ -4,15 +4,20 @@ The first save after a rollback is of a higher generation, so its branch is the 
 branch that was left stay where they are, but for those that are moved aside: what is in the place
 of the save, all from its step on where the loop begins again from nothing, and the whole root where
 a new run begins. This module decides which; `upkeep.aside` moves them, and back if the save fails.
+Where folders cannot be renamed, what is in the place of a save keeps its name, and the save gets
+another: its commit leaves them behind.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.integers import LARGEST
 from cnr_jax.repository.index.entries import Entry, named, order
 from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.store import can
 
 
 def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
@@ -52,7 +57,7 @@ def in_the_way(
     Args:
         ledger: ledger of the root.
         tip: checkpoint that the save goes on from; None: none that is known.
-        directory: step directory of the save.
+        directory: step directory that is in the place of the save, if it is there.
         generation: generation of the save.
         run: run of the save.
 
@@ -99,6 +104,48 @@ def in_the_way(
             f"  hint: go on with a step number after {tip.step if tip else 0}"
         )
     return [*dependents, entry]
+
+
+def room_for(
+    ledger: Ledger,
+    tip: Entry | None,
+    directory: str,
+    generation: int,
+    run: str,
+    left: Sequence[Entry],
+) -> tuple[str, list[Entry]]:
+    """Finds the step directory of a save, and what goes aside, or is left behind, for it.
+
+    Args:
+        ledger: ledger of the root.
+        tip: checkpoint that the save goes on from; None: none that is known.
+        directory: step directory of the save, by its plain name.
+        generation: generation of the save.
+        run: run of the save.
+        left: steps that are moved aside because a new run begins.
+
+    Raises:
+        DependentsExistError: see `in_the_way`.
+    """
+    standing, found = ledger.standing(directory), [*left]
+    if all(entry.directory != standing for entry in left):
+        found += in_the_way(ledger, tip, standing, generation, run)
+    if left:
+        # What was left behind would be steps again, were others moved from beside it.
+        return directory, [*found, *map(ledger.movable, ledger.left)]
+    return _directory_of(ledger, directory, standing, generation), found
+
+
+def _directory_of(
+    ledger: Ledger, directory: str, standing: str, generation: int
+) -> str:
+    """Step directory of a save for which nothing is moved: a name of its own, if need be."""
+    root = ledger.root
+    is_left = directory in ledger.left or standing != directory
+    is_there = standing in ledger.entries or standing in ledger.folders
+    stays = root is not None and not can(root).renames
+    is_taken = is_left or (is_there and stays)
+    return names.branched(directory, generation) if is_taken else directory
 
 
 def from_step_on(ledger: Ledger, run: str | None, step: int) -> list[Entry]:

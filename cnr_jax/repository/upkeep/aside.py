@@ -21,6 +21,7 @@ from cnr_jax.format.names import (
 )
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.layout import Place, beside
 from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.orbax_steps import is_set_aside
@@ -120,7 +121,7 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
 def aside_of_run(
     root: AnyPath,
     item: str,
-    run: str | None,
+    ledger: Ledger,
     others: set[str],
     *,
     adopts: bool = False,
@@ -130,7 +131,7 @@ def aside_of_run(
     Args:
         root: holds them.
         item: of each of them, by which its run is known.
-        run: whose rollbacks.
+        ledger: of the root; its `run` is the one whose rollbacks are meant.
         others: names that are not looked at, of which it is known that they are not of the run;
             those that are found not to be, or cannot be understood, are added.
         adopts: whether adopted steps of plain Orbax are of the run, as they were in the root.
@@ -139,6 +140,13 @@ def aside_of_run(
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
+    for name, each in [*ledger.left.items()]:
+        if isinstance(each, Entry) and (
+            adopts if each.orbax else each.run == ledger.run
+        ):
+            found.append((each.generation, each.step, name))
+        else:
+            others.add(name)
     for name in beside(root)["abandoned"]:
         before = abandoned_step(name)
         if name in others or before is None:
@@ -153,7 +161,7 @@ def aside_of_run(
         except OSError:
             pass  # storage may give it out later
         else:
-            if (manifest.run or "") == run:
+            if (manifest.run or "") == ledger.run:
                 found.append((manifest.generation, manifest.step, name))
             else:
                 others.add(name)
@@ -162,7 +170,7 @@ def aside_of_run(
 
 def clear_aside(
     place: Place,
-    run: str | None,
+    ledger: Ledger,
     remove: Callable[[str], None],
     others: set[str],
     *,
@@ -172,13 +180,13 @@ def clear_aside(
 
     Args:
         place: the root, and the item that tells of which run a folder is.
-        run: whose rollbacks.
+        ledger: see `aside_of_run`.
         remove: a directory of the root.
-        others: see `aside_of_run`.
+        others: the same.
         adopts: the same.
     """
     try:
-        for name in aside_of_run(place.root, place.item, run, others, adopts=adopts):
+        for name in aside_of_run(place.root, place.item, ledger, others, adopts=adopts):
             remove(name)
             _log.info("%s, which a rollback had set aside, is removed", name)
     except (errors.CnrError, OSError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from cnr_jax import errors
@@ -347,7 +347,15 @@ def _fates(
     for name in sorted(odd.keys() - ledger.entries.keys(), key=names.step_number):
         fates.append(_stays(root, name, odd[name], kinds[name]))
     crowded = found.crowded and is_clear
-    fates += _beside(root, item, ledger, crowded=crowded, all_runs=other_runs)
+    gone = [fate.name for fate in fates if not fate.stays]
+    fates += _beside(
+        root,
+        item,
+        ledger,
+        crowded=crowded,
+        goes={name for each in gone for name in ledger.hidden_by(each)},
+        all_runs=other_runs,
+    )
     # A run that saves there may have removed some meanwhile.
     return tuple(fate for fate in fates if not store.is_gone(root / fate.name))
 
@@ -378,17 +386,23 @@ def _strays(ledger: Ledger) -> dict[str, str]:
 
 
 def _beside(
-    root: store.AnyPath, item: str, ledger: Ledger, *, crowded: bool, all_runs: bool
+    root: store.AnyPath,
+    item: str,
+    ledger: Ledger,
+    *,
+    crowded: bool,
+    goes: Collection[str],
+    all_runs: bool,
 ) -> list[Fate]:
-    """What becomes of what rollbacks and new runs have set aside."""
+    """What becomes of what rollbacks and new runs have set aside; `goes`: with steps that go."""
     others = set[str]()
     reason = "a rollback has set it aside: it goes with the first step of the run"
     if ledger.unknown:
         reason = (
             "a rollback has set it aside; folders that cannot be read may rest on it"
         )
-    own = aside_of_run(root, item, ledger.run, others)
-    found = [(name, not crowded, reason) for name in own]
+    own = aside_of_run(root, item, ledger, others)
+    found = [(name, not (crowded or name in goes), reason) for name in own]
     for name in sorted(others):
         try:
             read_committed(root, name, item)

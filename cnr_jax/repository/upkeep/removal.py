@@ -289,7 +289,7 @@ def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
     return Leftovers(
         temporary=held["unfinished"],
         removed=held["removed"],
-        abandoned=held["abandoned"],
+        abandoned=(*held["abandoned"], *sorted(ledger.left)),
         earlier=held["earlier_runs"],
         orphans=tuple(entry.directory for entry in ledger.orphans()),
         unreadable=tuple(sorted(ledger.unknown - (set() if ledger.adopts else theirs))),

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 from cnr_jax import errors
@@ -124,7 +124,7 @@ def _problems(
     check_is_here(path)
     held, cut = sorted_out(path, layout.step_directories(path))
     steps = items_of(path, held, item or find_item(path))
-    found = list(_beside(path, cut))
+    found: list[Problem] = []
     every = {each for items in steps.values() for each in items}
     wanted = sorted(every if item is None else every & {item})
     total = sum(each in items for items in steps.values() for each in wanted)
@@ -134,8 +134,13 @@ def _problems(
         if on_step is not None:
             on_step(next(counter), total)
 
+    left = set[str]()
     for each in wanted:
-        found += _Item(path, each, level).problems(steps, looked)
+        looking = _Item(path, each, level)
+        found += looking.problems(steps, looked)
+        left |= looking.left
+    found += _beside(path, cut, left)
+    steps = {name: items for name, items in steps.items() if name not in left}
     known = [name for name, items in steps.items() if items] or ["0"]
     for name, items in steps.items():
         # Folders of others may end in a number too: steps of a root are named alike.
@@ -192,15 +197,24 @@ def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[P
             yield Problem(step, name, checked.UNKNOWN, (), message)
 
 
-def _beside(root: store.AnyPath, cut: tuple[str, ...]) -> Iterator[Problem]:
-    """Notes on what lies beside the steps; `cut`: what is called like one, and is unfinished."""
+def _beside(
+    root: store.AnyPath, cut: tuple[str, ...], left: Iterable[str]
+) -> Iterator[Problem]:
+    """Notes on what lies beside the steps.
+
+    Args:
+        root: that is looked at.
+        cut: what is called like a step, and is unfinished.
+        left: what is called like one, and was left behind.
+    """
     meanings = {
         "removed": "a removed step of which files are left",
-        "abandoned": "a step that a rollback moved aside",
+        "abandoned": "a step that a rollback set aside",
         "unfinished": "a save that is being written, or was killed",
     }
     held = layout.beside(root)
     held["unfinished"] += cut
+    held["abandoned"] += tuple(left)
     for kind, message in meanings.items():
         for name in held[kind]:
             yield Problem(name, "", kind, (), message)
@@ -222,9 +236,16 @@ class _Item:
             found[step] = self._look(step)
             looked()
         self._catch_up(found)
+        self._index.part()
+        found = {name: each for name, each in found.items() if name not in self.left}
         for step, findings in found.items():
             for finding in (*findings, *self._parent_problems(step)):
                 yield self._problem(step, finding, found)
+
+    @property
+    def left(self) -> set[str]:
+        """What rollbacks have left behind, though it is called like a step."""
+        return {*self._index.left}
 
     def _catch_up(self, found: dict[str, list[Finding]]) -> None:
         """Looks again at what was removed, saved or replaced while other steps were looked at."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -279,33 +279,48 @@ class RootWriter:
         clear(self.remover, found, temporary)
 
     def _show_newest(self) -> None:
-        """Has plain Orbax list steps at whose ends that could not be done: the newest ones."""
+        """Does what `show` does for steps at whose ends that could not be done: the newest ones."""
         root, _, ledger = self._known()
         for entry in reversed(ledger.committed()):
             if markers.is_shown(root / entry.directory):
                 return
-            markers.show(root / entry.directory)
+            markers.show_alone(root, entry.directory, [*ledger.left])
 
-    def show(self, directory: str) -> None:
-        """Has plain Orbax list a step that was just committed, now or before the next save."""
+    def show(self, directory: str, left: Collection[str] = ()) -> None:
+        """Has plain Orbax list a step that was just committed, now or before the next save.
+
+        Args:
+            directory: of the step.
+            left: steps that it leaves behind, which are listed no more.
+        """
         root = self.root
-        if root is None or not can(root).conditions:
+        if root is None or can(root).renames:
             return
         try:
-            markers.show(root / directory)
+            markers.show_alone(root, directory, left)
         except OSError as error:
             self._tidy = False
             _log.warning(
-                "step %s is saved, but plain Orbax does not list it before the next save: %s",
+                "step %s is saved, but what plain Orbax lists is not right before the next one: %s",
                 directory,
                 error,
             )
 
     def move_aside(self, plan: SavePlan) -> None:
         """Makes room for a save, until it is committed or undone."""
-        if plan.abandoned or plan.directory in self._named:
-            self._end_catalogue(plan.directory, *plan.abandoned)
+        moves = plan.abandoned and not plan.leaves_behind
+        if moves or plan.directory in self._named:
+            self._end_catalogue(plan.directory, *(plan.abandoned if moves else ()))
         if not plan.abandoned:
+            return
+        if not moves:
+            _log.warning(
+                "the run went back, and saves step %d as %s: as soon as that is saved, %s are"
+                " left behind, and go when retention next lets go of a step of this run",
+                plan.step,
+                plan.directory,
+                ", ".join(reversed(plan.abandoned)),
+            )
             return
         root, item, ledger = self._known()
         entries = [ledger.movable(directory) for directory in plan.abandoned]
@@ -361,7 +376,8 @@ class RootWriter:
         # Of a root that another manager has saved to since, what was read may be wrong by now.
         before = self._before.epoch if self._before is not None else ""
         is_known = bool(before) and before == ledger.epoch
-        known = {e.directory: e for e in ledger.committed() if e.known and is_known}
+        there = [*ledger.committed(), *map(ledger.movable, [*ledger.left])]
+        known = {e.directory: e for e in there if e.known and is_known}
         known |= {name: own for name, (own, _) in self._own.items()}
         gone = self._removed | ledger.leaving
         entries = sorted((e for n, e in known.items() if n not in gone), key=order)
@@ -392,6 +408,8 @@ class RootWriter:
         It may be there after all: storage that fails to show its manifest looks alike. So the
         next save looks at the root first, whatever that costs.
         """
+        if self.ledger is not None:
+            self.ledger.part()  # what the save was to leave behind is not
         if not self.writes:
             return
         self._doubtful = True
