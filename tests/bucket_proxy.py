@@ -140,7 +140,8 @@ class Proxy:
             path = re.sub(r"^https?://[^/]*", "", asked.path)
             given = {k.lower(): v for k, v in asked.headers.items()}
             sent = {k: v for k, v in given.items() if k not in self.stripped}
-            sent["host"] = self._target
+            if path != asked.path:
+                sent["host"] = self._target
             service.request(asked.command, path, body or None, sent)
             answer = service.getresponse()
             data = answer.read()

