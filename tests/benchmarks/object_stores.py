@@ -320,8 +320,9 @@ def _seaweedfs(folder: str) -> Iterator[str]:
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         f"-s3.config={config}",
-        "-volume.max=20",
-        "-master.volumeSizeLimitMB=256",
+        # A bucket takes seven volumes, which grow with what is in them.
+        "-volume.max=2000",
+        "-master.volumeSizeLimitMB=64",
     ]
     with _running(command, f"http://127.0.0.1:{ports['s3']}") as url:
         yield url
@@ -363,8 +364,8 @@ def _running(command: Sequence[str], url: str) -> Iterator[str]:
                 time.sleep(0.05)
         yield url
     finally:
-        server.terminate()
-        server.wait(30)
+        server.kill()
+        server.wait()
 
 
 @functools.cache
