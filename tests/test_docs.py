@@ -71,7 +71,7 @@ def shape_of(printed: str) -> list[str]:
 def table_of(printed: str) -> list[list[str]]:
     """The words of what a command has printed, without its figures, times and random names."""
     plain = re.sub(r"\d+ (?:s|min|h)\b", "AGE", printed)
-    plain = re.sub(r"\d[\d,.]* (?:B|kB|MB)\b", "BYTES", plain)
+    plain = re.sub(r"\d[\d,.]* (?:B|kB|MB|GB|TB|PB)\b", "BYTES", plain)
     plain = re.sub(r"(abandoned-g1-)[0-9a-f]+", r"\1UUID", plain)
     return [line.split() for line in shape_of(re.sub(r"(?<!\w)-(?=\d)", "", plain))]
 

@@ -347,8 +347,8 @@ def looks(root: Path) -> dict[str, Any]:
         assert {"3"} <= {fate.name for fate in told.fates if fate.stays}
 
     def drawn() -> None:
-        from cnr_jax.cli.report.course import course_of
         from cnr_jax.cli.roots import check_root, read_root
+        from cnr_jax.repository.course import course_of
 
         check_root(os.fspath(root))
         course_of(read_root(os.fspath(root), None))

@@ -63,6 +63,7 @@ PARTS = {
 # in a function that decodes rows.
 PLAIN = (
     "causes",
+    "course",
     "describe",
     "description",
     "dtypes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from cnr_jax.cli.printing import print_lines
 from cnr_jax.errors import OptionError
 
 if TYPE_CHECKING:
-    from cnr_jax.goodput import JobRun, Plan, Profile
+    from cnr_jax.goodput import Failures, JobRun, Plan, Profile
     from cnr_jax.simulation import Simulation
 
 _FAILURES = (
@@ -44,7 +44,10 @@ def simulate(
         list[str] | None, typer.Option(metavar="TRACE", help=_FAILURES)
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="What steps and saves take, as JSON.")
+        str | None,
+        typer.Option(
+            help="What steps and saves take: a file of JSON, or a run's root."
+        ),
     ] = None,
     nodes: Annotated[
         int | None,
@@ -81,13 +84,10 @@ def simulate(
             raise typer.BadParameter(str(error)) from error
     runs: list[JobRun] = []
     if failures and profile is not None:
-        from cnr_jax.goodput import Profile, failures_from, simulate_job
+        from cnr_jax.goodput import failures_from
 
-        known = Profile.read(profile)
-        for each in failures:
-            up = failures_from(each, nodes, hours, seed)
-            plans = _plans(known, every, up.nodes, found)
-            runs += [simulate_job(known, up, plan) for plan in plans]
+        traces = [failures_from(each, nodes, hours, seed) for each in failures]
+        runs = _runs(profile, traces, every, found)
     if as_json:
         document = found.asdict() if found else {}
         print_json("simulate", {**document, "jobs": [run.asdict() for run in runs]})
@@ -118,6 +118,27 @@ def _trace(path: Path) -> Mapping[str, Any]:
         raise OptionError(
             f"{path} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error
+
+
+def _runs(
+    path: str, traces: Sequence[Failures], every: int, found: Simulation | None
+) -> list[JobRun]:
+    """Plays jobs of a profile over traces of failures, each under all plans.
+
+    Raises:
+        OptionError: if there is no profile.
+    """
+    from cnr_jax.cli.profiles import profile_of
+    from cnr_jax.goodput import simulate_job
+
+    profile = profile_of(path)
+    if profile is None:
+        raise OptionError(f"{path} is no profile: it has not saved often enough")
+    return [
+        simulate_job(profile, trace, plan)
+        for trace in traces
+        for plan in _plans(profile, every, trace.nodes, found)
+    ]
 
 
 def _plans(

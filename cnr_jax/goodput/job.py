@@ -142,8 +142,10 @@ class _Job:
         self.spent = collections.defaultdict[str, float](float)
         self.durable_saves = self.written_bytes = 0
         self._profile, self._plan = profile, plan
-        self._nodes = nodes
-        self._sizes = plan.schedule.written.tolist()
+        sizes = plan.schedule.written
+        self._sizes = sizes.tolist()
+        self._blocking = profile.blocking_secs(sizes).tolist()
+        self._writes = profile.durable_secs(sizes, nodes, plan.plain).tolist()
         self._reads = plan.schedule.steady.tolist()
         self._cycle = plan.cycle
         self._flight = collections.deque[_Save]()
@@ -188,12 +190,11 @@ class _Job:
         """Makes a save; returns whether time was left for its blocking part."""
         if not self._pass("blocking", math.inf, most=self._plan.in_flight - 1):
             return False
-        size = self._sizes[self._place(self._next)]
-        self.written_bytes += size
-        if not self._pass("blocking", self._profile.blocking.of(size)):
+        place = self._place(self._next)
+        self.written_bytes += self._sizes[place]
+        if not self._pass("blocking", self._blocking[place]):
             return False
-        secs = self._profile.durable_secs(size, self._nodes)
-        self._flight.append(_Save(self._next, self._trained, secs))
+        self._flight.append(_Save(self._next, self._trained, self._writes[place]))
         self._next += 1
         return True
 

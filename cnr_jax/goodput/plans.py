@@ -25,6 +25,7 @@ class Plan:
         schedule: parent and bytes of each save. Past its end the last cycle comes again, or the
             last save if there is only one full one.
         in_flight: most saves that are being written at the same time.
+        plain: whether saves are plain full ones.
 
     Raises:
         OptionError: if the interval or the saves in flight are less than 1.
@@ -34,6 +35,7 @@ class Plan:
     every: int
     schedule: Schedule
     in_flight: int = 1
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.in_flight < 1:
@@ -88,4 +90,4 @@ def plain_plan(
 ) -> Plan:
     """Plan of plain full saves, as Orbax makes them, one after the other."""
     fulls = Schedule((0, 1), np.full(2, int(profile.plain_bytes)))
-    return Plan(name, every, fulls, in_flight)
+    return Plan(name, every, fulls, in_flight, plain=True)

@@ -18,6 +18,8 @@ from cnr_jax.errors import OptionError
 Bytes = TypeVar("Bytes", float, np.ndarray)
 # Saves, or restores, on which a figure rests before it counts as known.
 ENOUGH = 5
+# Fields of a profile that are `Seconds`.
+_SECONDS = ("step", "blocking", "write", "restore", "plain_write")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class Profile:
         contention: share by which a train step is slower while a save is being written.
         in_flight: how many times longer a write takes if 1, 2, ... are in flight. Beyond what was
             measured it grows with their number, as where bandwidth is the limit.
+        plain_write: as `write`, for plain full saves, whose bytes nobody encodes; None: as for
+            ours.
         node_secs: seconds that each node beyond the first adds to a save, as they wait for each
             other.
     """
@@ -102,13 +106,14 @@ class Profile:
     restart_secs: float = 0.0
     contention: float = 0.0
     in_flight: tuple[float, ...] = (1.0,)
+    plain_write: Seconds | None = None
     node_secs: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "Seconds":
-                fits = isinstance(value, Seconds)
+            if field.name in _SECONDS:
+                fits = isinstance(value, Seconds) or value is field.default is None
             elif field.name == "in_flight":
                 fits = bool(value) and all(_is_number(e) and e >= 1 for e in value)
             else:
@@ -126,9 +131,32 @@ class Profile:
         changed = self.changed_bytes * steps**self.exponent
         return min(self.dense_bytes + changed, self.full_bytes)
 
-    def durable_secs(self, nbytes: Bytes, nodes: int = 1) -> Bytes:
-        """Seconds from the end of a save's blocking part until it is durable, if it is alone."""
-        return self.write.of(nbytes) + (nodes - 1) * self.node_secs
+    def blocking_secs(self, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds for which saves of so many bytes hold training up.
+
+        A plain full save holds it up for as long as a full one: it copies the same rows.
+        """
+        return self.blocking.of(np.minimum(nbytes, self.full_bytes))
+
+    def durable_secs(
+        self, nbytes: np.ndarray, nodes: int = 1, plain: bool = False
+    ) -> np.ndarray:
+        """Seconds from the end of a save's blocking part until it is durable, if it is alone.
+
+        Args:
+            nbytes: bytes of saves.
+            nodes: nodes that wait for each other.
+            plain: whether they are plain full saves.
+        """
+        write = (self.plain_write if plain else None) or self.write
+        return write.of(nbytes) + (nodes - 1) * self.node_secs
+
+    @property
+    def reading(self) -> Seconds:
+        """Seconds of a restore; where they are not known, those of a write of as many bytes."""
+        if self.restore.known:
+            return self.restore
+        return dataclasses.replace(self.write, samples=0)
 
     def slower(self, in_flight: int) -> float:
         """Factor by which each of so many writes at the same time takes longer than one alone."""
@@ -150,9 +178,9 @@ class Profile:
         """
         try:
             given = dict(document)
-            for field in dataclasses.fields(cls):
-                if field.type == "Seconds" and field.name in given:
-                    given[field.name] = Seconds(**given[field.name])
+            for name in _SECONDS:
+                if given.get(name) is not None:
+                    given[name] = Seconds(**given[name])
             if "in_flight" in given:
                 given["in_flight"] = tuple(given["in_flight"])
             return cls(**given)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from cnr_jax.goodput.model import pace_of
 from cnr_jax.goodput.plans import Plan, plain_plan
 from cnr_jax.goodput.profile import Profile
@@ -20,7 +22,7 @@ def checkfreq_plan(profile: Profile, nodes: int = 1) -> Plan:
     is persisted, and two steps longer while the measured overhead is above its limit.
     """
     step = profile.step.fixed
-    every = max(1, math.ceil(profile.durable_secs(profile.plain_bytes, nodes) / step))
+    every = max(1, math.ceil(_plain_secs(profile, nodes) / step))
     # A save that is written within its interval costs the same in a longer one.
     pace = pace_of(plain_plan(profile, every), profile, nodes)
     over = (pace.interval_secs - pace.train_secs) / (_SHARE * step) - every
@@ -43,9 +45,15 @@ def pccheck_plan(
     slowdown that is allowed. Differs from it in: T_w(N) is the profile's, where the paper has a
     constant.
     """
-    alone = profile.durable_secs(profile.plain_bytes, nodes)
+    alone = _plain_secs(profile, nodes)
     counts = range(1, most + 1)
     best = min(counts, key=lambda n: alone * profile.slower(n) / n)
     secs = alone * profile.slower(best) / best
     every = max(1, math.ceil(secs / ((1 + budget) * profile.step.fixed)))
     return plain_plan(profile, every, best, "PCcheck")
+
+
+def _plain_secs(profile: Profile, nodes: int) -> float:
+    """Seconds in which a plain full save is written, if it is alone."""
+    size = np.array([profile.plain_bytes])
+    return float(profile.durable_secs(size, nodes, plain=True)[0])

@@ -247,7 +247,7 @@ def _described(directory: str, manifest: Manifest) -> StepDescription:
         manifest_bytes=totals.manifest_bytes,
         state_bytes=state_bytes(manifest.tables, manifest.dense_leaves),
         secs=manifest.history[-1].secs if manifest.history else None,
-        saved_at=_time(manifest.written_at_unix_secs),
+        saved_at=utc_time(manifest.written_at_unix_secs),
         restores=manifest.restores,
     )
 
@@ -262,11 +262,12 @@ def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int
     )
 
 
-def _time(unix_secs: float) -> datetime.datetime | None:
+def utc_time(unix_secs: float) -> datetime.datetime | None:
+    """Time in UTC; None if there is no such year."""
     try:
         return datetime.datetime.fromtimestamp(unix_secs, tz=datetime.UTC)
     except (OverflowError, ValueError, OSError):
-        return None  # no year that there is
+        return None
 
 
 def _in_a_line(text: str, root: store.AnyPath) -> str:

@@ -58,6 +58,7 @@ VERBS: dict[str, list[Any]] = {
     "diff": [0, 1],
     "export": [1, "--to", "never-written"],
     "rows": ["user", 0],
+    "cost": [],
     "report": ["-o", "never-written.html"],
 }
 
@@ -134,6 +135,7 @@ def test_numbers_are_decimal_digits_of_64_bits(root: Path, wrong: str) -> None:
         ["simulate", "--accesses", "x", "--every", wrong],
         ["simulate", "--accesses", "x", "--rows", f"user={wrong}"],
         ["simulate", "--failures", "x", "--nodes", wrong],
+        ["cost", root, "--accelerators", wrong],
     ):
         code, found = as_json(*words)
         assert (code, found["error"]["kind"]) == (2, "usage"), words

@@ -457,6 +457,7 @@ VERBS = {
     "rows": ["rows", "@", "user", "0"],
     "bits": ["bits", "@", "1"],
     "prune": ["prune", "@", "--keep", "1"],
+    "cost": ["cost"],
     "report": ["report", "@", "-o", "never-written.html"],
 }
 
@@ -587,7 +588,7 @@ def test_commands_that_read_manifests_import_neither_jax_nor_orbax(root: Path) -
         "root = sys.argv[1]\n"
         "page = ['report', '-o', root + '.html']\n"
         "prune = ['prune', '--keep', 1, '--yes', '--writer-is-dead']\n"
-        "looks = ['ls'], ['ls', '--help'], ['show', 3], ['explain', 3], page\n"
+        "looks = ['ls'], ['ls', '--help'], ['cost'], ['show', 3], ['explain', 3], page\n"
         "for words in (*looks, prune):\n"
         "    words = [words[0], root, *map(str, words[1:])]\n"
         "    assert CliRunner().invoke(app, words).exit_code == 0, words\n"

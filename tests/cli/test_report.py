@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax.cli.app import app
-from cnr_jax.cli.report.course import course_of
 from cnr_jax.cli.report.page import page_of
 from cnr_jax.cli.report.panels import panels_of
 from cnr_jax.format.names import abandoned
+from cnr_jax.repository.course import course_of
 from cnr_jax.repository.description import amount
 
 # What a page is made of. None of them loads anything; `script` and `style` go by their digests.

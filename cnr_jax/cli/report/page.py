@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from cnr_jax.cli.printing import printable
 from cnr_jax.cli.report import svg
-from cnr_jax.cli.report.course import ROWS, Course, Save
 from cnr_jax.cli.report.panels import (
     COLOURS,
     Panel,
@@ -24,6 +23,7 @@ from cnr_jax.cli.report.panels import (
     restores_of,
     told,
 )
+from cnr_jax.repository.course import ROWS, Course, Save
 from cnr_jax.repository.description import (
     TableDescription,
     amount,

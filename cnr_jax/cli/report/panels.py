@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cnr_jax.cli.report.course import ROWS, Course, Save
+from cnr_jax.repository.course import ROWS, Course, Save
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.metrics import PHASES
 

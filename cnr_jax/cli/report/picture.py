@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from cnr_jax.cli.printing import printable
 from cnr_jax.cli.report import svg
-from cnr_jax.cli.report.course import Course
 from cnr_jax.cli.report.page import style
 from cnr_jax.cli.report.panels import Panel, panels_of, restores_of
+from cnr_jax.repository.course import Course
 
 _MARGIN, _TITLE, _LINE = 16, 34, 20
 # About as wide as a letter of the legend; others take two.

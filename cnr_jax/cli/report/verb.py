@@ -32,10 +32,10 @@ def report(
     Bytes of each save and what plain full saves would take, capacity, the share of rows that
     changed, seconds, and the chains.
     """
-    from cnr_jax.cli.report.course import course_of
     from cnr_jax.cli.report.page import page_of
     from cnr_jax.cli.report.picture import picture_of
     from cnr_jax.cli.roots import read_root
+    from cnr_jax.repository.course import course_of
 
     _check_output(output, root, force)
     course = course_of(read_root(root, item))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cnr_jax import errors
+from cnr_jax.repository.describe import utc_time
 from cnr_jax.repository.description import (
     RootDescription,
     StepDescription,
@@ -34,6 +35,7 @@ class Save:
             history of a later step has its rows, bytes of rows and seconds.
         branch: number of the branch; 0: not known.
         parent: place in the course of a delta's parent; None: it is not there.
+        parent_step: step of that parent, wherever it is; None: not known.
         depth: number of checkpoints that a restore of it reads; 0: not known.
         restores: how often the run was restored along its branch; None: not known.
         restored: whether the run was restored between the save before and this one.
@@ -57,6 +59,7 @@ class Save:
     kept: bool = True
     branch: int = 0
     parent: int | None = None
+    parent_step: int | None = None
     depth: int = 0
     restores: int | None = None
     restored: bool = False
@@ -86,10 +89,12 @@ class Course:
     Attributes:
         root: description of the root.
         saves: saves in order: branch by branch, and in each by step.
+        reads: bytes and seconds of each restore that the metrics of the run tell of.
     """
 
     root: RootDescription
     saves: tuple[Save, ...]
+    reads: tuple[tuple[int, float], ...] = ()
 
     @property
     def kept(self) -> tuple[Save, ...]:
@@ -108,7 +113,9 @@ def course_of(root: RootDescription) -> Course:
     Reads the metrics of the run, if it keeps any, and the last manifest of each cycle once more,
     for saves that retention has removed.
     """
-    noted = _noted(root)
+    lines = _noted(root)
+    found_saves = [each for each in map(_save_noted, lines) if each is not None]
+    noted = {(save.branch, save.step): save for save in found_saves}
     placed: list[tuple[int, int, StepDescription | Save]] = [
         (_branch_of(step, root.steps), step.step, step) for step in root.steps
     ]
@@ -137,7 +144,8 @@ def course_of(root: RootDescription) -> Course:
                 save, stall_secs=more.stall_secs, phases=more.phases
             )
         saves.append(save)
-    return Course(root=root, saves=tuple(_with_restores(saves)))
+    reads = [each for each in map(_read_noted, lines) if each is not None]
+    return Course(root=root, saves=tuple(_with_restores(saves)), reads=tuple(reads))
 
 
 def _with_restores(saves: Sequence[Save]) -> Iterator[Save]:
@@ -170,6 +178,7 @@ def _save_kept(
         kind=step.kind,
         branch=branch,
         parent=parent,
+        parent_step=step.parent,
         depth=depth,
         restores=step.restores if known else None,
         rows=step.rows,
@@ -201,19 +210,22 @@ def _errors(
     return mean, max(worst or 0.0 for _, _, worst in found)
 
 
-def _noted(root: RootDescription) -> dict[tuple[int, int], Save]:
-    """Saves that the metrics of a root tell of, by branch and step; of one twice the later.
-
-    A root may have had other runs, whose lines are left out. Lines come from whoever wrote the
-    file, so values that should be numbers and are not are left out too.
-    """
+def _noted(root: RootDescription) -> list[dict[str, Any]]:
+    """Lines of the metrics of a root, less those of other runs that it has had."""
     runs = list({s.run for s in root.steps if s.kind in ("full", "delta")})
     try:
         lines = read_metrics(root.root)
     except (errors.CnrError, OSError):
-        return {}
-    saves = [_save_noted(line) for line in lines if line.get("run") in runs]
-    return {(save.branch, save.step): save for save in saves if save is not None}
+        return []
+    return [line for line in lines if line.get("run") in runs]
+
+
+def _read_noted(line: Mapping[str, Any]) -> tuple[int, float] | None:
+    """Bytes and seconds of a restore from a line of the metrics; None if it has none."""
+    read, secs = _whole(line, "bytes_read"), _number(line, "total_secs")
+    if line["event"] != "restore" or read is None or secs is None:
+        return None
+    return read, secs
 
 
 def _save_noted(line: Mapping[str, Any]) -> Save | None:
@@ -244,6 +256,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         kind=kind,
         kept=False,
         branch=branch,
+        parent_step=_whole(line, "parent"),
         restores=_whole(line, "restores"),
         rows=_whole(line, "rows") or 0,
         parts={part: size for part, size in parts.items() if size is not None},
@@ -252,10 +265,19 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         secs=_number(line, "total_secs"),
         stall_secs=_number(line, "blocking_secs"),
         phases={phase: secs for phase, secs in phases.items() if secs is not None},
+        saved_at=_time_noted(line, phases["commit"]),
         shares={name: share for name, share in shares.items() if share is not None},
         mean_error=_number(line, "mean_row_error"),
         worst_error=_number(line, "worst_row_error"),
     )
+
+
+def _time_noted(
+    line: Mapping[str, Any], commit_secs: float | None
+) -> datetime.datetime | None:
+    """Time at which the manifest of a save was written: its line comes after the commit."""
+    written = _number(line, "written_at_unix_secs")
+    return None if written is None else utc_time(written - (commit_secs or 0.0))
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:

@@ -1,0 +1,55 @@
+"""The verb that tells what checkpoints cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
+from cnr_jax.cli.exit_codes import Exit, print_json
+from cnr_jax.cli.printing import print_lines
+
+
+def cost(
+    root: Root,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="A file of TOML with prices; without, quantities are told."),
+    ] = None,
+    accelerators: Annotated[
+        int, number_option("--accelerators", "That wait for saves and restores.")
+    ] = 1,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Say what a month of checkpoints takes, and what plain full saves would.
+
+    Storage with retention, requests, network, and accelerators that wait, from what the run has
+    noted.
+    """
+    from cnr_jax.cli.roots import read_root
+    from cnr_jax.goodput.cost import Prices, cost_of
+    from cnr_jax.repository.course import course_of
+
+    known = None if prices is None else Prices.read(prices)
+    course = course_of(read_root(root, item))
+    found = cost_of(course, known, accelerators)
+    if as_json:
+        print_json("cost", {"cost": found and found.asdict()})
+        return Exit.FINE
+    if found is None:
+        print_lines([(f"not known yet: {len(course.saves)} saves are too few", "")])
+        return Exit.FINE
+    head, *rest = str(found).splitlines()
+    told = (
+        f"from {found.saves:,} saves, {found.interval_secs:,.3g} s apart, with"
+        f" {found.restores:,.3g} restores a month"
+    )
+    lines = [(head, "bold"), *((line, "") for line in rest), (told, "dim")]
+    if found.own.stall_hours is None:
+        hint = "how long saves hold training up is noted by Options(metrics=True)"
+        lines.append((hint, "dim"))
+    print_lines(lines)
+    return Exit.FINE

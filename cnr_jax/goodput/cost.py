@@ -1,0 +1,254 @@
+"""Cost of checkpoints for a month of training: storage, requests, network, waiting accelerators."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cnr_jax.errors import OptionError
+from cnr_jax.goodput.failures import HOUR_SECS
+from cnr_jax.goodput.profile import ENOUGH, Profile
+from cnr_jax.goodput.records import recorded_profile
+from cnr_jax.repository.course import Course, Save
+from cnr_jax.repository.description import aligned, amount
+
+MONTH_HOURS = 730.0
+# In a bucket: of a save, and of each step that a restore reads; and one more for each further
+# chunk of this size. As tests/benchmarks/bucket_requests.py counts them.
+_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 22, 7, 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Prices, in a currency of the user's.
+
+    Attributes:
+        currency: name of the currency.
+        storage_gb_month: price of a GB (10^9 bytes) that is stored for a month.
+        network_gb: price of a GB between accelerators and storage.
+        write_requests_1000: price of a thousand requests that write.
+        read_requests_1000: price of a thousand requests that read.
+        accelerator_hour: price of an hour of one accelerator.
+    """
+
+    currency: str
+    storage_gb_month: float
+    network_gb: float
+    write_requests_1000: float
+    read_requests_1000: float
+    accelerator_hour: float
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Prices:
+        """Reads a file of TOML that has all fields.
+
+        Raises:
+            OptionError: if there is no such file, or fields are missing, unknown or no prices.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        try:
+            given = tomllib.loads(Path(path).read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise OptionError(f"there is no file of prices {path}") from error
+        except ValueError as error:
+            raise OptionError(
+                f"{path} has no prices: it is no TOML\n  {error}"
+            ) from error
+        wrong = sorted(set(names) ^ set(given))
+        wrong += [n for n in names[1:] if n in given and not _is_price(given[n])]
+        if wrong:
+            raise OptionError(
+                f"{path} has no prices: {', '.join(wrong)}\n"
+                f"  expected currency, and numbers of 0 or more: {', '.join(names[1:])}"
+            )
+        return cls(**given)
+
+
+def _is_price(given: object) -> bool:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return False
+    return 0 <= given < math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quantities:
+    """What checkpoints take in a month of training.
+
+    Attributes:
+        stored_bytes: bytes that are stored, with retention as it is.
+        moved_bytes: bytes written by saves and read by restores.
+        write_requests: requests of saves in a bucket.
+        read_requests: requests of restores in a bucket.
+        stall_hours: hours of accelerators that wait for saves; None: not known.
+        restore_hours: hours of accelerators that restore, and train again what a failure took;
+            None: not known.
+    """
+
+    stored_bytes: float
+    moved_bytes: float
+    write_requests: float
+    read_requests: float
+    stall_hours: float | None
+    restore_hours: float | None
+
+    def costs(self, prices: Prices) -> dict[str, float | None]:
+        """Costs by what they are for; None: not known."""
+        hour = prices.accelerator_hour
+        writes = self.write_requests * prices.write_requests_1000
+        return {
+            "storage": self.stored_bytes / 1e9 * prices.storage_gb_month,
+            "network": self.moved_bytes / 1e9 * prices.network_gb,
+            "requests": (writes + self.read_requests * prices.read_requests_1000)
+            / 1000,
+            "stalls": None if self.stall_hours is None else self.stall_hours * hour,
+            "restores": None
+            if self.restore_hours is None
+            else self.restore_hours * hour,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Cost of a run's checkpoints for a month of training, as they are and as plain full saves.
+
+    Attributes:
+        saves: number of saves that it rests on.
+        interval_secs: seconds from save to save.
+        restores: restores in a month.
+        accelerators: number of accelerators that wait.
+        own: quantities of this run.
+        plain: quantities if all its saves were plain full ones.
+        prices: prices; None: none were given.
+    """
+
+    saves: int
+    interval_secs: float
+    restores: float
+    accelerators: int
+    own: Quantities
+    plain: Quantities
+    prices: Prices | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it as values of JSON, with `costs` of both if there are prices."""
+        found = dataclasses.asdict(self)
+        if self.prices is not None:
+            both = {"own": self.own, "plain": self.plain}
+            found["costs"] = {name: q.costs(self.prices) for name, q in both.items()}
+        return found
+
+    def __str__(self) -> str:
+        """A table, with costs if there are prices."""
+        hours = ("stall_hours", "restore_hours")
+        rows = [["a month of training", "this run", "plain full saves"]]
+        for name, told in (
+            ("stored_bytes", "stored"),
+            ("moved_bytes", "written and read"),
+            ("write_requests", "requests that write"),
+            ("read_requests", "requests that read"),
+            ("stall_hours", "accelerators wait for saves"),
+            ("restore_hours", "accelerators restore and repeat"),
+        ):
+            values = getattr(self.own, name), getattr(self.plain, name)
+            shown = amount if "bytes" in name else _hours if name in hours else _count
+            rows.append([told, *map(shown, values)])
+        if self.prices is not None:
+            own, plain = self.own.costs(self.prices), self.plain.costs(self.prices)
+            rows.append([f"in {self.prices.currency}", "", ""])
+            rows += [[name, _price(own[name]), _price(plain[name])] for name in own]
+            sums = (sum(v or 0.0 for v in each.values()) for each in (own, plain))
+            rows.append(["all that is known", *map(_price, sums)])
+        return "\n".join(aligned(rows, right={1, 2}))
+
+
+def cost_of(
+    course: Course, prices: Prices | None = None, accelerators: int = 1
+) -> Cost | None:
+    """Cost of the checkpoints of a run, for a month in which it trains and fails as it has.
+
+    Plain full saves are taken to come as often, to be kept as many, to be written and read at the
+    speed of this run's, and to hold training up for as long as its full ones.
+
+    Args:
+        course: course of the run.
+        prices: prices; None: quantities alone are told.
+        accelerators: number of accelerators that wait.
+
+    Returns:
+        The cost; None: fewer than five saves tell how often the run saves.
+    """
+    profile = recorded_profile(course)
+    saves = [save for save in course.saves if "tables" in save.parts and save.saved_at]
+    times = sorted(save.saved_at.timestamp() for save in saves if save.saved_at)
+    if profile is None or len(times) < ENOUGH:
+        return None
+    interval = float(np.median(np.diff(times)))
+    monthly = MONTH_HOURS * HOUR_SECS / interval
+    restores = sum(save.restored for save in course.saves) / len(saves) * monthly
+    sizes = np.array([float(save.total_bytes or 0) for save in saves])
+    reads = np.array([_read_bytes(save, profile) for save in saves])
+    plain = np.array([profile.plain_bytes])
+    given = (profile, interval, monthly, restores, accelerators)
+    return Cost(
+        saves=len(saves),
+        interval_secs=interval,
+        restores=restores,
+        accelerators=accelerators,
+        own=_quantities(*given, course.root.total_bytes, sizes, reads, 2),
+        plain=_quantities(*given, course.plain_bytes, plain, plain, 1),
+        prices=prices,
+    )
+
+
+def _quantities(
+    profile: Profile,
+    interval: float,
+    monthly: float,
+    restores: float,
+    accelerators: int,
+    stored: float,
+    sizes: np.ndarray,
+    reads: np.ndarray,
+    depth: int,
+) -> Quantities:
+    """Quantities of saves of some sizes, and of restores that read so much from so many steps."""
+    stall = repeat = None
+    if profile.blocking.known:
+        stall = float(profile.blocking_secs(sizes).mean())
+        write = float(profile.durable_secs(sizes, plain=depth == 1).mean())
+        restore = float(profile.reading.of(reads).mean())
+        repeat = restores * (restore + write + interval / 2) / HOUR_SECS * accelerators
+        stall = monthly * stall / HOUR_SECS * accelerators
+    chunks, read_chunks = sizes // _CHUNK_BYTES, reads // _CHUNK_BYTES
+    return Quantities(
+        stored_bytes=float(stored),
+        moved_bytes=float(monthly * sizes.mean() + restores * reads.mean()),
+        write_requests=float(monthly * (_SAVE_REQUESTS + chunks.mean())),
+        read_requests=float(restores * (depth * _READ_REQUESTS + read_chunks.mean())),
+        stall_hours=stall,
+        restore_hours=repeat,
+    )
+
+
+def _read_bytes(save: Save, profile: Profile) -> float:
+    """Bytes that a restore of a save reads: its own, and those of a full one below a delta."""
+    below = profile.full_bytes if save.kind == "delta" else 0.0
+    return (save.total_bytes or 0) + below
+
+
+def _hours(value: float | None) -> str:
+    return "not known yet" if value is None else f"{value:,.2f} h"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _price(value: float | None) -> str:
+    return "not known yet" if value is None else f"{value:,.2f}"

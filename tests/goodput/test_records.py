@@ -1,0 +1,298 @@
+"""Profiles and costs of runs from their records, by hand and of a real root."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax.cli.app import app
+from cnr_jax.errors import OptionError
+from cnr_jax.goodput.cost import Prices, cost_of
+from cnr_jax.goodput.profile import Profile
+from cnr_jax.goodput.records import recorded_profile
+from cnr_jax.repository.course import Course, Save, course_of
+
+BEGAN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+PRICES = {
+    "currency": "EUR",
+    "storage_gb_month": 1.0,
+    "network_gb": 2.0,
+    "write_requests_1000": 3.0,
+    "read_requests_1000": 4.0,
+    "accelerator_hour": 5.0,
+}
+
+
+def save_of(number: int, **fields: Any) -> Save:
+    """A save every ten steps of 0.5 s: full at first, then deltas on it, which grow.
+
+    It holds training up for 1 s and 2 s a MB, and is durable 4 s and 3 s a MB after that.
+    """
+    step = 10 * number + 10
+    rows = 20_000_000 if number == 0 else int(100_000 * (step - 10) ** 0.5)
+    stall, write = 1 + 2e-6 * (rows + 1000), 4 + 3e-6 * (rows + 1000)
+    # The saves before have held training up, too.
+    begun = 0.5 * step + sum(
+        1 + 2e-6 * (1000 + (20_000_000 if n == 0 else int(100_000 * (10 * n) ** 0.5)))
+        for n in range(number)
+    )
+    at = BEGAN + datetime.timedelta(seconds=begun + stall + write - 1)
+    save = Save(
+        step=step,
+        kind="delta" if number else "full",
+        branch=1,
+        parent_step=10 if number else None,
+        rows=rows,
+        parts={"tables": rows, "slots": 0, "dense": 600, "manifests": 400},
+        plain_bytes=50_000_000,
+        secs=stall + write - 1,
+        stall_secs=stall,
+        phases={"commit": 1.0},
+        saved_at=at,
+    )
+    return dataclasses.replace(save, **fields)
+
+
+def course(*saves: Save, **fields: Any) -> Course:
+    root = cnr.RootDescription(root="run", item="default", steps=())
+    return Course(root=root, saves=saves, **fields)
+
+
+def profile_of(*saves: Save, **fields: Any) -> Profile:
+    found = recorded_profile(course(*saves, **fields))
+    assert found is not None
+    return found
+
+
+def test_a_profile_is_that_of_the_run() -> None:
+    saves = [save_of(n) for n in range(9)]
+    found = profile_of(*saves, reads=((10_000_000, 3.0), (20_000_000, 5.0)))
+    assert found.step.fixed == pytest.approx(0.5)
+    assert (found.step.samples, found.write.samples, found.blocking.samples) == (
+        8,
+        9,
+        9,
+    )
+    for line, fixed, per_byte in (
+        (found.blocking, 1, 2e-6),
+        (found.write, 4, 3e-6),
+        (found.restore, 1, 2e-7),
+    ):
+        assert line.fixed == pytest.approx(fixed, rel=1e-3)
+        assert line.per_byte == pytest.approx(per_byte, rel=1e-3)
+        assert line.low == pytest.approx(1) == line.high
+    assert (found.full_bytes, found.plain_bytes) == (20_001_000, 50_000_000)
+    assert found.dense_bytes == 1000
+    assert found.exponent == pytest.approx(0.5, abs=0.001)
+    assert found.changed_bytes == pytest.approx(100_000, rel=0.001)
+    assert found.delta_bytes(40) == pytest.approx(save_of(4).total_bytes, rel=0.001)
+    # Two restores are too few.
+    assert not found.restore.known
+    assert found.reading == dataclasses.replace(found.write, samples=0)
+
+
+def test_what_is_compiled_in_the_first_saves_does_not_count() -> None:
+    slow = save_of(0, stall_secs=300.0, secs=400.0)
+    found = profile_of(slow, *(save_of(n) for n in range(1, 12)))
+    assert found.blocking.fixed == pytest.approx(1, rel=0.01)
+    assert found.write.per_byte == pytest.approx(3e-6, rel=0.01)
+    assert found.blocking.high < 1.1
+
+
+def test_spread_is_that_of_nine_tenths() -> None:
+    rng = np.random.default_rng(0)
+    factors = rng.uniform(0.5, 1.5, 200)
+    saves = [save_of(n) for n in range(200)]
+    saves = [
+        dataclasses.replace(save, stall_secs=factor)
+        for save, factor in zip(saves, factors, strict=True)
+    ]
+    found = profile_of(*saves).blocking
+    assert found.fixed == pytest.approx(1, rel=0.1)
+    assert (found.low, found.high) == pytest.approx((0.6, 1.4), rel=0.1)
+
+
+def test_without_metrics_stalls_and_restores_are_not_known() -> None:
+    bare = [save_of(n, stall_secs=None, phases={}) for n in range(9)]
+    found = profile_of(*bare)
+    assert (found.blocking.samples, found.restore.samples) == (0, 0)
+    assert not found.blocking.known
+    assert found.step.known
+
+
+def test_gaps_of_a_run_are_no_train_steps() -> None:
+    late = BEGAN + datetime.timedelta(days=3)
+    saves = [save_of(n) for n in range(6)]
+    again = save_of(6, saved_at=late, restored=True)
+    other = save_of(7, saved_at=late, branch=2)
+    found = profile_of(*saves, again, other)
+    assert found.step.fixed == pytest.approx(0.5)
+    assert found.step.samples == 5
+
+
+@pytest.mark.parametrize("saves", [0, 1, 4])
+def test_few_saves_tell_nothing_yet(saves: int) -> None:
+    few = course(*(save_of(n) for n in range(saves)))
+    assert recorded_profile(few) is None
+    assert cost_of(few) is None
+
+
+def test_growth_that_a_run_does_not_show_is_the_usual_one() -> None:
+    chain = [
+        save_of(n, parent_step=10 * n if n else None, kind="delta" if n else "full")
+        for n in range(6)
+    ]
+    assert profile_of(*chain).exponent == 0.7
+
+
+# ---- cost ---------------------------------------------------------------------------------------
+
+
+def test_quantities_of_a_month_are_those_worked_out_by_hand(tmp_path: Path) -> None:
+    # Saves of one size, 6 s apart, each of ten restored before: 438,000 saves a month.
+    saves = [
+        save_of(
+            n,
+            kind="full",
+            parent_step=None,
+            parts={"tables": 2_000_000, "slots": 0, "dense": 0, "manifests": 0},
+            stall_secs=1.0,
+            secs=2.0,
+            phases={"commit": 0.0},
+            saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
+            restored=n == 5,
+        )
+        for n in range(10)
+    ]
+    (tmp_path / "p.toml").write_text(
+        "\n".join(f"{k} = {json.dumps(v)}" for k, v in PRICES.items())
+    )
+    found = cost_of(course(*saves), Prices.read(tmp_path / "p.toml"), accelerators=3)
+    assert found is not None
+    own, plain = found.own, found.plain
+    assert (found.saves, found.interval_secs) == (10, 6.0)
+    monthly = 730 * 600
+    assert found.restores == pytest.approx(monthly / 10)
+    assert own.moved_bytes == pytest.approx(monthly * 2e6 * 1.1)
+    assert plain.moved_bytes == pytest.approx(monthly * 50e6 * 1.1)
+    assert own.write_requests == pytest.approx(monthly * 22)
+    assert plain.write_requests == pytest.approx(monthly * (22 + 2))
+    assert plain.read_requests == pytest.approx(monthly / 10 * (7 + 2))
+    # Restores are taken to read as fast as saves are written; both last a second here.
+    assert own.stall_hours == pytest.approx(3 * monthly / 3600)
+    assert own.restore_hours == pytest.approx(3 * monthly / 10 * (1 + 1 + 3) / 3600)
+    costs = found.asdict()["costs"]["own"]
+    assert costs["network"] == pytest.approx(2 * own.moved_bytes / 1e9)
+    assert costs["stalls"] == pytest.approx(5 * 3 * monthly / 3600)
+    assert costs["requests"] == pytest.approx(
+        (3 * own.write_requests + 4 * own.read_requests) / 1000
+    )
+    assert "in EUR" in str(found)
+    unknown = cost_of(course(*(dataclasses.replace(s, stall_secs=None) for s in saves)))
+    assert unknown is not None
+    assert (unknown.own.stall_hours, unknown.own.restore_hours) == (None, None)
+    assert "not known yet" in str(unknown)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"network_gb": None}, "has no prices: network_gb"),
+        ({"gold": 3}, "has no prices: gold"),
+        ({"accelerator_hour": -1}, "has no prices: accelerator_hour"),
+        ({"accelerator_hour": "2"}, "has no prices: accelerator_hour"),
+    ],
+)
+def test_prices_are_all_that_there_are(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    given = {k: v for k, v in {**PRICES, **change}.items() if v is not None}
+    path = tmp_path / "prices.toml"
+    path.write_text("\n".join(f"{k} = {json.dumps(v)}" for k, v in given.items()))
+    with pytest.raises(OptionError, match=said):
+        Prices.read(path)
+
+
+def test_files_that_have_no_prices_are_named(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="there is no file of prices"):
+        Prices.read(tmp_path / "nowhere.toml")
+    (tmp_path / "wrong.toml").write_text("currency =")
+    with pytest.raises(OptionError, match="it is no TOML"):
+        Prices.read(tmp_path / "wrong.toml")
+    shown = Prices.read(Path(__file__).parents[2] / "examples" / "prices.toml")
+    assert shown.currency == "USD"
+
+
+# ---- a real run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight saves with metrics, restored once, that keeps its newest three steps."""
+    path = tmp_path_factory.mktemp("goodput") / "run"
+    rng = np.random.default_rng(0)
+    state = {"user": jnp.asarray(rng.normal(size=(4000, 8)), jnp.float32)}
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(metrics=True, bits=4)
+    for steps in (range(10, 60, 10), range(60, 90, 10)):
+        with cnr.CheckpointManager(path, tables=tables, options=options) as manager:
+            if manager.latest_step() is not None:
+                state, touched = manager.restore(None, args=cnr.args.Restore(state))
+            for step in steps:
+                ids = jnp.asarray(rng.integers(0, 4000, 100))
+                touched = cnr.record(touched, {"user": ids})
+                state = {"user": state["user"].at[ids].add(0.1)}
+                manager.save(step, args=cnr.args.Save(state, touched))
+                manager.wait_until_finished()
+    return path
+
+
+def test_a_real_run_tells_what_it_took(root: Path) -> None:
+    lines = cnr.read_metrics(root)
+    found = course_of(cnr.describe(root))
+    profile = recorded_profile(found)
+    assert profile is not None
+    saves = [line for line in lines if line["event"] == "save"]
+    assert profile.write.samples == profile.blocking.samples == len(saves) == 8
+    assert len(found.reads) == 1
+    assert profile.plain_bytes == 4000 * 8 * 4
+    wrote = [sum(save.parts.values()) for save in found.saves]
+    assert profile.full_bytes == max(wrote)
+    assert profile.delta_bytes(10) == pytest.approx(wrote[1], rel=0.3)
+    secs = [line["blocking_secs"] for line in saves]
+    assert min(secs) <= profile.blocking.of(wrote[-1]) <= max(secs)
+    cost = cost_of(found)
+    assert cost is not None
+    assert cost.own.stored_bytes == found.root.total_bytes
+    assert cost.plain.stored_bytes == 8 * 4000 * 8 * 4
+    result = CliRunner().invoke(app, ["cost", str(root), "--json"])
+    assert result.exit_code == 0
+    document = json.loads(result.output)
+    assert document["cost"] == json.loads(json.dumps(cost.asdict()))
+
+
+def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
+    words = ["simulate", "--failures", "exponential:1", "--hours", "1", "--profile"]
+    result = CliRunner().invoke(app, [*words, str(root), "--json"])
+    assert result.exit_code == 0
+    assert len(json.loads(result.output)["jobs"]) == 6
+    (tmp_path / "few").mkdir()
+    state = {"user": jnp.zeros((8, 4))}
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(tmp_path / "few", tables=tables) as manager:
+        manager.save(1, args=cnr.args.Save(state))
+    result = CliRunner().invoke(app, [*words, str(tmp_path / "few")])
+    assert result.exit_code == 12
+    assert "has not saved often enough" in result.output
+    result = CliRunner().invoke(app, ["cost", str(tmp_path / "few")])
+    assert (result.exit_code, result.output.split(":")[0]) == (0, "not known yet")
