@@ -191,7 +191,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
-        ledger, changed = self._find_changes(place, args)
+        changed = self._find_changes(place, args)
         try:
             plan = self.planning.agree(
                 place.directory,
@@ -201,10 +201,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 exact=bool(args.exact),
             )
             self._tracker.keep(changed, Moment(plan.lineage, plan.clock))
-            if plan.leaves_behind:
-                ledger.leave(plan.abandoned)
-            for abandoned in () if plan.leaves_behind else plan.abandoned:
-                ledger.forget(abandoned)
         except BaseException:
             self.lifecycle.withdraw()
             raise
@@ -251,10 +247,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         """Saves are of the run in the root: a step of it was restored."""
         self._is_of_run = True
 
-    def _find_changes(self, place: Place, args: Save) -> tuple[Ledger, ChangedRows]:
+    def _find_changes(self, place: Place, args: Save) -> ChangedRows:
         """Checks a state and finds its changed rows; tells all processes if it cannot."""
         try:
-            ledger, tables = self.open(place.root, place.item), self.tables
+            self.open(place.root, place.item)
+            tables = self.tables
             if tables is None:
                 raise errors.OptionError(
                     "this manager was made without tables and can only restore\n"
@@ -274,7 +271,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         if not self._has_said_at_first:
             self._has_said_at_first = True
             capture.say_at_first(arrays, self.tables, self.widening.encoding)
-        return ledger, changed
+        return changed
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
         """Gathers the rows to be written; returns what writes them."""
@@ -308,6 +305,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.lifecycle.begin(flight)
         with own_settings():
             self._launcher.launch(flight, changed, directory, directories)
+        self._planner.staged(flight.plan.uuid, flight.rows)
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -333,6 +331,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directory,
                 plan,
                 flight.written,
+                history=self.lifecycle.history_before(flight),
                 tables=self._planner.tables,
                 dense_leaves=flight.dense_leaves,
                 tracking=tracking,

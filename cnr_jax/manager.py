@@ -161,7 +161,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._course = Course(
             self._steps,
             lambda: self._saves.flying(),
-            lambda: self._saves.pipeline.is_busy,
+            lambda: self._saves.pipeline.is_full,
             handler.uses,
             channel,
             options,
@@ -181,6 +181,7 @@ class CheckpointManager(ocp.CheckpointManager):
             lambda place, state, urgent: handler.plan(place, state, urgent=urgent),
             self._warm_up.compile_for,
             given.post_finalization_callback or (lambda: None),
+            options.max_in_flight,
         )
 
     @property
@@ -268,7 +269,7 @@ class CheckpointManager(ocp.CheckpointManager):
         args: ocp.args.CheckpointArgs | None = None,
         custom_metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Saves if a save is due; returns whether it did. Raises what the last save raised.
+        """Saves if a save is due; returns whether it did. Raises what a save before raised.
 
         If it raises that, it does not save: the next save contains the rows of both. A save that
         rests on a checkpoint of which files are gone is not committed, without an error: see
@@ -277,7 +278,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Raises:
             UsedRootError: if the root holds checkpoints, and none was restored; at the first
                 call, whether a save is due or not. `Options(new_run=True)` moves them away.
-            SaveError: if the save before has failed, or a process does not answer.
+            SaveError: if a save before has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded. Nothing is written; it names the
                 steps that may lack such rows.
@@ -311,9 +312,11 @@ class CheckpointManager(ocp.CheckpointManager):
             custom_metadata=as_json("custom_metadata", custom_metadata),
             urgent=last,
         )
-        self._handler.planning.wait(self.wait_until_finished)
-        save = begin()
         waits = not self._steps.options.enable_async_checkpointing
+        # Of the last one of a run nothing must fall, and it is committed after those before.
+        alone = last or waits or state is None
+        self._handler.planning.wait(lambda: self._saves.make_room(alone=alone))
+        save = begin()
         if last or waits:
             self.wait_until_finished()
         if last and is_dropped(save.error):
@@ -462,18 +465,19 @@ class CheckpointManager(ocp.CheckpointManager):
             self._listing.reload()
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that is being written, and until `on_save` has been called.
+        """Waits for the saves that are being written, and until `on_save` has been called.
 
         Raises:
-            SaveError: if it failed; once. Also if it is committed but what comes after that
-                failed, such as syncing it: its `kind` then is `"after_commit"`. Old steps that
-                cannot be deleted are logged, and stay.
+            SaveError: if one failed; once, also where it has taken down others that rest on it.
+                Also if it is committed but what comes after that failed, such as syncing it: its
+                `kind` then is `"after_commit"`. Old steps that cannot be deleted are logged, and
+                stay.
             CallError: inside `on_save`, which would wait for itself.
         """
         self._saves.wait()
 
     def check_for_errors(self) -> None:
-        """Raises what the last save raised, if it has ended; does not wait.
+        """Raises what a save raised that has ended; does not wait.
 
         Raises:
             SaveError: if it failed; once.
@@ -482,13 +486,13 @@ class CheckpointManager(ocp.CheckpointManager):
         self._saves.check()
 
     def close(self) -> None:
-        """Waits for the save that is being written, and for `on_save`; frees what is held.
+        """Waits for the saves that are being written, and for `on_save`; frees what is held.
 
-        A program that ends without it, or `with`, may lose its last save. Again it does nothing,
+        A program that ends without it, or `with`, may lose its last saves. Again it does nothing,
         but end what an interrupt has kept the first call from. In a forked process it does nothing.
 
         Raises:
-            SaveError: if the save failed.
+            SaveError: if one failed.
             CallError: inside `on_save`, or a handler or callback of a save, which would wait for
                 itself.
         """

@@ -23,6 +23,7 @@ _INTEGERS = (
     "expected_restores",
     "audit_bytes",
     "min_fulls",
+    "max_in_flight",
     "max_staging_bytes",
     "timeout_secs",
 )
@@ -114,8 +115,15 @@ class Options:
         min_fulls: number of full checkpoints of a branch that stay as long as any step does;
             saves are full until that many of them restore. With 2 no single damaged file takes
             all steps, at the price of one more full checkpoint.
-        max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written. If
-            a save has more, training waits while it writes.
+        max_in_flight: saves that may be written at once. With 1 a save that is due while one is
+            being written waits for it. With more it waits only if so many are, which raises the
+            number of saves that complete where storage answers late, and not where its bandwidth
+            is the limit. They are committed in the order of their steps; one that fails takes down
+            those that rest on it, and the next save contains the rows of all. The first save of a
+            run, a rollback, one without a state, and the last before a preemption go alone. A plain
+            manager of Orbax writes one at a time.
+        max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written, of
+            all saves in flight together. If they have more, training waits while they are written.
         keep_staging: whether host memory in which rows have waited is kept for the next save, up
             to `max_staging_bytes`. Fresh memory can take longer than the rows: on a virtual
             machine that returns free memory to its host, seconds a GB.
@@ -135,7 +143,7 @@ class Options:
         timeout_secs: how long a save waits before it fails: for other processes that have not
             done their part, for its directories, and for room in the staging memory. The
             error names the process.
-        when_busy: what a save does if it is due while the one before is being written. With
+        when_busy: what a save does if it is due while `max_in_flight` are being written. With
             `"wait"` it waits. With `"skip"` it is left out, on all processes alike, and `save`
             returns False; `force=True` and the last save before a preemption wait.
         new_run: whether a manager that has not restored begins a new run in a root that holds
@@ -178,6 +186,7 @@ class Options:
     drop_unchanged: bool = False
     preservation_policy: Any = None
     min_fulls: int = 1
+    max_in_flight: int = 1
     max_staging_bytes: int = 2 << 30
     keep_staging: bool = True
     verify_reads: bool = True
@@ -271,11 +280,12 @@ class Options:
                     f"options of table {name!r} are {each!r}, expected TableOptions\n"
                     f"{_TABLES_HINT}"
                 )
-        least: Any = self.min_fulls
-        if integer(least) is None or least < 1:
-            raise errors.OptionError(
-                f"min_fulls is {least!r}, expected a positive integer"
-            )
+        for name in ("min_fulls", "max_in_flight"):
+            least: Any = getattr(self, name)
+            if integer(least) is None or least < 1:
+                raise errors.OptionError(
+                    f"{name} is {least!r}, expected a positive integer"
+                )
         secs: Any = self.timeout_secs
         if isinstance(secs, bool) or not isinstance(secs, numbers.Real):
             raise errors.OptionError(f"timeout_secs is {secs!r}, expected a number")

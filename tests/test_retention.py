@@ -21,8 +21,6 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.options import with_retention
-from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.ledger import Entry
 from cnr_jax.repository.index.retention import ChainPreservation
 from cnr_jax.repository.layout import Place
@@ -30,7 +28,7 @@ from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.testing.faults import Fault
 from cnr_jax.testing.inprocess import failing
 
-from .conftest import Keep, each_of
+from .conftest import each_of
 from .repository.conftest import Root
 
 SAVES = 12
@@ -519,36 +517,6 @@ def test_processes_with_other_parts_than_usual_are_refused(
             orbax_options=ocp.CheckpointManagerOptions(multiprocessing_options=parts),
         )
     assert not (tmp_path / "root").exists()
-
-
-def test_what_a_save_in_flight_rests_on_stays_and_other_superfluous_steps_go(
-    tiny_run: Any, tmp_path: Path
-) -> None:
-    """The whole chain of a later save, not its parent alone; and of later ones only."""
-    run, rule = tiny_run(), Keep(*range(9))
-    policy = cnr.Consecutive(max_chain=2)
-    with open_manager(tmp_path, run, policy, preservation_policy=rule) as manager:
-        run.run(manager, [1, 2, 3, 4])
-        assert [parent_of(run, manager, step) for step in (2, 3, 4)] == [1, 2, None]
-        saves = manager._saves
-        chains = [saves.ledger.chain(saves.ledger.by_step(step)) for step in (4, 3)]
-        first, second = (
-            SaveInFlight(
-                attempt=Attempt(tmp_path, str(step), str(step)),
-                item="default",
-                chain=tuple(chain),
-            )
-            for step, chain in zip((5, 6), chains, strict=True)
-        )
-        saves.pipeline._saves += [first, second]
-        assert saves._needed_later(first) == {1, 2, 3}
-        assert saves._needed_later(second) == set()
-        rule.steps, infos = {4}, saves.steps.infos()
-        needed = saves._needed_later(first)
-        assert saves.retirement.decide(infos, needed) == []
-        assert saves.retirement.decide(infos, ()) == [1, 2, 3]
-        saves.retirement.stayed([1, 2, 3])
-        saves.pipeline._saves.clear()
 
 
 def test_barriers_of_the_user_are_refused_as_no_save_meets_at_one(

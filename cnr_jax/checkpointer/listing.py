@@ -202,7 +202,7 @@ class Listing:
         ledger = self._saves.ledger
         if self._saves.pipeline.is_here():
             return ledger
-        with self._saves.retirement.looking:
+        with self._writer.looking:
             ledger.ask_again(self._root, str(self.item))
             if ledger.newest() is None:
                 # One failure to read what all steps rest on must not make the root look empty.

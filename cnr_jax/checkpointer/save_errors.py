@@ -58,6 +58,19 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
     return _caused_by(error, text, "after_commit", step)
 
 
+def taken_down(step: int, below: int, error: CnrError | None) -> SaveError:
+    """Makes a `SaveError` for a save that rests on one that failed, of the kind of its error."""
+    known = error if isinstance(error, SaveError) else SaveError("")
+    return SaveError(
+        f"step {step} is not saved: it rests on step {below}, whose save failed\n"
+        "  what was committed before is untouched, and the next save contains its rows",
+        kind=known.kind,
+        path=known.path,
+        problem=known.problem,
+        step=step,
+    )
+
+
 def _caused_by(
     error: BaseException, text: str, kind: str | None, step: int | None
 ) -> SaveError:

@@ -45,6 +45,7 @@ def write_manifest(
     plan: SavePlan,
     own: Written,
     *,
+    history: tuple[HistoryEntry, ...],
     tables: tuple[TableEntry, ...],
     dense_leaves: tuple[DenseLeaf, ...],
     tracking: Tracking,
@@ -59,6 +60,7 @@ def write_manifest(
         directory: of the item.
         plan: of the save.
         own: what this process has written.
+        history: of the branch since its latest full save, without this one.
         tables: of the state, as the manifest lists them.
         dense_leaves: of the state, which belong to no table, as the manifest lists them.
         tracking: how changed rows were found.
@@ -101,7 +103,7 @@ def write_manifest(
         totals=totals,
         policy=plan.policy,
         reason=plan.reason,
-        history=_history(plan, totals, started_secs),
+        history=_history(history, plan, totals, started_secs),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
@@ -188,7 +190,10 @@ def _motion(
 
 
 def _history(
-    plan: SavePlan, totals: Totals, started_secs: float
+    before: tuple[HistoryEntry, ...],
+    plan: SavePlan,
+    totals: Totals,
+    started_secs: float,
 ) -> tuple[HistoryEntry, ...]:
     """The history of the branch, this save the last of it."""
     saved = HistoryEntry(
@@ -199,7 +204,7 @@ def _history(
         # Rounded, because a manifest's digest is taken over its text.
         secs=round(time.perf_counter() - started_secs, 6),
     )
-    return bounded_history((*plan.history, saved))
+    return bounded_history((*before, saved))
 
 
 def _rows(process: ProcessManifest) -> int:

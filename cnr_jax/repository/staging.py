@@ -1,8 +1,8 @@
 """Chunks of rows, and dense leaves, on their way from the thread that begins a save to the writer.
 
-The one puts them into a `Stage`, the other takes them out. What is in between is bounded in bytes:
-past the limit the beginning of the save waits, and with it training, so that a save which does not
-fit into memory streams through it instead.
+The one puts them into a `Stage`, the other takes them out. What is in between is bounded in bytes,
+those of all saves in flight together: past the limit the beginning of a save waits, and with it
+training, so that a save which does not fit into memory streams through it instead.
 """
 
 from __future__ import annotations
@@ -59,18 +59,39 @@ def parted(
     return rows(), dense()
 
 
+class Room:
+    """Memory that what is staged takes until it is written, in all stages together.
+
+    Args:
+        limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
+
+    Attributes:
+        limit_bytes: the same.
+        held_bytes: that wait; to be read and changed with the lock.
+        lock: the lock.
+        changed: says that any of the stages has changed.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self.held_bytes = limit_bytes, 0
+        # Locked itself, not through the condition: that would be left locked by an interrupt which
+        # comes where Python has just locked it.
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+
+
 class Stage:
     """A queue of chunks and dense bytes, bounded in bytes, between two threads.
 
     Args:
-        limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
+        room: for what waits.
         timeout_secs: how long `put` waits for room before it gives up.
         patient: whether the reader gets nothing until all is in, or there is no room for
             more. Where both threads want the same cores, training so waits for one alone.
 
     Example:
         >>> from cnr_jax.rows.codecs import Raw
-        >>> stage = Stage(100)
+        >>> stage = Stage(Room(100))
         >>> stage.put(Chunk(codec=Raw(), count=1, rows=np.zeros((1, 3), np.uint8)))
         True
         >>> stage.close()
@@ -79,15 +100,11 @@ class Stage:
     """
 
     def __init__(
-        self, limit_bytes: int, timeout_secs: float = 1200.0, *, patient: bool = False
+        self, room: Room, timeout_secs: float = 1200.0, *, patient: bool = False
     ) -> None:
-        self._limit = limit_bytes
+        self._room, self._lock, self._changed = room, room.lock, room.changed
         self._timeout = timeout_secs
         self._items: collections.deque[Chunk | DenseBytes] = collections.deque()
-        # Locked itself, not through the condition: that would be left locked by an interrupt which
-        # comes where Python has just locked it.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._held = 0
         self._closed = False
         self._failed = False
@@ -110,13 +127,17 @@ class Stage:
             if self._failed:
                 return False
             self._items.append(item)
-            self._held += item.nbytes
-            self._changed.notify_all()
+            self._hold(item.nbytes)
             return True
 
     def _has_room(self, item: Chunk | DenseBytes) -> bool:
-        fits = self._held == 0 or self._held + item.nbytes <= self._limit
-        return self._failed or fits
+        held, limit = self._room.held_bytes, self._room.limit_bytes
+        return self._failed or held == 0 or held + item.nbytes <= limit
+
+    def _hold(self, more_bytes: int) -> None:
+        self._held += more_bytes
+        self._room.held_bytes += more_bytes
+        self._changed.notify_all()
 
     def _start(self) -> None:
         self._started = True
@@ -133,7 +154,7 @@ class Stage:
     @property
     def limit_bytes(self) -> int:
         """Bytes that may wait, of rows and dense leaves together."""
-        return self._limit
+        return self._room.limit_bytes
 
     @property
     def is_closed(self) -> bool:
@@ -151,7 +172,7 @@ class Stage:
         with self._lock:
             self._failed = True
             self._items.clear()
-            self._changed.notify_all()
+            self._hold(-self._held)
 
     def abort(self) -> None:
         """Says that what was put is not all there will be: the reader must not finish."""
@@ -176,5 +197,5 @@ class Stage:
             yield item
             del item
             with self._lock:
-                self._held -= size
-                self._changed.notify_all()
+                if not self._failed:
+                    self._hold(-size)

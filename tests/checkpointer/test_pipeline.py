@@ -330,19 +330,39 @@ def test_the_commit_is_told_before_anything_goes_in_its_favour(writer: Any) -> N
     assert save.is_committed and saving.steps() == [2, 3]
 
 
-def test_later_saves_are_those_in_flight_that_began_after_one(writer: Any) -> None:
-    """Of ended ones, which are not later, nobody may have taken note yet."""
-    saving, before, stop = writer(3), Stop().shut(), Stop().shut()
-    saving.save(1)
-    saving.save(2, lambda work: work.at.update(published=before))
-    saving.save(3, lambda work: work.at.update(write=stop))
-    assert before.reached.wait(30)
-    _, second, third = saving.saves
-    assert saving.pipeline.later(second) == [third]
-    assert saving.pipeline.later(third) == []
-    before.open()
-    stop.open()
-    assert [save.step for save in saving.end()] == [1, 2, 3]
+def test_what_rests_on_a_failed_save_is_not_written_to_its_end(writer: Any) -> None:
+    saving, stop = writer(4), Stop().shut()
+    saving.save(1, lambda work: work.at.update(write=stop))
+    below = saving.saves[-1]
+    for step in (2, 3):
+        saving.save(step, lambda work: work.at["write"].shut(), below)
+        below = saving.saves[-1]
+    saving.save(4)
+    first, second, third, fourth = saving.saves
+    stop.open(OSError(28, "no space left"))
+    assert second.files.at["write"].reached.wait(30)
+    assert [save.step for save in saving.end()] == [1, 2, 3, 4]
+    assert saving.pipeline.fallen_with(first) == [first]  # all are forgotten
+    assert fourth.is_committed and saving.steps() == [4] and saving.left() == []
+    for save, under in ((second, 1), (third, 2)):
+        assert f"it rests on step {under}, whose save failed" in str(save.error)
+        assert save.error is not None and save.error.kind == "save_failed"
+
+
+def test_those_that_fall_with_a_save_are_known_until_they_are_noted(
+    writer: Any,
+) -> None:
+    saving = writer(4)
+    saving.save(1, lambda work: work.at["write"].open(OSError(28, "no space left")))
+    first = saving.saves[-1]
+    first.thread.wait(30)
+    saving.save(2, parent=first)
+    saving.save(3)
+    saving.save(4, parent=saving.saves[1])
+    saving.pipeline.wait()
+    _, second, third, fourth = saving.saves
+    assert saving.pipeline.fallen_with(first) == [first, second, fourth]
+    assert saving.pipeline.fallen_with(third) == [third] and third.is_committed
 
 
 # ---- failures -------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Run:
                 kind=plan.kind,
                 parent=None,
                 generation=plan.generation,
-                history=(*plan.history, saved),
+                history=(*self.planner.history_before(plan), saved),
                 restores=plan.restores,
             )
             if plan.parent is None
@@ -77,7 +77,7 @@ class Run:
                 uuid=plan.uuid,
                 parent_clock=plan.parent.clock,
                 generation=plan.generation,
-                history=(*plan.history, saved),
+                history=(*self.planner.history_before(plan), saved),
                 restores=plan.restores,
             )
         )
@@ -314,9 +314,12 @@ def test_dense_leaves_count_for_the_step_itself_alone(root: Any) -> None:
 
 
 def test_full_plan_starts_a_history_and_delta_goes_on(run: Run) -> None:
-    assert run.save(0, clock=1).history == ()
-    assert [h.step for h in run.save(1, clock=2).history] == [0]
-    assert [h.step for h in run.plan(2, clock=3).history] == [0, 1]
+    run.plan(0, clock=1)
+    assert run.planner.history_before(run.save(0, clock=1)) == ()
+    delta = run.plan(1, clock=2)
+    assert [h.step for h in run.planner.history_before(delta)] == [0]
+    run.save(1, clock=2)
+    assert [h.step for h in run.planner.history_before(run.plan(2, clock=3))] == [0, 1]
 
 
 def test_history_survives_the_deletion_of_its_steps_and_a_restore(run: Run) -> None:

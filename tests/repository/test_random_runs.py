@@ -193,17 +193,7 @@ class Root:
         fulls = self._fulls(program.line)
         for entry in moved:
             self.ledger.forget(entry.directory)
-        self.ledger.begin(
-            Entry(
-                directory=plan.directory,
-                step=plan.step,
-                uuid=plan.uuid,
-                generation=plan.generation,
-                parent=plan.parent,
-                run=plan.run,
-                forks=plan.forks,
-            )
-        )
+        self.ledger.begin(plan.entry)
         dropped = self._dropped(program)
         if self.random.random() < 0.2:
             self._fail(plan, moved)
@@ -234,7 +224,7 @@ class Root:
 
     def _fail(self, plan: Any, moved: list[Entry]) -> None:
         self.ledger.forget(plan.directory)
-        self.ledger.doomed = set()
+        self.ledger.doomed.clear()
         for entry in reversed(moved):
             self.ledger.add(entry)
 
@@ -248,13 +238,16 @@ class Root:
             parent_clock=plan.parent.clock if plan.parent else 0,
             generation=plan.generation,
             lineage=plan.lineage,
-            history=(*plan.history, *make_manifest(plan.step, above).history[-1:]),
+            history=(
+                *self.program.planner.history_before(plan),
+                *make_manifest(plan.step, above).history[-1:],
+            ),
             run=plan.run or None,
             forks=plan.forks,
         )
         entry = entry_of(plan.directory, manifest)
         self.ledger.forget(plan.directory)
-        self.ledger.doomed = set()
+        self.ledger.doomed.clear()
         self.ledger.add(entry)
         for name in dropped:
             self.ledger.forget(name)

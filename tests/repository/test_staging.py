@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_jax.repository.staging import Stage
+from cnr_jax.repository.staging import Room, Stage
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ def ends(thread: threading.Thread) -> bool:
 def test_items_come_through_in_order_and_within_the_limit(
     sizes: list[int], limit: int
 ) -> None:
-    stage = Watched(limit, timeout_secs=20)
+    stage = Watched(Room(limit), timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     for number, size in enumerate(sizes):
@@ -66,7 +66,7 @@ def test_items_come_through_in_order_and_within_the_limit(
 
 
 def test_put_waits_for_room() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     assert stage.put(Item(6))
     writer = in_thread(lambda: stage.put(Item(6)))
     assert waits(writer)
@@ -78,7 +78,7 @@ def test_put_waits_for_room() -> None:
 
 
 def test_item_larger_than_the_limit_passes_alone() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     assert stage.put(Item(1000))
     writer = in_thread(lambda: stage.put(Item(1)))
     assert waits(writer)
@@ -89,7 +89,7 @@ def test_item_larger_than_the_limit_passes_alone() -> None:
 
 
 def test_put_gives_up_after_its_timeout() -> None:
-    stage = Stage(10, timeout_secs=0.05)
+    stage = Stage(Room(10), timeout_secs=0.05)
     stage.put(Item(10))
     started = time.perf_counter()
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
@@ -98,7 +98,7 @@ def test_put_gives_up_after_its_timeout() -> None:
 
 
 def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     stage.put(Item(10))
     results: list[bool] = []
     writer = in_thread(lambda: results.append(stage.put(Item(10))))
@@ -110,7 +110,7 @@ def test_failed_reader_frees_the_writer_and_takes_nothing_more() -> None:
 
 
 def test_aborted_writer_never_looks_like_a_finished_one() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     stage.put(Item(1))
     failures: list[BaseException] = []
 
@@ -126,7 +126,7 @@ def test_aborted_writer_never_looks_like_a_finished_one() -> None:
 
 
 def test_reader_that_waits_learns_of_an_abort() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     failures: list[BaseException] = []
 
     def read() -> None:
@@ -143,7 +143,7 @@ def test_reader_that_waits_learns_of_an_abort() -> None:
 
 
 def test_reader_waits_for_more_until_closed() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     got: list[int] = []
     reader = in_thread(lambda: got.extend(item.number for item in stage))
     stage.put(Item(1, 7))
@@ -154,14 +154,14 @@ def test_reader_waits_for_more_until_closed() -> None:
 
 
 def test_closed_stage_without_items_is_empty() -> None:
-    stage = Stage(10, timeout_secs=20)
+    stage = Stage(Room(10), timeout_secs=20)
     stage.close()
     assert list(stage) == []
 
 
 def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None:
     for let in ("close", "no room"):
-        stage = Stage(10, timeout_secs=20, patient=True)
+        stage = Stage(Room(10), timeout_secs=20, patient=True)
         got: list[int] = []
         reader = in_thread(lambda: got.extend(item.number for item in stage))  # noqa: B023
         assert stage.put(Item(6, 1))
@@ -174,7 +174,7 @@ def test_a_patient_reader_waits_until_it_may_start_or_there_is_no_room() -> None
 
 
 def test_giving_up_frees_a_patient_reader() -> None:
-    stage = Stage(10, timeout_secs=20, patient=True)
+    stage = Stage(Room(10), timeout_secs=20, patient=True)
     assert stage.put(Item(6))
     failed: list[Exception] = []
 
@@ -188,3 +188,22 @@ def test_giving_up_frees_a_patient_reader() -> None:
     assert waits(reader)
     stage.abort()
     assert ends(reader) and len(failed) == 1
+
+
+def test_stages_share_their_room_and_give_it_back() -> None:
+    room = Room(10)
+    first, second = Stage(room, timeout_secs=20), Stage(room, timeout_secs=20)
+    assert first.put(Item(6)) and second.put(Item(4))
+    waiting = in_thread(lambda: second.put(Item(5)))
+    assert waits(waiting)
+    first.close()
+    assert [item.nbytes for item in first] == [6]
+    assert ends(waiting) and room.held_bytes == 9
+    second.close()
+    taken = iter(second)
+    assert next(taken).nbytes == 4
+    second.fail()  # with one item in hand, and one that waits
+    assert room.held_bytes == 0
+    with pytest.raises(RuntimeError, match="given up"):
+        next(taken)
+    assert room.held_bytes == 0

@@ -32,13 +32,10 @@ class Course:
     Args:
         steps: of the root; knows the user's intervals.
         flying: steps that are being saved.
-        is_busy: whether a save is in flight, or steps go after it.
+        is_full: whether so many saves are in flight that another would have to wait.
         uses: whether saves go by these touched rows.
         channel: to the other processes.
         options: of the run.
-
-    Attributes:
-        tip: None for a manager that starts anew, whatever its root holds.
 
     Raises:
         OptionError: if SIGTERM is to be listened to, but not in the main thread.
@@ -48,20 +45,26 @@ class Course:
         self,
         steps: Steps,
         flying: Callable[[], Sequence[StepInfo]],
-        is_busy: Callable[[], bool],
+        is_full: Callable[[], bool],
         uses: Callable[[Touched | None], bool],
         channel: Channel,
         options: Options,
     ) -> None:
-        self._steps, self._flying, self._is_busy = steps, flying, is_busy
+        self._steps, self._flying, self._is_full = steps, flying, is_full
         self._uses, self._channel = uses, channel
         self._skips = options.when_busy == "skip"
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        self.tip: Tip | None = None
-        # Where the tip goes back to when the last save failed: its step is due again.
-        self._before: Tip | None = None
+        # Of what is committed, or was restored; and of saves of which it is not known what became,
+        # by their nonces, in order.
+        self._sure: Tip | None = None
+        self._begun: dict[str, Tip] = {}
+
+    @property
+    def tip(self) -> Tip | None:
+        """None for a manager that starts anew, whatever its root holds."""
+        return next(reversed(self._begun.values()), self._sure)
 
     def listen(self) -> None:
         """From now on SIGTERM makes a save due, where that is asked for."""
@@ -91,21 +94,23 @@ class Course:
         """Whether a save at this step is due, counted from the tip."""
         tip = self.tip
         after = tip.step if tip else None
-        if self._steps.is_due(step, after, self._flying(), is_busy=self._is_busy()):
+        if self._steps.is_due(step, after, self._flying(), is_busy=self._is_full()):
             return True
         ahead = tip is None or step > tip.step
         is_read_only = self._steps.options.read_only
         return ahead and not is_read_only and self.reached_preemption(step)
 
-    def begin(self, step: int, touched: Touched | None) -> None:
+    def begin(self, nonce: str, step: int, touched: Touched | None) -> None:
         """A save begins: it is the tip, unless it fails."""
         if self._sigterm is not None:
             self._sigterm.is_unheard = False
-        self._before, self.tip = self.tip, self._tip_at(step, touched)
+        self._begun[nonce] = self._tip_at(step, touched)
 
-    def failed(self) -> None:
-        """The save that began last is not committed."""
-        self.tip = self._before
+    def ended(self, nonce: str, *, committed: bool) -> None:
+        """It is known what became of a save; the step of one that failed is due again."""
+        if committed:
+            self._sure = self._begun.get(nonce, self._sure)
+        self._begun.pop(nonce, None)
 
     def restored(self, step: int, touched: Touched | None) -> None:
         """A step was restored."""
@@ -113,7 +118,10 @@ class Course:
         # Without touched rows it is not known whether the restored state goes on: if it
         # does, its next steps are due either way.
         if tip.lineage or self.tip is None or step < self.tip.step:
-            self.tip = tip
+            self._start_at(tip)
+
+    def _start_at(self, tip: Tip | None) -> None:
+        self._begun, self._sure = {}, tip
 
     def _leaves(self, step: int, touched: Touched | None) -> bool:
         """Whether an older step is no repetition but a state that does not rest on the tip.
@@ -128,7 +136,7 @@ class Course:
         new = self._tip_at(step, touched)
         if new.lineage == tip.lineage and new.clock >= tip.clock:
             return False
-        self.tip = None
+        self._start_at(None)
         return True
 
     def is_due(
@@ -154,9 +162,9 @@ class Course:
         return False
 
     def is_left_out(self, step: int) -> bool:
-        """Whether a save that is due is skipped because one is being written."""
+        """Whether a save that is due is skipped because it would have to wait."""
         # Threads end at slightly different times; the processes must do the same.
-        busy = self._skips and bool(on_primary(self._channel, self._is_busy))
+        busy = self._skips and bool(on_primary(self._channel, self._is_full))
         if busy:
             _log.info("step %d is not saved: the save before is being written", step)
         return busy

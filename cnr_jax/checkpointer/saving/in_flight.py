@@ -48,6 +48,7 @@ class SaveInFlight(PipelinedSave):
         info: of the step, as policies are told of it until it is one of the root; None under a
             plain manager.
         step_items: that a manager of ours saves, as long as it is not over.
+        rows: that it writes, about, with those of other processes.
         started_secs: reading of `time.perf_counter` when the save was asked for.
         writing: of its state, by a thread of its own.
         release: ends the writing of rows, and frees whoever waits for it to go on.
@@ -71,6 +72,7 @@ class SaveInFlight(PipelinedSave):
     recorded_clock: int | None = None
     info: StepInfo | None = None
     step_items: StepItems | None = None
+    rows: int = 0
     started_secs: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
     release: Callable[[], None] = _do_nothing

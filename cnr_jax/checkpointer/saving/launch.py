@@ -30,7 +30,7 @@ from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
-from cnr_jax.repository.staging import Stage
+from cnr_jax.repository.staging import Room, Stage
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import HostRows
@@ -72,6 +72,7 @@ class Launcher:
     def __post_init__(self) -> None:
         # For the rows that wait to be written.
         self._buffers = Buffers(self._options.kept_staging_bytes)
+        self._room = Room(self._options.max_staging_bytes)
         self._coding: capture.Coding | None = None
 
     def _coding_of(
@@ -116,6 +117,7 @@ class Launcher:
             chosen = self._tracker.choose(changed, parent_clock)
             # The writing thread gets this alone: it must not hold the state.
             rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
+            flight.rows = int(chosen.counts.sum()) * jax.process_count()
             pieces = dense.pieces_of(changed.dense)
             tiles = [piece.tile for piece in pieces]
             sources, sample = rows.sources(changed.shards), None
@@ -124,9 +126,7 @@ class Launcher:
                 sample = capture.sample_of(rows.plans(), followed)
                 sources = capture.with_samples(sources, sample)
             # Gathering on the host takes all cores already; on devices it waits for these.
-            stage = Stage(
-                options.max_staging_bytes, options.timeout_secs, patient=on_host
-            )
+            stage = Stage(self._room, options.timeout_secs, patient=on_host)
             # Writing starts first: a state larger than the staging budget streams through it.
             write_in_background(
                 flight,
@@ -203,6 +203,8 @@ def _write_rows(
         # Whatever it was: the folder may be removed, and its name used again, at once.
         writer.stop()
         raise
+    finally:
+        stage.fail()  # nothing is taken any more; others may have the room
     if flight.written.row_errors is not None:
         _say_rounding(flight, flight.written.row_errors, plans, encoding)
 
@@ -273,7 +275,7 @@ def _in_background(
     started = time.perf_counter()
     if failure is None and flight.stopped is None:
         failure = _raised_by(write)
-    if failure is not None:
+    if failure is not None or flight.stopped is not None:
         flight.release()
     flight.launched.wait()
     _note_secs(flight, time.perf_counter() - started)

@@ -20,11 +20,10 @@ from cnr_jax.checkpointer.saving.reporting import (
     report_of_committed,
     report_of_dropped,
 )
-from cnr_jax.format.manifest import Manifest
+from cnr_jax.format.manifest import HistoryEntry, Manifest
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
-from cnr_jax.repository.index.entries import Entry
-from cnr_jax.repository.index.planner import Planner
+from cnr_jax.repository.index.planner import Planner, SavePlan
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger
@@ -48,6 +47,7 @@ class Lifecycle:
             `look_before` when all of a step is synced, closer to its commit than the handler of
             the state can.
         open: saves of a state that have begun and of which it is not known what became, in order.
+            Those of a manager are in a pipeline.
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
         listener: is told of committed saves.
@@ -75,19 +75,29 @@ class Lifecycle:
         assert self._writer.ledger is not None
         plan = flight.plan
         flight.chain, flight.beside = kept_for(plan, self._writer.ledger)
-        # First: what is noted in the ledger is found out about with it.
         self.open.append(flight)
-        self._writer.ledger.begin(
-            Entry(
-                directory=plan.directory,
-                step=plan.step,
-                uuid=plan.uuid,
-                generation=plan.generation,
-                parent=plan.parent,
-                run=plan.run,
-                forks=plan.forks,
-            )
-        )
+        self._writer.begin_writing(plan.uuid)
+
+    def decided(self, plan: SavePlan) -> None:
+        """A save is decided: retention keeps what it rests on, and the next may rest on it."""
+        ledger = self._writer.ledger
+        assert ledger is not None
+        # First: what is noted in the ledger is found out about with it.
+        self._planner.begins(plan)
+        if plan.leaves_behind:
+            ledger.leave(plan.abandoned)
+        for abandoned in () if plan.leaves_behind else plan.abandoned:
+            ledger.forget(abandoned)
+        ledger.begin(plan.entry)
+
+    def history_before(self, flight: SaveInFlight) -> tuple[HistoryEntry, ...]:
+        """What the history of a save says of those before it, all of which are over."""
+        found, plan = tuple(self.open), flight.plan
+        for each in reversed(found[: found.index(flight)] if plan.parent else ()):
+            made = each.made
+            if each.is_committed and made is not None and made.lineage == plan.lineage:
+                return made.history
+        return self._planner.history_before(plan)
 
     def look_before(self, flight: SaveInFlight) -> None:
         """Right before the commit of a save: looks whether what it rests on is there.
@@ -95,8 +105,14 @@ class Lifecycle:
         On the process that commits.
 
         Raises:
-            SaveError: if a file is missing or cut short.
+            SaveError: if a file is missing or cut short, or the save before may not be durable.
         """
+        if self.doubt and flight in self.open and flight.plan.parent:
+            raise errors.SaveError(
+                f"step {flight.step} is not saved: {self.doubt}\n"
+                "  the next save is a full one, and contains its rows",
+                step=flight.step,
+            )
         error = chain_error(self._writer, flight) if flight in self.open else None
         if error is not None:
             if not self.managed:
@@ -158,8 +174,8 @@ class Lifecycle:
 
     def _is_unwanted(self, flight: SaveInFlight) -> bool:
         """Whether retention deletes the very step that was saved."""
-        ledger = self._writer.ledger
-        return ledger is not None and flight.place.directory in ledger.doomed
+        ledger, plan = self._writer.ledger, flight.plan
+        return ledger is not None and ledger.doomed.get(plan.directory) == plan.uuid
 
     def _tell_unwanted(self, flight: SaveInFlight) -> None:
         if flight.report is None:
@@ -178,30 +194,45 @@ class Lifecycle:
 
     def end_writing(self, *flights: SaveInFlight) -> None:
         """Lets other managers write: these saves are committed, or have failed."""
-        if self._writer.writes:
-            for flight in flights:
-                flight.stop()
-            self._writer.end_writing()
+        for flight in flights if self._writer.writes else ():
+            flight.stop()
+            self._writer.end_writing(flight.attempt.nonce)
 
     def withdraw(self, *flights: SaveInFlight) -> None:
         """Undoes what was prepared for saves that then did not begin."""
         self.end_writing(*flights)
+        self._forget_planned()
+        self._writer.end_writing()
         if not self.open:
             self._writer.undo()
 
-    def settle(self, committed: str | None = None) -> str | None:
-        """Settles all saves; see `settle_one`, which says the rest.
+    def _forget_planned(self) -> None:
+        """Forgets saves that were decided and did not begin."""
+        begun, ledger = {each.plan.uuid for each in self.open}, self._writer.ledger
+        for each in [e.plan for e in self._planner.begun.values()]:
+            if each.uuid not in begun and ledger is not None:
+                with self._writer.looking:
+                    ledger.drop(each.directory)
+                self._planner.failed(each.uuid)
+
+    def wait(self) -> None:
+        """Waits until all saves are over."""
+        for flight in tuple(self.open):
+            flight.thread.wait()
+
+    def settle(self) -> list[str]:
+        """Settles all saves that are over; see `settle_one`, which says the rest.
 
         Returns:
-            The uuid of the newest that this call found to be committed.
+            The uuids of those that this call found to be committed.
         """
-        found = None
-        for flight in tuple(self.open):
-            found = self.settle_one(flight, committed) or found
-        return found
+        over = [each for each in self.open if each.is_over or not self.managed]
+        found = [self.settle_one(flight) for flight in over]
+        self._forget_planned()
+        return [uuid for uuid in found if uuid is not None]
 
     def settle_one(
-        self, flight: SaveInFlight, committed: str | None = None
+        self, flight: SaveInFlight, committed: Collection[str] = ()
     ) -> str | None:
         """Finds out whether a save is committed and notes it if so.
 
@@ -209,7 +240,7 @@ class Lifecycle:
 
         Args:
             flight: the save; nothing is done if it is settled already, or has not begun.
-            committed: uuid that process 0 found to be committed; on process 0 itself, None.
+            committed: uuids that process 0 found to be committed; none on process 0 itself.
 
         Returns:
             Its uuid if this call found it to be committed.
@@ -217,17 +248,18 @@ class Lifecycle:
         if flight not in self.open:
             return None
         try:
-            found = self._settle(flight, committed)
+            with self._writer.looking:
+                found = self._settle(flight, committed)
         except Exception:
             # Once: it must not come out of every call. What an interrupt cuts short is done again.
-            self.open.remove(flight)
+            self._end(flight)
             raise
         if jax.process_count() == 1:
             # Of several, all note them with the next plan: retention must decide alike.
             self._writer.note_gaps()
         return found
 
-    def _settle(self, flight: SaveInFlight, committed: str | None) -> str | None:
+    def _settle(self, flight: SaveInFlight, committed: Collection[str]) -> str | None:
         place, plan, ledger = flight.place, flight.plan, self._writer.ledger
         assert ledger is not None  # since the save began
         dropped, seen = self._is_unwanted(flight), None
@@ -237,10 +269,11 @@ class Lifecycle:
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
             self._writer.committed()
+            self._planner.failed(plan.uuid)  # nothing rests on it, or it would be there
             self._tell_unwanted(flight)
             self._end(flight)
             return None
-        if entry is None or (committed is not None and entry.uuid != committed):
+        if entry is None or (committed and entry.uuid not in committed):
             self._undo(flight)
             return None
         self._writer.committed()
@@ -252,18 +285,28 @@ class Lifecycle:
 
     def _end(self, flight: SaveInFlight) -> None:
         """Notes that it is known what became of a save."""
+        self._writer.end_writing(flight.plan.uuid)
         flight.free()
         self.open.remove(flight)
 
-    def settle_as(self, committed: str | None) -> None:
-        """Notes what process 0 found, though this process' view of the root may be older."""
+    def settle_as(self, committed: Collection[str], flying: Collection[str]) -> None:
+        """Notes what process 0 found, though this process' view of the root may be older.
+
+        Args:
+            committed: uuids of saves that it found to be committed.
+            flying: of those that were not over there.
+        """
         place, ledger = self._writer.place, self._writer.ledger
         assert ledger is not None and place is not None
-        for flight in tuple(self.open):
+        for flight in [each for each in self.open if each.plan.uuid not in flying]:
+            if self.managed:
+                flight.thread.wait()
             self.settle_one(flight, committed)
             directory = flight.attempt.directory
-            if committed == flight.plan.uuid and directory not in ledger.entries:
-                ledger.read(place.root, directory, place.item)
+            if flight.plan.uuid in committed and directory not in ledger.entries:
+                with self._writer.looking:
+                    ledger.read(place.root, directory, place.item)
+        self._forget_planned()
 
     def _undo(self, flight: SaveInFlight) -> None:
         """Notes why a save failed, and removes what it wrote."""
@@ -272,6 +315,7 @@ class Lifecycle:
             self.fail(flight, flight.reason())
         if not self.managed:
             self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
+        self._planner.failed(flight.plan.uuid)
         self._writer.undo()
         self._end(flight)
 

@@ -3,8 +3,8 @@
     begin -> write -> settle on all processes -> wait for the save before -> seal -> publish
           -> tell all -> retire what it makes superfluous -> over
 
-Several may be written at once, and are committed in the order in which they began. A save that
-fails takes down those that rest on it, and no other.
+Several may be written at once, and are committed in the order in which they began: each once the
+one before is over. A save that fails takes down those that rest on it, and no other.
 
 The training thread only waits. What begins a save, and what ends it, runs in threads of its own: an
 interrupt (Ctrl-C) can come where it waits, and nowhere else. So no interrupt reaches a handler, an
@@ -39,7 +39,12 @@ from cnr_jax.checkpointer.multihost import (
     on_primary,
     raise_if_told,
 )
-from cnr_jax.checkpointer.save_errors import after_commit, free_frames, save_error
+from cnr_jax.checkpointer.save_errors import (
+    after_commit,
+    free_frames,
+    save_error,
+    taken_down,
+)
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath
@@ -161,12 +166,16 @@ class SavePipeline(Generic[S]):
         channel: to the other processes.
         work: what is done for the saves.
         most: saves that are written at once.
+
+    Attributes:
+        committer: the same.
+        most: the same.
     """
 
     def __init__(
         self, committer: Committer, channel: Channel, work: Work, most: int = 1
     ) -> None:
-        self.committer, self._channel, self._most = committer, channel, most
+        self.committer, self._channel, self.most = committer, channel, most
         self._work = work
         # In their order, from when they are decided until somebody has taken note of their ends.
         self._saves: list[S] = []
@@ -238,7 +247,7 @@ class SavePipeline(Generic[S]):
 
     def make_room(self) -> None:
         """Waits until one more save may begin."""
-        while len(flying := self.in_flight()) >= self._most:
+        while len(flying := self.in_flight()) >= self.most:
             self._drive(flying[0])
             flying[0].thread.wait()
 
@@ -261,10 +270,10 @@ class SavePipeline(Generic[S]):
         """Saves of which nobody has taken note what became of them, in their order."""
         return [*self._saves]
 
-    def later(self, save: S) -> list[S]:
-        """Saves in flight that began after one that is in flight too."""
-        flying = self.in_flight()
-        return flying[flying.index(save) + 1 :]
+    @property
+    def is_full(self) -> bool:
+        """Whether a save that began now would have to wait."""
+        return self.is_beginning or len(self.in_flight()) >= self.most
 
     @property
     def is_busy(self) -> bool:
@@ -302,6 +311,14 @@ class SavePipeline(Generic[S]):
     def forget(self, save: S) -> None:
         """What became of a save is noted: who is interrupted before is shown it again."""
         self._saves.remove(save)
+
+    def fallen_with(self, save: S) -> list[S]:
+        """A save that failed, and those that it takes down, as they rest on it, in their order."""
+        found = [save]
+        for each in tuple(self._saves):
+            if each.rests_on in {below.attempt.nonce for below in found}:
+                found.append(each)
+        return found
 
     def _fallen(self, save: S) -> S | None:
         """The failed save that takes a save down, as that rests on it; None if there is none."""
@@ -403,12 +420,7 @@ class SavePipeline(Generic[S]):
             earlier.thread.wait()
         # Now, not when it began: that one may have failed since.
         if (fallen := self._fallen(save)) is not None:
-            raise errors.SaveError(
-                f"step {save.step} is not saved: it rests on step {fallen.step}, whose"
-                " save failed\n"
-                "  what was committed before is untouched, and the next save contains its rows",
-                step=save.step,
-            )
+            raise taken_down(save.step, fallen.step, fallen.error)
 
         def publish() -> Any:
             try:
@@ -476,6 +488,10 @@ class SavePipeline(Generic[S]):
         else:
             save.error = _told(error, save)
             self._abandon(save, save.error)
+            for each in self.fallen_with(save)[1:]:
+                # Else it would be written in vain.
+                each.error = taken_down(each.step, save.step, save.error)
+                self._work.cancel(each, each.error)
         try:
             self._work.failed(save, save.error)
         except Exception:
@@ -578,5 +594,7 @@ def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:
     if isinstance(error, errors.SaveError | errors.WriterError):
         return error
     if isinstance(error, concurrent.futures.CancelledError | asyncio.CancelledError):
+        if save.error is not None:
+            return save.error  # it was taken down
         error = RuntimeError("the save was cancelled")
     return save_error(error, save.step, os.fspath(save.attempt.path))

@@ -22,7 +22,7 @@ from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format.encodings import encoding_told
-from cnr_jax.format.manifest import Fork, HistoryEntry, ParentRef
+from cnr_jax.format.manifest import Fork, ParentRef
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
@@ -91,11 +91,11 @@ class Planning:
         widening = self._widening
         return widening.bits(restores, motion), widening.dithered_bits(restores, before)
 
-    def wait(self, until_finished: Callable[[], None]) -> None:
-        """Waits for the save before; should that raise, the other processes hear of it."""
+    def wait(self, until_there_is_room: Callable[[], None]) -> None:
+        """Waits for saves before; should that raise, the other processes hear of it."""
         started = time.perf_counter()
         try:
-            until_finished()
+            until_there_is_room()
         except errors.CnrError as error:
             # Other processes may know of no error, such as one in deleting old steps, or of another
             # one. Without a state they agree on a nonce instead, and hear of it there.
@@ -106,7 +106,7 @@ class Planning:
             # Begins as Orbax's own does, which programs may look for in logs.
             _log.warning(
                 "Waiting for previous save to complete took %.1f seconds. Where that is often so,"
-                " save less often",
+                " save less often; Options(max_in_flight=...) helps where storage answers late",
                 waited_secs,
             )
 
@@ -130,7 +130,7 @@ class Planning:
         full: bool,
         exact: bool,
     ) -> SavePlan:
-        """The plan of process 0, which first finds out what became of the last save.
+        """The plan of process 0, which first finds out what became of saves that are over.
 
         Args:
             directory: of the step.
@@ -164,27 +164,8 @@ class Planning:
             try:
                 check_told(told)
                 doubts = filter(None, (each[_DOUBT] for each in told))
-                committed = self._lifecycle.settle()
-                ledger = self._claimed(directory, found)
-                gaps = self._writer.note_gaps()
-                plan = self._planner.plan(
-                    ledger,
-                    directory,
-                    found.stamps,
-                    found.touched,
-                    doubt=next(doubts, self._lifecycle.doubt),
-                    urgent=urgent,
-                    full=full,
-                    exact=exact,
-                    is_exact=self._is_exact,
-                )
-                return {
-                    "plan": self._prepared(plan),
-                    "committed": committed,
-                    "known": sorted(ledger.directories()),
-                    "changed": self._writer.changed,
-                    "gaps": gaps,
-                }
+                asked = {"urgent": urgent, "full": full, "exact": exact}
+                return self._decided(directory, found, next(doubts, ""), asked)
             except errors.CnrError:
                 raise
             except Exception as error:
@@ -198,9 +179,55 @@ class Planning:
             return told["plan"]
         plan = _plan_of(told["plan"])
         self._widening.inherit(plan.encoding)
-        self._lifecycle.settle_as(told["committed"])
-        self._writer.know(told["known"], told["gaps"])
+        self._lifecycle.settle_as(told["committed"], told["flying"])
+        with self._writer.looking:
+            self._writer.know(told["known"], told["gaps"])
+            self._lifecycle.decided(plan)
         return plan
+
+    def _decided(
+        self, directory: str, found: ChangedRows, doubt: str, asked: Mapping[str, bool]
+    ) -> dict[str, Any]:
+        """What process 0 decides, and all are told.
+
+        Waits for saves in flight if this one does not go on from the last of them, or moves steps
+        aside.
+        """
+        lifecycle, committed = self._lifecycle, list[str]()
+        gaps: tuple[tuple[str, str], ...] = ()
+        while True:
+            # Retention, which decides in the background, comes before all of it or after.
+            with self._writer.looking:
+                committed += lifecycle.settle()
+                flying = lifecycle.open
+                if not flying or (
+                    step_number(directory) > flying[-1].step
+                    and self._planner.goes_on(found.stamps)
+                ):
+                    ledger = self._claimed(directory, found)
+                    gaps += self._writer.note_gaps()
+                    plan = self._planner.plan(
+                        ledger,
+                        directory,
+                        found.stamps,
+                        found.touched,
+                        doubt=doubt or lifecycle.doubt,
+                        is_exact=self._is_exact,
+                        **asked,
+                    )
+                    if not (flying and plan.abandoned):
+                        known = sorted(ledger.directories())
+                        plan = self._prepared(plan)
+                        lifecycle.decided(plan)
+                        return {
+                            "plan": plan,
+                            "committed": committed,
+                            "flying": [each.plan.uuid for each in flying],
+                            "known": known,
+                            "changed": self._writer.changed,
+                            "gaps": gaps,
+                        }
+            lifecycle.wait()
 
     def _agree(
         self,
@@ -293,6 +320,8 @@ class Planning:
         assert place is not None
         for entry in chain:
             if entry.uuid not in self._exact:
+                if not entry.is_committed:
+                    return False  # it is being written
                 directory = place.root / entry.directory / place.item
                 try:
                     manifest = entry.manifest or read_manifest(directory)
@@ -346,7 +375,6 @@ def _plan_of(document: dict[str, Any]) -> SavePlan:
         **{
             **document,
             "parent": ParentRef(**parent) if parent else None,
-            "history": tuple(HistoryEntry(**entry) for entry in document["history"]),
             "abandoned": tuple(document["abandoned"]),
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
             "encoding": encoding and encoding_told(encoding),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -12,6 +12,8 @@ from cnr_jax.checkpointer.orbax_compat.options import (
     preservation_context,
 )
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
+from cnr_jax.repository.committer import Attempt
+from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Preserving, children_first
@@ -31,9 +33,6 @@ class Retirement:
         writer: of the root.
         policy: the user's rule, which knows of parents.
 
-    Attributes:
-        looking: held while the ledger is asked in the background, or read anew meanwhile.
-
     Raises:
         OptionError: if removed steps are to go where they cannot.
     """
@@ -41,7 +40,6 @@ class Retirement:
     def __init__(self, steps: Steps, writer: RootWriter, policy: Preserving) -> None:
         self._steps, self._writer, self._policy = steps, writer, policy
         check_deletion(steps.root, steps.options)
-        self.looking = threading.RLock()
         # What was set aside, but not by this run.
         self._not_ours: set[str] = set()
         if writer.remover is not None:
@@ -52,27 +50,46 @@ class Retirement:
     def _ledger(self) -> Ledger:
         return self._writer.ledger or Ledger()
 
-    def decide(self, infos: Sequence[StepInfo], needed: Collection[int]) -> list[int]:
+    def decide(self, infos: Sequence[StepInfo], attempt: Attempt) -> list[int]:
         """Steps that go, now that a save is committed.
+
+        What saves rest on that have begun since stays for now.
 
         Args:
             infos: of all steps, the new one among them.
-            needed: steps that saves in flight rest on, which stay for now.
+            attempt: of the save.
         """
-        context = preservation_context()
-        with self.looking:
-            self._ledger.defers = True
+        context, ledger = preservation_context(), self._ledger
+        with self._deciding(attempt):
             keeps = self._policy.should_preserve(infos, context=context)
             gone = [i.step for i, keep in zip(infos, keeps, strict=True) if not keep]
-            self.stayed([step for step in gone if step in needed])
-        return [step for step in gone if step not in needed]
+            own = ledger.entries.get(attempt.directory)
+            later = [
+                e
+                for e in ledger.in_flight()
+                if own is not None and order(e) > order(own)
+            ]
+            needed = ledger.closure(each.directory for each in later)
+            stay = [s for s in gone if self._steps.existing_directory(s) in needed]
+            self.stayed(stay)
+        return [step for step in gone if step not in stay]
 
-    def note(self, steps: Sequence[int]) -> None:
-        """On all processes: these steps are going, so nothing may rest on them any more."""
-        with self.looking:
-            self._ledger.defers = True
-            for step in steps if jax.process_index() != 0 else ():
-                self._ledger.doom(self._steps.existing_directory(step))
+    def note(self, steps: Sequence[int], attempt: Attempt) -> None:
+        """On all processes: these go with a save, so nothing may rest on them any more."""
+        if jax.process_index() != 0:
+            with self._deciding(attempt):
+                for step in steps:
+                    self._ledger.doom(self._steps.existing_directory(step))
+
+    @contextlib.contextmanager
+    def _deciding(self, attempt: Attempt) -> Iterator[None]:
+        """What is doomed meanwhile goes in favour of a save."""
+        with self._writer.looking:
+            self._ledger.deciding = attempt.nonce
+            try:
+                yield
+            finally:
+                self._ledger.deciding = None
 
     def remove(self, steps: Sequence[int]) -> list[int]:
         """Removes what retention lets go of: steps, and first what rollbacks have set aside.
@@ -102,14 +119,14 @@ class Retirement:
 
     def stayed(self, steps: Sequence[int]) -> None:
         """On all processes: these did not go after all, and count on."""
-        with self.looking:
+        with self._writer.looking:
             for step in steps:
-                self._ledger.doomed.discard(self._steps.existing_directory(step))
+                self._ledger.doomed.pop(self._steps.existing_directory(step), None)
 
-    def let_go(self, superfluous: bool) -> None:
+    def let_go(self, attempt: Attempt, superfluous: bool) -> None:
         """Drops what a save without a state has made superfluous, or keeps it; no step says so."""
-        with self.looking:
-            self._ledger.let_go(superfluous)
+        with self._writer.looking:
+            self._ledger.let_go(attempt.nonce, superfluous)
 
     def delete(self, step: int) -> None:
         """Removes one step.

@@ -11,7 +11,7 @@ from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.args import Save, planned_args
-from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed
+from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.items import Items
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps, now
 from cnr_jax.checkpointer.save_errors import as_save_errors, without_frames
@@ -58,6 +58,7 @@ class Saves:
         plan: decides on the save of a state.
         warm_up: for each plan, before anything of it is staged.
         before_commit: of the user; called when a save is about to be committed.
+        most: saves that are written at once.
 
     Attributes:
         pipeline: that they go through.
@@ -77,13 +78,14 @@ class Saves:
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
     _warm_up: Callable[[SavePlan], None]
     _before_commit: Callable[[], None]
+    _most: int
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.pipeline = SavePipeline[SaveInFlight](
-            self._committer, self._channel, work=self
+            self._committer, self._channel, work=self, most=self._most
         )
 
     @property
@@ -179,10 +181,12 @@ class Saves:
 
     def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
         """Notes a save that is decided, and what goes out of its way."""
-        self._course.begin(save.step, state.touched if state else None)
+        nonce = save.attempt.nonce
+        self._course.begin(nonce, save.step, state.touched if state else None)
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
         if save.decided and self._writer.changed:
+            self._lifecycle.wait()  # each adds its step
             all_succeed(self._channel, self.steps.reload)
             self._writer.changed = False
         self.steps.check_is_new(save.step)
@@ -200,6 +204,34 @@ class Saves:
         return self.steps.has_best and not self.steps.options.prevent_write_metrics
 
     # Waiting.
+
+    def make_room(self, *, alone: bool) -> None:
+        """Waits until a save may begin beside those that are being written, or `alone`.
+
+        Raises:
+            SaveError: if one failed; once.
+        """
+        if alone or self.pipeline.most == 1:
+            self.wait()
+            return
+
+        def make() -> list[str]:
+            flying = self.pipeline.in_flight()
+            if all(each.decided and not each.decided.abandoned for each in flying):
+                self.pipeline.make_room()
+            else:
+                self.pipeline.wait()
+            self.pipeline.ended()  # with one that failed those that rest on it
+            return [each.attempt.nonce for each in self.pipeline.in_flight()]
+
+        self.pipeline.end_beginning()
+        # Of several processes each sees threads end at another time, but all raise the same.
+        flying = on_primary(self._channel, make)
+        for save in self.pipeline.unnoted():
+            if save.attempt.nonce not in flying:
+                save.thread.wait()
+        self._settle()
+        self._raise_failure(flying)
 
     def wait(self) -> None:
         """Waits for the saves that are being written, and until `on_save` has been called.
@@ -228,27 +260,44 @@ class Saves:
         self._raise_failure()
 
     def check(self) -> None:
-        """Raises what the last save raised, if it has ended; as `wait`, but does not wait."""
+        """Raises what a save raised that has ended; as `wait`, but does not wait."""
         self._calls.refuse_in_on_save("check_for_errors")
-        if self.pipeline.is_busy:
+        if self.pipeline.is_here() or not self._have_ended():
             return
         with self._calls.lock:
-            if not self.pipeline.is_busy:
-                self._wait()
+            if self._have_ended() and not self._is_inside():
+                self._settle()
                 self._raise_failure()
+
+    def _have_ended(self) -> bool:
+        """Whether saves have ended, with those that they take down, and nobody has noted it."""
+        over = [save for save in self.pipeline.unnoted() if save.is_over]
+        failed = [save for save in over if not save.is_committed]
+        fallen = (each for save in failed for each in self.pipeline.fallen_with(save))
+        all_over = all(each.is_over for each in fallen)
+        return bool(over) and all_over and not self.pipeline.is_beginning
 
     def _wait(self) -> None:
         if not self._is_inside():
             self.pipeline.wait()
             self._settle()
 
-    def _raise_failure(self) -> None:
-        """Raises why a save failed, if nobody has."""
+    def _raise_failure(self, flying: Collection[str] = ()) -> None:
+        """Raises why a save failed, if nobody has.
+
+        Those that it has taken down have failed for the same reason, which is raised once.
+
+        Args:
+            flying: nonces of saves that are in flight elsewhere, and left out.
+        """
         with self._calls.lock:
             for save in () if self._is_inside() else self.pipeline.ended():
-                if (failure := _failure_of(save)) is not None:
-                    self._note(save)  # another thread may have begun it since
-                    self.pipeline.forget(save)
+                failure = _failure_of(save)
+                if failure is not None and save.attempt.nonce not in flying:
+                    fallen = self.pipeline.fallen_with(save)
+                    for each in fallen if not save.is_committed else [save]:
+                        self._note(each)  # another thread may have begun it since
+                        self.pipeline.forget(each)
                     raise failure
 
     def _is_inside(self) -> bool:
@@ -283,11 +332,10 @@ class Saves:
         """
         is_seen = save.is_committed
         if not save.decided:
-            self.retirement.let_go(is_seen)
+            self.retirement.let_go(save.attempt, is_seen)
         if save in self._lifecycle.open:
             is_seen = self._lifecycle.settle_one(save) is not None
-        if not is_seen:
-            self._course.failed()
+        self._course.ended(save.attempt.nonce, committed=is_seen)
         if not save.is_committed:
             self._lifecycle.withdraw(save)
             if save.decided and save.decided.abandoned:
@@ -352,18 +400,13 @@ class Saves:
         infos = [each for each in self.steps.infos() if each.step != save.step]
         infos += [save.info] if save.info is not None else []
         infos = sorted(infos, key=lambda info: info.step)
-        leaving = self.retirement.decide(infos, self._needed_later(save))
+        leaving = self.retirement.decide(infos, save.attempt)
         try:
             self._lifecycle.look_after(save, leaving)
         except Exception:
             self.retirement.stayed(leaving)  # nothing goes in favour of what failed
             raise
         return {"leaving": leaving}
-
-    def _needed_later(self, save: SaveInFlight) -> set[int]:
-        """Steps that later saves in flight rest on."""
-        later = self.pipeline.later(save)
-        return {entry.step for each in later for entry in each.chain}
 
     def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
@@ -372,7 +415,7 @@ class Saves:
         # First, or policies would be told of it neither as a step nor as a save.
         self.steps.add(save.info, save.attempt.directory)
         save.info = None
-        self.retirement.note(leaving)
+        self.retirement.note(leaving, save.attempt)
         self._lifecycle.report_commit(save)
 
     def retire(self, save: SaveInFlight, told: Any) -> Any:
@@ -396,7 +439,7 @@ class Saves:
         }
         directory = save.attempt.directory
         noted = Noted(unix_secs=items.committed_nsecs / 1e9, metrics=items.metrics)
-        with self.retirement.looking:
+        with self._writer.looking:
             self._writer.put_catalogue(entry_of(directory, manifest), noted, others)
 
     def retired(self, save: SaveInFlight, told: Any) -> None:

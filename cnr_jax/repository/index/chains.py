@@ -248,7 +248,7 @@ class Chains:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Committed checkpoints, and at most one that is being written, by directory."""
+        """Committed checkpoints, and those that are being written, by directory."""
         return types.MappingProxyType(self._entries)
 
     @property
@@ -336,6 +336,10 @@ class Chains:
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""
         return list(self._derive().committed)
+
+    def in_flight(self) -> list[Entry]:
+        """Checkpoints that are being written, in the order in which they began."""
+        return [entry for entry in self._entries.values() if not entry.is_committed]
 
     def head(self) -> Entry | None:
         """The newest committed checkpoint of the highest generation."""
@@ -447,6 +451,15 @@ class Chains:
         """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
         known = self._entries.get(entry.directory) is entry
         return known and self._derive().standing[entry.directory].whole
+
+    def carries(self, entry: Entry) -> bool:
+        """Whether a save may rest on an entry, if all is committed that is being written."""
+        for each in self.along(entry):
+            if each.is_committed:
+                return self.is_whole(each)
+            if each.stands_alone:
+                return True
+        return False
 
     def orphans(self) -> list[Entry]:
         """Entries that cannot be restored for want of a parent, oldest first."""

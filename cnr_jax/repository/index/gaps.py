@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Iterable, Sequence
 
 from cnr_jax import errors
@@ -54,8 +55,8 @@ class Gap:
 class Gaps:
     """What was found missing of the checkpoints of one root.
 
-    It may be looked for in any thread, one at a time; what was found is taken by the one that
-    plans the next save.
+    It may be looked for in any thread, one at a time; meanwhile what was found may be taken by the
+    one that plans the next save.
 
     Attributes:
         is_stale: whether the root was read anew, so that what was found before is forgotten.
@@ -67,6 +68,7 @@ class Gaps:
         self._found: dict[str, Gap] = {}
         # By uuid and path: what is known needs no second look, nor a word each time.
         self._told: set[tuple[str, str]] = set()
+        self._taking = threading.Lock()
         self.is_stale = False
 
     def forget(self) -> None:
@@ -81,7 +83,8 @@ class Gaps:
 
     def take(self) -> tuple[Gap, ...]:
         """What was found since it was taken last."""
-        found, self._found = self._found, {}
+        with self._taking:
+            found, self._found = self._found, {}
         return tuple(found.values())
 
     def know(
@@ -100,7 +103,7 @@ class Gaps:
 
         Args:
             place: of a save: its root and item are meant.
-            entries: committed checkpoints, the most important first.
+            entries: checkpoints that are committed by now, the most important first.
             dense: whether dense leaves are looked for too; what rests on a checkpoint needs
                 none of its own.
 
@@ -110,13 +113,14 @@ class Gaps:
         first: Gap | None = None
         looked: dict[str, StepFiles] = {}
         for entry in entries:
-            if entry.known is None:
+            if entry.orbax:
                 continue
             gap = self._gap_of(place, entry, looked, dense=dense)
             if gap is not None:
                 if (entry.uuid, gap.path) not in self._told:
                     self._told.add((entry.uuid, gap.path))
-                    self._found.setdefault(entry.directory, gap)
+                    with self._taking:
+                        self._found.setdefault(entry.directory, gap)
                 first = first or gap
         if dense:
             self._files, self.is_stale = looked, False

@@ -50,9 +50,11 @@ class Ledger(Chains):
 
     Attributes:
         root: that holds them; None as long as none was read.
-        doomed: step directories that are deleted once the save that is being written is committed.
-        defers: whether steps that are dropped stay known until `let_go`, also if no save of a state
-            is being written: who removes them has to know what rests on what.
+        doomed: step directories that are deleted, each with the uuid of the save with whose commit
+            it is; until `let_go` they stay known, as who removes them has to know what rests on
+            what.
+        deciding: uuid of the save in whose favour retention is deciding; None: it is the one that
+            is being written, if one is.
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
             set aside.
@@ -74,9 +76,9 @@ class Ledger(Chains):
         super().__init__()
         self._says = says
         self.root: AnyPath | None = None
-        self.doomed: set[str] = set()
+        self.doomed: dict[str, str] = {}
         self.leaving: set[str] = set()
-        self.defers = False
+        self.deciding: str | None = None
         self.crowded = False
         self.run: str | None = None
         self.epoch = ""
@@ -161,11 +163,13 @@ class Ledger(Chains):
         """Knows of exactly these step directories afterwards; reads those that are new.
 
         And again those that storage did not let be read: a save of this run may be among them.
+        Saves that are being written stay known, wherever their folders are.
 
         Returns:
             Whether others were known before, or less of them.
         """
-        known, found = self.all_directories(), set(directories)
+        flying = {entry.directory for entry in self.in_flight()}
+        known, found = self.all_directories() - flying, set(directories) - flying
         say = _log.info if self.run is None else _log.warning  # readers expect it
         for directory in known - found:
             say("step %s is not in the root any more", directory)
@@ -340,32 +344,35 @@ class Ledger(Chains):
             # Not there, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
             gone = kind in ("manifest_missing", "not_committed")
-            self.let_go(committed or (committed is None and not gone))
+            self.let_go(uuid, committed or (committed is None and not gone))
             return None
         # An older step may stand where a failed save was to be.
         self.add(entry_of(place.directory, manifest))
         is_saved = manifest.uuid == uuid
-        self.let_go(is_saved)
+        self.let_go(uuid, is_saved)
         if names.branch_number(place.directory):
             self.part()
         # None if retention drops the very step that was saved.
         return self.entries.get(place.directory) if is_saved else None
 
-    def let_go(self, superfluous: bool) -> None:
-        """Drops steps that are being deleted, or may be, if they are superfluous; or keeps them."""
-        for directory in self.doomed if superfluous else ():
-            self.leaving.add(directory)
-            self.forget(directory)
-        self.doomed = set()
+    def let_go(self, uuid: str, superfluous: bool) -> None:
+        """Drops steps that are deleted with a save, if it made them superfluous; or keeps them."""
+        for directory in [d for d, save in self.doomed.items() if save == uuid]:
+            if superfluous:
+                self.leaving.add(directory)
+                self.forget(directory)
+            del self.doomed[directory]
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
         # What is being written came last, and has no manifest.
-        is_writing = not all(e.is_committed for e in reversed(self._entries.values()))
-        if self.defers or is_writing:
-            self.doomed.add(directory)
-        else:
+        entries = reversed(self._entries.values())
+        writing = next((e.uuid for e in entries if not e.is_committed), None)
+        favoured = self.deciding or writing
+        if favoured is None:
             self.forget(directory)
+        else:
+            self.doomed[directory] = favoured
 
     def checkpoints(self) -> list[str]:
         """Step directories that hold a checkpoint of this library or of Orbax.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
@@ -56,7 +57,6 @@ class SavePlan:
         codec: that the policy names; None: the one of the options.
         policy: name of the one that decided.
         reason: why the save is what it is.
-        history: of the branch since its latest full save, without this one.
         restores: how often a run was restored along this chain.
         run: that this save belongs to; empty: the one of steps whose manifests name none.
         forks: where the branch of this save leaves older ones.
@@ -81,7 +81,6 @@ class SavePlan:
     codec: str | None
     policy: str
     reason: str
-    history: tuple[HistoryEntry, ...]
     restores: int
     run: str
     forks: tuple[Fork, ...] | None
@@ -107,6 +106,47 @@ class SavePlan:
         """Full, or a delta on its parent."""
         return "full" if self.parent is None else "delta"
 
+    @property
+    def entry(self) -> Entry:
+        """Of the save as long as it is being written."""
+        return Entry(
+            directory=self.directory,
+            step=self.step,
+            uuid=self.uuid,
+            generation=self.generation,
+            parent=self.parent,
+            run=self.run,
+            forks=self.forks,
+        )
+
+
+class Begun(NamedTuple):
+    """A save that has begun, and of which it is not known what became.
+
+    Attributes:
+        rows: that it writes, about; 0 until they are chosen.
+    """
+
+    plan: SavePlan
+    rows: int = 0
+
+    def foreseen(self, before: Sequence[HistoryEntry]) -> HistoryEntry:
+        """What the history will say of it, if a row takes what it took in the last saves.
+
+        Args:
+            before: of the branch, committed. If there is none, a byte a row will do: nothing else
+                is compared with it then.
+        """
+        last = next((each for each in reversed(before) if each.rows), None)
+        share = self.rows / last.rows if last else 1.0
+        return HistoryEntry(
+            step=self.plan.step,
+            kind=self.plan.kind,
+            bytes=round(share * last.bytes) if last else self.rows,
+            rows=self.rows,
+            secs=share * last.secs if last else float(self.rows),
+        )
+
 
 class Planner:
     """Plans the saves of one root, on the process that decides.
@@ -122,7 +162,8 @@ class Planner:
         tables: that are saved, as manifests list them.
         guarded: retention is known to keep parents.
         runs: tells of which run a save is.
-        branches: of each lineage that may go on, what is known of it.
+        branches: of each lineage that may go on, what is known of it by what is committed.
+        begun: saves of which it is not known yet what became of them, by uuid, in order.
     """
 
     def __init__(
@@ -141,6 +182,20 @@ class Planner:
         self.guarded = False
         self.runs = Runs(self._nonce, new_run=new_run)
         self.branches: dict[str, Branch] = {}
+        self.begun: dict[str, Begun] = {}
+
+    def goes_on(self, stamps: Stamps) -> bool:
+        """Whether a save can be planned as if all were committed that has begun.
+
+        Not the first of a lineage, nor one that goes back: what that is, and where it goes, is
+        known once what was before is committed, or has failed.
+        """
+        lineage, clock = stamps
+        branch, begun = self.branches.get(lineage), [*self.begun.values()]
+        if branch is None or branch.tip is None or not begun:
+            return False
+        last = begun[-1].plan
+        return last.lineage == lineage and last.clock <= clock
 
     def plan(
         self,
@@ -181,6 +236,7 @@ class Planner:
         run, left = self.runs.of_save(ledger, touched, step, uuid)
         branch = self._branch(lineage, clock)
         branch.forget_parents(ledger.entries)
+        branch = self._ahead(branch, lineage)
         generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
@@ -210,7 +266,6 @@ class Planner:
             codec=decision.codec,
             policy=self._policy.name,
             reason=decision.reason,
-            history=branch.history if parent is not None else (),
             restores=branch.restores,
             abandoned=tuple(e.directory for e in abandoned),
             run=run,
@@ -227,9 +282,26 @@ class Planner:
             encoding=self.runs.encoding_of(run),
         )
 
+    def begins(self, plan: SavePlan) -> None:
+        """Notes a save that begins: the next may rest on it."""
+        self.begun[plan.uuid] = Begun(plan)
+
+    def staged(self, uuid: str, rows: int) -> None:
+        """Notes about how many rows a save writes that has begun."""
+        if (begun := self.begun.get(uuid)) is not None:
+            self.begun[uuid] = begun._replace(rows=rows)
+
+    def failed(self, uuid: str) -> None:
+        """Notes a save that failed: neither it is a parent, nor what rests on it."""
+        self.begun.pop(uuid, None)
+        for each in [*self.begun.values()]:
+            if each.plan.parent is not None and each.plan.parent.uuid == uuid:
+                self.failed(each.plan.uuid)
+
     def saved(self, plan: SavePlan, entry: Entry) -> None:
         """Notes a committed save: from now on it may be a parent in its lineage."""
         assert entry.manifest is not None
+        self.begun.pop(plan.uuid, None)
         branch = self.branches.setdefault(plan.lineage, Branch())
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
@@ -238,6 +310,10 @@ class Planner:
         branch.motion_since = entry.manifest.motion or branch.motion_since
         self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.no_parents = entry.manifest.history, ""
+
+    def history_before(self, plan: SavePlan) -> tuple[HistoryEntry, ...]:
+        """What the history of a save says of those before it that are known to be committed."""
+        return self.branches[plan.lineage].history if plan.parent else ()
 
     def restored(
         self,
@@ -338,6 +414,32 @@ class Planner:
             self.branches[lineage] = branch
         return branch
 
+    def _ahead(self, branch: Branch, lineage: str) -> Branch:
+        """A branch as it is once all is committed that has begun in its lineage."""
+        before = branch.history
+        for begun in self.begun.values():
+            plan = begun.plan
+            if plan.lineage != lineage:
+                continue
+            history = branch.history if plan.parent else ()
+            branch = dataclasses.replace(
+                branch,
+                parents={**branch.parents, plan.uuid: plan.clock},
+                tip=plan.entry,
+                history=(*history, begun.foreseen(before)),
+                last_clock=plan.clock,
+            )
+        return branch
+
+    def _legal(self, ledger: Ledger, branch: Branch) -> list[Entry]:
+        """Legal parents that are there or being written, and do not go."""
+        known = (*ledger.committed(), *ledger.in_flight())
+        return [
+            entry
+            for entry in known
+            if entry.uuid in branch.parents and entry.directory not in ledger.doomed
+        ]
+
     def _decide(
         self,
         ledger: Ledger,
@@ -375,21 +477,23 @@ class Planner:
 
     def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
         """The saves of a branch since its latest full one, as the policy sees them."""
-        own = (e for e in ledger.committed() if e.uuid in branch.parents)
-        there = {entry.step: entry for entry in own}
+        there = {entry.step: entry for entry in self._legal(ledger, branch)}
+        foreseen = {each.step: each.bytes for each in branch.history}
 
         def restored(step: int) -> tuple[int, int] | None:
             entry = there.get(step)
-            if entry is None or not ledger.is_whole(entry):
+            if entry is None or not ledger.carries(entry):
                 return None
-            return ledger.depth(entry.directory), ledger.restore_bytes(entry)
+            flying = (e for e in ledger.along(entry) if not e.is_committed)
+            more = sum(foreseen.get(each.step, 0) for each in flying)
+            return ledger.depth(entry.directory), ledger.restore_bytes(entry) + more
 
         return records(branch.history, restored)
 
     def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
         """Why the parent that a decision names is none."""
-        for entry in ledger.committed():
-            if entry.step == decision.parent and entry.uuid in branch.parents:
+        for entry in self._legal(ledger, branch):
+            if entry.step == decision.parent:
                 return (
                     f"step {entry.step} is no parent any more: {ledger.obstacle(entry)}"
                 )
@@ -412,6 +516,8 @@ class Planner:
         if doubt:
             return doubt
         tip = branch.tip
+        if tip is not None and tip.uuid in self.begun:
+            return None
         if tip is None or tip.manifest is None or tip.manifest.tables != self.tables:
             return "the tables are not those of the checkpoint before"
         return None
@@ -423,21 +529,21 @@ class Planner:
         if self._min_fulls == 1:
             # What deltas rest on is one, unless dense files of it are gone.
             return ledger.harm_of(ledger.chain(branch.tip)[-1]) is not None
-        found = branch_of(branch.tip, ledger.restorable())
+        flying = (e for e in ledger.in_flight() if e.uuid in branch.parents)
+        found = branch_of(branch.tip, [*ledger.restorable(), *flying])
         return sum(each.stands_alone for each in found) < self._min_fulls
 
     def _parent(
         self, ledger: Ledger, branch: Branch, decision: Decision
     ) -> ParentRef | None:
         """The parent a decision names, if it is legal and its chain is whole."""
-        for entry in ledger.committed():
-            if entry.step == decision.parent and entry.uuid in branch.parents:
-                if ledger.is_whole(entry):
-                    return ParentRef(
-                        directory=entry.directory,
-                        uuid=entry.uuid,
-                        clock=branch.parents[entry.uuid],
-                    )
+        for entry in self._legal(ledger, branch):
+            if entry.step == decision.parent and ledger.carries(entry):
+                return ParentRef(
+                    directory=entry.directory,
+                    uuid=entry.uuid,
+                    clock=branch.parents[entry.uuid],
+                )
         return None
 
 

@@ -23,6 +23,8 @@ from cnr_jax.repository.store import can
 def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
     """Generation of the next save: that of the head if the save goes on from it, else a higher one.
 
+    Or that of a save that is being written, if it goes on from that.
+
     Unreadable steps may be of the head's generation and newer, or each of a later one: a
     restored branch must stay the highest, should they become readable again.
 
@@ -34,6 +36,8 @@ def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
     Raises:
         SaveError: if there is none that manifests can hold.
     """
+    if tip is not None and not tip.is_committed:
+        return tip.generation
     head = ledger.head()
     highest = head.generation if head is not None else 0
     unknown = sum(not each.is_foreign for each in ledger.folders.values())

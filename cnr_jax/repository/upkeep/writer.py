@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cnr_jax import errors
@@ -41,6 +42,8 @@ _log = logger(__name__)
 HAND_OVER_SECS = 60.0
 # How long a save waits for the room that failed ones have taken.
 ROOM_SECS = 10.0
+# Who holds the lock for a save that is being planned, and has not begun.
+_PLANNED = "planned"
 
 
 class RootWriter:
@@ -51,8 +54,9 @@ class RootWriter:
     root: only there `refreshed`, `claim` and `move_aside` are called, and what ends a save does
     nothing on other processes.
 
-    A save goes `claim` (nothing is decided yet), maybe `move_aside`, `check_claim` (right before
-    the commit), then `committed` or `undo`, and `end_writing`.
+    A save goes `claim` (nothing is decided yet), maybe `move_aside`, `begin_writing`, `check_claim`
+    (right before the commit), then `committed` or `undo`, and `end_writing`. Several may be written
+    at once, but none beside one that has moved something aside.
 
     Args:
         is_first: whether this is the first process; asked once the item is known.
@@ -72,6 +76,7 @@ class RootWriter:
         changed: whether steps may have come, or gone, that the other processes do not know.
         noted: whether steps of the root may be noted as suspect.
         gaps: what was found missing of the checkpoints that saves rest on.
+        looking: held while the ledger is asked in the background, or changes meanwhile.
     """
 
     # Made together with the place; nothing is claimed or locked before `claim`.
@@ -93,6 +98,10 @@ class RootWriter:
         self.place: Place | None = None
         self.ledger: Ledger | None = None
         self.gaps = Gaps()
+        self.looking = threading.RLock()
+        # Saves for which others are kept from writing, by uuid.
+        self._writing = set[str]()
+        self._holding = threading.Lock()
         self.writes, self.changed, self.noted = False, False, True
         self._tidy = False
         # Whether a save may be prepared: nothing is locked or moved aside before.
@@ -220,22 +229,23 @@ class RootWriter:
             self._named, self._own = frozenset(), {}
             self._removed = set()
             self._unfinished.forget()
-        was_held = self._lock.is_held
-        if not self._lock.acquire(0):
-            # Whoever holds it may have taken over, and is not waited for then.
-            self._claim.check()
-        if not self._lock.acquire(HAND_OVER_SECS):
-            raise errors.WriterError(
-                f"another manager is writing a save in {os.fspath(root)}\n"
-                f"  it is {self._before or 'not known which'}; waited {HAND_OVER_SECS:g} s\n"
-                f"  hint: {other_writer(self._before)}; then save again",
-                kind="writer_busy",
-            )
+        with self._holding:
+            self._writing.add(_PLANNED)
         try:
+            if not self._lock.acquire(0):
+                # Whoever holds it may have taken over, and is not waited for then.
+                self._claim.check()
+            if not self._lock.acquire(HAND_OVER_SECS):
+                raise errors.WriterError(
+                    f"another manager is writing a save in {os.fspath(root)}\n"
+                    f"  it is {self._before or 'not known which'}; waited"
+                    f" {HAND_OVER_SECS:g} s\n"
+                    f"  hint: {other_writer(self._before)}; then save again",
+                    kind="writer_busy",
+                )
             self._claim.check()
         except BaseException:
-            if not was_held:
-                self._lock.release()
+            self.end_writing()
             raise
         if own is not None:
             self._unfinished.forget(own)
@@ -473,10 +483,23 @@ class RootWriter:
             return False
         return self._lock.is_held or self._claim.aside is not None
 
-    def end_writing(self) -> None:
-        """Lets other managers write: nothing is being written any more."""
-        if self.writes:
-            self._lock.release()
+    def begin_writing(self, uuid: str) -> None:
+        """Notes that a save that was planned is being written, until `end_writing`."""
+        with self._holding:
+            self._writing.add(uuid)
+            self._writing.discard(_PLANNED)
+
+    def end_writing(self, uuid: str = _PLANNED) -> None:
+        """Lets other managers write once no save is planned or written any more.
+
+        Args:
+            uuid: of a save of which nothing is written any more; else one that was planned did not
+                begin.
+        """
+        with self._holding:
+            self._writing.discard(uuid)
+            if self.writes and not self._writing:
+                self._lock.release()
 
     def take_over(self) -> None:
         """Lets the next save claim the root, also from a manager that did so since."""
@@ -493,6 +516,7 @@ class RootWriter:
 
     def close(self) -> None:
         """Waits for what is being deleted and frees what is held."""
+        self._writing.clear()
         self.end_writing()
         if self.remover is not None:
             self.remover.close()
@@ -512,6 +536,7 @@ class Unfinished:
         # By name, whether it was out of the way when `clear` looked last.
         self._gone: dict[str, bool] = {}
         self._waits = False
+        self._clearing = threading.Lock()
 
     def add(self, folder: str) -> None:
         """Notes a folder that a save was written into which is not committed."""
@@ -533,12 +558,13 @@ class Unfinished:
 
         Nobody may be writing a save. What is not part of the state may still be written.
         """
-        for name, was_gone in list(self._gone.items()):
-            is_gone = self._remove(name)
-            if is_gone and was_gone:
-                del self._gone[name]
-            else:
-                self._gone[name] = is_gone
+        with self._clearing:
+            for name, was_gone in list(self._gone.items()):
+                is_gone = self._remove(name)
+                if is_gone and was_gone:
+                    del self._gone[name]
+                else:
+                    self._gone[name] = is_gone
 
     def wait_for_room(self) -> None:
         """Waits until what was taken out of the way is deleted: a save may need the room."""
