@@ -66,6 +66,11 @@ class RunMachine(RuleBasedStateMachine):
         self.player.train(seed)
         self.player.save(gap)
 
+    @rule(seeds=st.lists(st.integers(0, 2**16), min_size=2, max_size=4))
+    def train_and_save_several(self, seeds: list[int]) -> None:
+        """Several train steps with a save each, of which none is waited for before the last."""
+        self.player.save_several(seeds)
+
     @rule(gap=_GAP)
     def save(self, gap: int) -> None:
         """A save, perhaps with nothing changed."""

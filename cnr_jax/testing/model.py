@@ -216,8 +216,20 @@ class Model:
                 return set()
         return legal
 
-    def saved(self, step: int, values: Values, parent: int | None) -> None:
+    def saved(
+        self,
+        step: int,
+        values: Values,
+        parent: int | None,
+        needed: Collection[int] = (),
+    ) -> None:
         """A save was committed, on this parent if it was a delta.
+
+        Args:
+            step: of the save.
+            values: that it holds.
+            parent: of a delta.
+            needed: parents of saves that were in flight then, and stay for these.
 
         Raises:
             ChainError: if no delta may rest on that parent.
@@ -225,7 +237,7 @@ class Model:
         tip = self.tip
         self._add(step, values, parent)
         new = self.steps[step]
-        self._prune()
+        self._prune(needed)
         if not self._is_there(new):
             self.legal.discard(new)
             self.tip = tip
@@ -382,7 +394,7 @@ class Model:
         head = ordered[-1]
         return head.generation if head is self.tip else head.generation + 1
 
-    def _prune(self) -> None:
+    def _prune(self, needed: Collection[int] = ()) -> None:
         """Drops what the current run does not keep, and nothing that is kept rests on."""
         ordered, unknown = self.ordered(), max(self.foreign, default=-1)
         own = [saved.step for saved in ordered if saved.run == self.run]
@@ -394,6 +406,7 @@ class Model:
         ruled |= set(self.keeps(own)) - there
         wanted = ruled | (self.steps.keys() - set(own))
         kept = {s for saved in ordered if saved.step in wanted for s in saved.chain()}
+        below = {s for saved in ordered if saved.step in needed for s in saved.chain()}
         if ruled:
             fulls = [s for s in ordered if s.step in there and s.parent is None]
             spare = self.min_fulls - sum(saved in kept for saved in fulls)
@@ -402,7 +415,7 @@ class Model:
         # Last, since what stays only because something unknown may rest on it is soon gone when
         # that is: it does not count as one of the full ones.
         kept |= {s for saved in ordered if saved.step <= unknown for s in saved.chain()}
-        self.steps = {saved.step: saved for saved in ordered if saved in kept}
+        self.steps = {saved.step: saved for saved in ordered if saved in kept | below}
         self.leaving = set()
 
 

@@ -27,8 +27,9 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class Player(contextlib.AbstractContextManager["Player"]):
     """
 
     def __init__(self, root: str | Path, setup: Setup) -> None:
+        # Of saves that were reported, by their steps.
+        self._parents: dict[int, int | None] = {}
+        options = dataclasses.replace(setup.options, on_save=self._told)
+        setup = dataclasses.replace(setup, options=options)
         self.root, self.setup = Path(root), setup
         self.model = Model(setup.keeps, setup.options.min_fulls)
         self.counts: dict[str, int] = {}
@@ -82,6 +87,21 @@ class Player(contextlib.AbstractContextManager["Player"]):
         step, values = self._step(gap), values_of(self.state)
         self._attempt(step)
         self._saved(step, values)
+
+    def save_several(self, seeds: Sequence[int]) -> None:
+        """Saves after each of some train steps, and waits once all are made."""
+        made: list[tuple[int, Values]] = []
+        for seed in seeds:
+            self.train(seed)
+            made.append((self._step(1), values_of(self.state)))
+            self._begin(made[-1][0])
+        self.manager.wait_until_finished()
+        for number, (step, values) in enumerate(made):
+            later = [self._parent(other) for other, _ in made[number + 1 :]]
+            needed = [parent for parent in later if parent is not None]
+            self._note(step, values, needed)
+        self.check_listing()
+        self._count("several saves")
 
     def restore(self, index: int) -> None:
         """Goes on from a step: of all that there are, the one with this index, modulo."""
@@ -282,22 +302,34 @@ class Player(contextlib.AbstractContextManager["Player"]):
             step += 1
         return step
 
+    def _told(self, report: cnr.SaveReport) -> None:
+        self._parents[report.step] = report.parent
+
     def _attempt(self, step: int) -> None:
+        self._begin(step)
+        self.manager.wait_until_finished()
+
+    def _begin(self, step: int) -> None:
         self._next = step + 1
+        self._parents.pop(step, None)
         saved = self.manager.save(step, args=cnr.args.Save(self.state, self.touched))
         if not saved:
             raise WrongError(f"step {step} was not saved")
-        self.manager.wait_until_finished()
+
+    def _parent(self, step: int) -> int | None:
+        if step not in self._parents:
+            raise WrongError(f"there is no report of step {step}")
+        return self._parents[step]
 
     def _saved(self, step: int, values: Values) -> None:
-        report = self.manager.last_report
-        if report is None or report.step != step:
-            raise WrongError(f"there is no report of step {step}")
-        parent = report.parent
-        self.model.saved(step, values, parent)
+        self._note(step, values)
+        self.check_listing()
+
+    def _note(self, step: int, values: Values, needed: Collection[int] = ()) -> None:
+        parent = self._parent(step)
+        self.model.saved(step, values, parent, needed)
         self._note_earlier()
         self._count("full" if parent is None else "delta")
-        self.check_listing()
 
     def _interrupted(self, step: int, values: Values) -> None:
         there = there_in(self.root)

@@ -198,6 +198,7 @@ def options(exact: bool = True) -> st.SearchStrategy[cnr.Options]:
         policy=policies(),
         tracking=st.sampled_from(["recorded", "fingerprint", "audited"]),
         audit_bytes=st.sampled_from([0, 256, 4 << 20]),
+        max_in_flight=st.sampled_from([1, 2, 3]),
         max_staging_bytes=st.sampled_from([100, 2 << 30]),
         verify_reads=st.booleans(),
         min_fulls=st.sampled_from([1, 2]),

@@ -92,7 +92,7 @@ def test_a_run_with_faults_and_crashes_equals_its_model() -> None:
     # Shrinking replays hundreds of saves, longer than a test may take.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     run_state_machine_as_test(
-        Machine, settings=settings(8, 16, derandomize=True, phases=phases)
+        Machine, settings=settings(10, 16, derandomize=True, phases=phases)
     )
     expected = {"full", "delta", "restored", "crash", "failed save", "damage detected"}
     expected |= {"used root refused", "foreign folder"}
