@@ -18,6 +18,7 @@ import datetime
 import json
 import os
 import secrets
+import threading
 import time
 import traceback
 import weakref
@@ -233,6 +234,8 @@ class Claim:
         self._other: Writer | None = None
         # Of the claim as it was read or written last: nobody else may have written it since.
         self._version: Any = None
+        # One save may look at the claim while another changes it.
+        self._turn = threading.RLock()
         # Drawn last by this manager.
         self._epoch = ""
         _inherited.add(self)
@@ -294,9 +297,13 @@ class Claim:
         Raises:
             WriterError: if one has.
         """
-        own = self._own
-        if own is None:
-            return
+        if (
+            self._own is not None
+        ):  # unlike in a forked child, where the lock may be held
+            with self._turn:
+                self._check(self._own)
+
+    def _check(self, own: Writer) -> None:
         found, self._version = _read_writer(self._root)
         if found is None and not exists(self._root / names.WRITER):
             self._write(own)  # somebody tidied up; nobody else claims the root
@@ -345,8 +352,9 @@ class Claim:
         Raises:
             WriterError: if another manager has claimed the root.
         """
-        assert self._own is not None
-        self._write(dataclasses.replace(self._own, epoch=self._new_epoch()))
+        with self._turn:
+            assert self._own is not None
+            self._write(dataclasses.replace(self._own, epoch=self._new_epoch()))
 
     def _new_epoch(self) -> str:
         self._epoch = secrets.token_hex(16) if can(self._root).conditions else ""
@@ -359,9 +367,10 @@ class Claim:
 
     def note_aside(self, aside: Aside | None) -> None:
         """Stores, before it happens, what is moved aside, or that this is settled."""
-        assert self._own is not None
-        if aside != self._own.aside:
-            self._write(dataclasses.replace(self._own, aside=aside))
+        with self._turn:
+            assert self._own is not None
+            if aside != self._own.aside:
+                self._write(dataclasses.replace(self._own, aside=aside))
 
     def _write(self, own: Writer) -> None:
         document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
