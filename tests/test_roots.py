@@ -224,10 +224,14 @@ with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
     check(state, 2)
     train(manager, [3])
     assert manager.last_report.kind == "delta"
-    # A rollback renames what is in its way.
+    # A rollback leaves behind what is in its way.
+    old = dict(truth)
     state, touched = manager.restore(1, args=cnr.args.Restore(state))
+    state["w"] += 10
     train(manager, [2])
     assert manager.latest_step() == 2
+    with ocp.CheckpointManager(root) as plain:
+        assert plain.all_steps() == [0, 1]
     check(manager.restore(2, args=cnr.args.Restore(state)).state, 2)
 
 assert not [p for p in cnr.verify(root) if p.consequence]
@@ -236,12 +240,22 @@ with cnr.CheckpointManager(sys.argv[2], tables=tables) as manager:
     check(got.state, 2)
 
 # Killed right before the file that commits a step is written.
-(epath.Path(root) / "2" / "commit_success.txt").unlink()
+(epath.Path(root) / "2.g2.branch" / "commit_success.txt").unlink()
+for step in (2, 3):
+    (epath.Path(root) / str(step) / "commit_success.txt").write_text("")
+assert not [p for p in cnr.verify(root) if p.consequence]
+with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
+    assert manager.all_steps() == [0, 1, 2, 3]
+    truth |= old
+    state, touched = manager.restore(None, args=cnr.args.Restore(state))
+    check(state, 3)
+    train(manager, [4])
+# And one that took the place of none.
+(epath.Path(root) / "4" / "commit_success.txt").unlink()
 assert [p.kind for p in cnr.verify(root) if p.consequence] == ["not_committed"]
 with cnr.CheckpointManager(root, tables=tables, options=options) as manager:
-    assert manager.all_steps() == [0, 1]
-    state, touched = manager.restore(None, args=cnr.args.Restore(state))
-    check(state, 1)
+    assert manager.all_steps() == [0, 1, 2, 3]
+    state, touched = manager.restore(1, args=cnr.args.Restore(state))
     train(manager, [2, 4])
     for step in manager.all_steps():
         check(manager.restore(step, args=cnr.args.Restore(state)).state, step)

@@ -110,20 +110,23 @@ def check_committed(root: AnyPath, directory: str) -> None:
 
 
 def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "nothing"]:
-    """What a folder that is called like a step holds, where attempts hold folders; else "step".
+    """What a folder that is called like a step holds, where that can be told; else "step".
 
-    An attempt that is not committed is being written, or was killed. Some stores list folders for a
-    while in which nothing is any more.
+    An attempt that is not committed is being written, or was killed: where attempts hold folders,
+    and where a save has a name of its own. Some stores list folders for a while in which nothing
+    is any more.
 
     Raises:
         OSError: if that cannot be seen.
     """
     step = root / directory
-    if not can(root).conditions or is_committed(step):
+    kept, is_branched = can(root), names.branch_number(directory) > 0
+    if kept.renames or not (kept.conditions or is_branched) or is_committed(step):
         return "step"
     if exists(step / names.ATTEMPT):
         return "attempt"
-    return "step" if exists(step) else "nothing"
+    held = "attempt" if is_branched else "step"
+    return held if exists(step) else "nothing"
 
 
 def sorted_out(
