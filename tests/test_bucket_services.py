@@ -130,6 +130,10 @@ def test_a_read_that_is_disturbed_once_is_made_again(
         harms = iter([harm])
         proxy.harm = lambda *_: next(harms, None)  # noqa: B023
         assert read(path) == data
+    for look in (store.names_in, store.is_directory, store.bytes_below):
+        harms = iter([harm])
+        proxy.harm = lambda *_: next(harms, None)  # noqa: B023
+        assert look(bucket), "what lists"
 
 
 @each_of("code", [409, 412])

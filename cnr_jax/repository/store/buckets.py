@@ -418,7 +418,8 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._rest:
-            block = _asked(self._path, next, self._blocks, b"")
+            # Once: after an error it would seem to be at its end.
+            block = _asked_once(self._path, next, self._blocks, b"")
             self._rest = memoryview(bytes(block))
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
@@ -564,6 +565,25 @@ def _version(said: Any) -> Any:
 
 
 def _asked(
+    path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The answer to a request of a client; asks again where it is cut, as the client does not.
+
+    Raises:
+        OSError: as `_asked_once`.
+    """
+    last = time.monotonic() + _RETRY_SECS
+    while True:
+        try:
+            return _asked_once(path, request, *args, **kwargs)
+        except StoreError as error:
+            is_cut = error.fact == _WITHOUT_CODE[""][0] and "mode" not in kwargs
+            if not is_cut or time.monotonic() > last:
+                raise
+        time.sleep(random.uniform(0, _MEETING_SECS))
+
+
+def _asked_once(
     path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The answer to a request of a client.
