@@ -79,6 +79,9 @@ def test_each_call_says_which_object_code_and_what_to_do_while_a_service_is_away
         run.restore(manager, None)
         run.run(manager, [3])
         run.check(manager, None)
+        manager.reload()  # which gives the root up
+        manager.delete(3)
+        assert manager.all_steps() == [0, 1, 2]
     assert cnr.verify(root) == ()
 
 
