@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cnr_jax.exporting.export import export as export
     from cnr_jax.given import NOT_GIVEN as NOT_GIVEN
     from cnr_jax.given import TableOptions as TableOptions
+    from cnr_jax.goodput.advice import advise as advise
     from cnr_jax.handler import handler_registry as handler_registry
     from cnr_jax.importing import import_orbax as import_orbax
     from cnr_jax.manager import CheckpointManager as CheckpointManager
@@ -81,6 +82,7 @@ _HOMES = {
     "manager": "CheckpointManager",
     "given": "NOT_GIVEN TableOptions",
     "exporting.export": "Exported export",
+    "goodput.advice": "advise",
     "importing": "import_orbax",
     "options": "Options",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",

@@ -122,7 +122,11 @@ class Schedule:
     @property
     def steady(self) -> np.ndarray:
         """int64[saves], bytes that the restore of each save needs."""
-        return np.array([self._bytes(self._chain(s)) for s in range(len(self.parents))])
+        read: list[int] = []
+        for save, parent in enumerate(self.parents):
+            below = 0 if save == parent else read[parent]
+            read.append(int(self.written[save]) + below)
+        return np.array(read)
 
     @property
     def transient(self) -> np.ndarray:
@@ -274,12 +278,16 @@ def simulate(
 
 
 class Followed:
-    """Policy that decides on simulated saves, and the history that it sees."""
+    """Policy that decides on simulated saves, and the history that it sees.
+
+    Attributes:
+        parents: number of each save's parent so far.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._history: list[SaveRecord] = []
-        self._parents: list[int] = []
+        self.parents: list[int] = []
 
     def save(self, sized: Callable[[int], tuple[int, int]]) -> None:
         """Adds a save.
@@ -305,12 +313,12 @@ class Followed:
             restore_bytes=restore_bytes + size,
         )
         self._history.append(record)
-        self._parents.append(parent)
+        self.parents.append(parent)
 
     def schedule(self) -> Schedule:
         """Schedule of all saves so far."""
         written = np.array([record.bytes for record in self._history])
-        return Schedule(tuple(self._parents), written)
+        return Schedule(tuple(self.parents), written)
 
 
 def _sized(

@@ -40,7 +40,7 @@ PARTS = {
     "Tables and tracking": "find_tables Tables TableSpec Identity ModSharded init_touched record"
     " reset_touched Touched Lookup",
     "Policies": "Intermittent OneShot Consecutive Full Decision SaveRecord expected_restores"
-    " simulate Simulation Schedule ByteModel",
+    " simulate Simulation Schedule ByteModel advise",
     "Look into a root": "describe RootDescription StepDescription TableDescription"
     " LeafDescription verify Problem read_rows changed_rows read_metrics prune PrunePlan Fate",
 }

@@ -52,6 +52,7 @@ PUBLIC = {
     "Touched",
     "TriedBits",
     "TriedWidth",
+    "advise",
     "args",
     "changed_rows",
     "describe",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cnr_jax.cli.advise import advise
 from cnr_jax.cli.bits import bits
 from cnr_jax.cli.cost import cost
 from cnr_jax.cli.diff import diff
@@ -56,5 +57,5 @@ for each in (ls, show, verify, explain, diff):
     app.command()(verb(each))
 # So that -1 is a row, and no option.
 app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
-for each in (bits, export, report, cost, simulate, prune):
+for each in (bits, export, report, advise, cost, simulate, prune):
     app.command()(verb(each))

@@ -85,3 +85,7 @@ Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
+TRACE_HELP = (
+    "A trace of nodes that are up (CSV of secs,nodes, or JSON), exponential:HOURS or"
+    " weibull:HOURS,SHAPE of one node"
+)

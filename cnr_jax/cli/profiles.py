@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cnr_jax.goodput import Profile
 
 
-def profile_of(path: str, item: str | None = None) -> Profile | None:
+def read_profile(path: str, item: str | None = None) -> Profile | None:
     """Reads a profile.
 
     Args:
@@ -24,9 +24,9 @@ def profile_of(path: str, item: str | None = None) -> Profile | None:
     """
     from cnr_jax.cli.roots import read_root
     from cnr_jax.goodput import Profile
-    from cnr_jax.goodput.records import recorded_profile
+    from cnr_jax.goodput.records import profile_of
     from cnr_jax.repository.course import course_of
 
     if not Path(path).is_dir() and "://" not in path:
         return Profile.read(path)
-    return recorded_profile(course_of(read_root(path, item)))
+    return profile_of(course_of(read_root(path, item)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, number, number_option
+from cnr_jax.cli.arguments import TRACE_HELP, AsJson, number, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.errors import OptionError
@@ -16,11 +16,6 @@ from cnr_jax.errors import OptionError
 if TYPE_CHECKING:
     from cnr_jax.goodput import Failures, JobRun, Plan, Profile
     from cnr_jax.simulation import Simulation
-
-_FAILURES = (
-    "A trace of nodes that are up (CSV of secs,nodes, or JSON), exponential:HOURS or"
-    " weibull:HOURS,SHAPE of one node; may be given several times."
-)
 
 
 def simulate(
@@ -41,7 +36,10 @@ def simulate(
         int, number_option("--slot-bytes", "Of a row, for its optimizer's slots.", 0)
     ] = 4,
     failures: Annotated[
-        list[str] | None, typer.Option(metavar="TRACE", help=_FAILURES)
+        list[str] | None,
+        typer.Option(
+            metavar="TRACE", help=f"{TRACE_HELP}; may be given several times."
+        ),
     ] = None,
     profile: Annotated[
         str | None,
@@ -128,25 +126,27 @@ def _runs(
     Raises:
         OptionError: if there is no profile.
     """
-    from cnr_jax.cli.profiles import profile_of
+    from cnr_jax.cli.profiles import read_profile
     from cnr_jax.goodput import simulate_job
 
-    profile = profile_of(path)
+    profile = read_profile(path)
     if profile is None:
         raise OptionError(f"{path} is no profile: it has not saved often enough")
     return [
         simulate_job(profile, trace, plan)
         for trace in traces
-        for plan in _plans(profile, every, trace.nodes, found)
+        for plan in _plans(profile, every, trace, found)
     ]
 
 
 def _plans(
-    profile: Profile, every: int, nodes: int, found: Simulation | None
+    profile: Profile, every: int, failures: Failures, found: Simulation | None
 ) -> list[Plan]:
     """Plans of all policies, with saves as a trace of look-ups has them, and of other systems."""
     from cnr_jax.goodput import (
         Plan,
+        advised_plan,
+        best_plan,
         checkfreq_plan,
         pccheck_plan,
         plain_plan,
@@ -159,11 +159,17 @@ def _plans(
     else:
         policies = (Intermittent(), Consecutive(), Full())
         own = [plan_of(profile, every, policy) for policy in policies]
+
+    def best_of_orbax(every: int) -> Plan:
+        return plain_plan(profile, every, name="orbax, best")
+
     return [
         *own,
         plain_plan(profile, every),
-        checkfreq_plan(profile, nodes),
-        pccheck_plan(profile, nodes=nodes),
+        advised_plan(profile, failures),
+        best_plan(profile, failures, best_of_orbax),
+        checkfreq_plan(profile, failures.nodes),
+        pccheck_plan(profile, nodes=failures.nodes),
     ]
 
 

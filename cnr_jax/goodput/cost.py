@@ -14,14 +14,14 @@ import numpy as np
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS
 from cnr_jax.goodput.profile import ENOUGH, Profile
-from cnr_jax.goodput.records import recorded_profile
+from cnr_jax.goodput.records import profile_of
 from cnr_jax.repository.course import Course, Save
 from cnr_jax.repository.description import aligned, amount
 
 MONTH_HOURS = 730.0
 # In a bucket: of a save, and of each step that a restore reads; and one more for each further
 # chunk of this size. As tests/benchmarks/bucket_requests.py counts them.
-_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 22, 7, 16 << 20
+_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 23, 7, 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ def cost_of(
     Returns:
         The cost; None: fewer than five saves tell how often the run saves.
     """
-    profile = recorded_profile(course)
+    profile = profile_of(course)
     saves = [save for save in course.saves if "tables" in save.parts and save.saved_at]
     times = sorted(save.saved_at.timestamp() for save in saves if save.saved_at)
     if profile is None or len(times) < ENOUGH:

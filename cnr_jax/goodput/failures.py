@@ -19,6 +19,7 @@ from cnr_jax.errors import OptionError
 HOUR_SECS = 3600.0
 # Mean times between failures for which hosts have run before a drawn trace begins.
 _EARLIER = 10
+_MANY = 400
 _MOST_DRAWS = 50_000_000
 
 
@@ -168,7 +169,7 @@ class Failures:
 
 
 def failures_from(
-    text: str, nodes: int | None = None, hours: float = 720.0, seed: int = 0
+    text: str, nodes: int | None = None, hours: float | None = 720.0, seed: int = 0
 ) -> Failures:
     """Failures as a command line names them: the path of a trace, or a distribution.
 
@@ -176,7 +177,7 @@ def failures_from(
         text: path of a file, as `read_failures` reads it; or `exponential:HOURS` or
             `weibull:HOURS,SHAPE`, with the mean time between failures of one node.
         nodes: nodes that the job needs; None: as many as are up at most, of a distribution one.
-        hours: hours to draw failures for.
+        hours: hours to draw failures for; None: as many as bring some hundreds of them.
         seed: number by which draws are repeated.
 
     Raises:
@@ -196,10 +197,11 @@ def failures_from(
             f"{text!r} is no distribution of failures\n"
             "  expected exponential:HOURS or weibull:HOURS,SHAPE, such as weibull:4000,0.7"
         ) from None
+    nodes = nodes or 1
     return Failures.drawn(
         node_mtbf_hours=mtbf,
-        nodes=nodes or 1,
-        hours=hours,
+        nodes=nodes,
+        hours=_MANY * mtbf / nodes if hours is None else hours,
         shape=shape[0] if shape else 1.0,
         seed=seed,
     )

@@ -164,7 +164,7 @@ class _Job:
         self._now, self._end = begin, end - notice_secs if fails else end
         secs, rest = self._profile.restart_secs, "restart"
         if self._behind:
-            secs += self._profile.restore.of(self._reads[self._place(self._behind - 1)])
+            secs += self._profile.reading.of(self._reads[self._place(self._behind - 1)])
         if self._pass("restart", secs):
             self._train()
             rest = "blocking"

@@ -29,6 +29,16 @@ class Pace:
     blocking_secs: float
     restore_secs: float
 
+    @property
+    def slowdown(self) -> float:
+        """Share by which training takes longer than without saves, if nothing fails."""
+        return self.interval_secs / self.train_secs - 1
+
+    @property
+    def lost_secs(self) -> float:
+        """Seconds before a failure since the call of the last durable save, on average."""
+        return self.write_secs + self.interval_secs / 2
+
 
 def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
     """Pace of a plan without failures.
@@ -56,14 +66,8 @@ def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
         float(interval.mean()),
         float(write.mean()),
         float((interval - train - lost).mean()),
-        float(profile.restore.of(reads).mean()),
+        float(profile.reading.of(reads).mean()),
     )
-
-
-def slowdown(plan: Plan, profile: Profile, nodes: int = 1) -> float:
-    """Share by which training takes longer than without saves, if nothing fails."""
-    pace = pace_of(plan, profile, nodes)
-    return pace.interval_secs / pace.train_secs - 1
 
 
 def expected_goodput(
@@ -86,13 +90,25 @@ def expected_goodput(
         failures: stretches of time in which the job has its nodes.
         notice_secs: seconds before a failure at which the job is told of it.
     """
+    up, fails = stretches_of(failures)
     pace = pace_of(plan, profile, failures.nodes)
+    return goodput_of(pace, profile, up, fails, notice_secs)
+
+
+def stretches_of(failures: Failures) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each stretch of time with all nodes, and whether it ends by a failure."""
     up = np.array([end - begin for begin, end in failures.up])
-    fails = np.array([end < failures.secs for _, end in failures.up])
+    return up, np.array([end < failures.secs for _, end in failures.up])
+
+
+def goodput_of(
+    pace: Pace, profile: Profile, up: np.ndarray, fails: np.ndarray, notice_secs: float
+) -> float:
+    """Goodput of a pace in stretches of time, as `expected_goodput` says."""
     active = up - profile.restart_secs - pace.restore_secs
     # Before its first failure a job has nothing to restore.
     active[0] += pace.restore_secs
     told = pace.blocking_secs + pace.write_secs <= notice_secs
-    behind = notice_secs if told else pace.write_secs + pace.interval_secs / 2
+    behind = notice_secs if told else pace.lost_secs
     kept = np.maximum(active - np.where(fails, behind, 0.0), 0.0)
     return float(kept.sum() / pace.interval_secs * pace.train_secs / up.sum())

@@ -11,8 +11,8 @@ from cnr_jax.goodput.profile import Profile
 from cnr_jax.policy import Policy
 from cnr_jax.simulation import Followed, Schedule
 
-# Saves after which the last cycle of a policy is taken for all that follow.
-_SAVES = 300
+# Full saves, or else saves, after which the last cycle of a policy is taken for all that follow.
+_FULLS, _SAVES = 3, 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,11 +71,12 @@ def plan_of(
         in_flight: most saves at the same time.
         name: name of the plan; that of the policy, if empty.
     """
-    followed = Followed(policy)
+    followed, fulls = Followed(policy), 0
     for save in range(_SAVES):
-        followed.save(
-            lambda parent, save=save: (0, _size(profile, every, save, parent))
-        )
+        followed.save(lambda parent, at=save: (0, _size(profile, every, at, parent)))
+        fulls += followed.parents[-1] == save
+        if fulls == _FULLS:
+            break
     return Plan(name or policy.name, every, followed.schedule(), in_flight)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from cnr_jax.goodput.profile import ENOUGH, Profile, Seconds
-from cnr_jax.repository.course import Course, Save
+from cnr_jax.repository.course import Course, Save, course_of
+from cnr_jax.repository.describe import describe
 
 # The newest saves tell what saves take now.
 _MOST_SAVES = 300
@@ -18,7 +20,28 @@ _USUAL_EXPONENT = 0.7
 _TELLING = 0.1
 
 
-def recorded_profile(course: Course, restart_secs: float = 0.0) -> Profile | None:
+def recorded_profile(
+    root: str | os.PathLike[str], *, restart_secs: float = 0.0, item: str | None = None
+) -> Profile | None:
+    """Profile of a run from what it has noted in its root.
+
+    Imports neither jax nor Orbax. A run may be saving there.
+
+    Args:
+        root: directory of the checkpoints.
+        restart_secs: seconds of a restart, which no record tells.
+        item: item to look at, where steps hold several.
+
+    Returns:
+        As `profile_of`.
+
+    Raises:
+        NoStepError, OptionError: as `cnr_jax.describe`.
+    """
+    return profile_of(course_of(describe(root, item=item)), restart_secs)
+
+
+def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:
     """Profile of a run from its own records.
 
     Typical figures are medians, so that what is compiled in first saves does not count. Nothing

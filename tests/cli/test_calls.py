@@ -59,6 +59,7 @@ VERBS: dict[str, list[Any]] = {
     "export": [1, "--to", "never-written"],
     "rows": ["user", 0],
     "cost": [],
+    "advise": ["--failures", "exponential:1", "--job-hours", 9],
     "report": ["-o", "never-written.html"],
 }
 
@@ -136,6 +137,7 @@ def test_numbers_are_decimal_digits_of_64_bits(root: Path, wrong: str) -> None:
         ["simulate", "--accesses", "x", "--rows", f"user={wrong}"],
         ["simulate", "--failures", "x", "--nodes", wrong],
         ["cost", root, "--accelerators", wrong],
+        ["advise", root, "--failures", "x", "--job-hours", 1, "--nodes", wrong],
     ):
         code, found = as_json(*words)
         assert (code, found["error"]["kind"]) == (2, "usage"), words

@@ -447,6 +447,7 @@ def test_export_that_cannot_be_written_has_an_exit_code_and_a_kind(
 
 # ---- how they end ---------------------------------------------------------------------------
 
+WHAT_FAILS = ["--failures", "exponential:1", "--job-hours", "9"]
 VERBS = {
     "ls": ["ls"],
     "show": ["show", "@", "1"],
@@ -496,6 +497,7 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
         "export": ["export", "@", 1, "--to", out],
         "report": ["report", "@", "-o", f"{out}.html"],
         "simulate": ["simulate", "--accesses", trace, "--every", 5],
+        "advise": ["advise", "@", *WHAT_FAILS],
     }
     assert as_json(*words["simulate"])[1]["jobs"] == []
     commands = app.registered_commands
@@ -585,17 +587,20 @@ def test_commands_that_read_manifests_import_neither_jax_nor_orbax(root: Path) -
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from cnr_jax.cli.app import app\n"
-        "root = sys.argv[1]\n"
+        "root, *argv = sys.argv[1:]\n"
         "page = ['report', '-o', root + '.html']\n"
         "prune = ['prune', '--keep', 1, '--yes', '--writer-is-dead']\n"
-        "looks = ['ls'], ['ls', '--help'], ['cost'], ['show', 3], ['explain', 3], page\n"
+        "looks = ['ls'], ['ls', '--help'], ['show', 3], ['explain', 3], page\n"
+        "looks += ['cost'], ['advise', *argv]\n"
         "for words in (*looks, prune):\n"
         "    words = [words[0], root, *map(str, words[1:])]\n"
         "    assert CliRunner().invoke(app, words).exit_code == 0, words\n"
         "    found = {'jax', 'orbax', 'tensorstore'} & sys.modules.keys()\n"
         "    assert not found, (words, found)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(root)], check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-c", code, str(root), *WHAT_FAILS], check=True, timeout=240
+    )
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:

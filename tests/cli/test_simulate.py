@@ -45,13 +45,14 @@ def test_jobs_are_those_of_the_library(tmp_path: Path, profile: Path) -> None:
     code, said = call(*words, "--json")
     assert code == 0
     jobs = json.loads(said)["jobs"]
-    systems = ["intermittent", "consecutive", "full", "orbax", "CheckFreq", "PCcheck"]
+    systems = ["intermittent", "consecutive", "full", "orbax", "advised"]
+    systems += ["orbax, best", "CheckFreq", "PCcheck"]
     assert [each["plan"] for each in jobs] == 2 * systems
     trace = Failures("mine", ((0, 900), (1000, 5000)), 5000, 2)
     drawn = Failures.drawn(node_mtbf_hours=2, hours=20)
     plan = plan_of(PROFILE, 60, cnr.Intermittent())
     assert jobs[0] == simulate_job(PROFILE, trace, plan).asdict()
-    assert jobs[6] == simulate_job(PROFILE, drawn, plan).asdict()
+    assert jobs[8] == simulate_job(PROFILE, drawn, plan).asdict()
     code, said = call(*words)
     lines = said.splitlines()
     assert lines[0] == "mine: 1 failures in 1 h, and 0 h without all nodes"
@@ -78,7 +79,7 @@ def test_saves_of_a_trace_of_look_ups_are_those_that_are_played(
     jobs = {each["plan"]: each for each in document["jobs"]}
     assert jobs["consecutive"]["written_bytes"] > sum(written)
     assert jobs["consecutive"]["stored_bytes"] == sum(written)
-    assert {"one_shot", "orbax"} <= set(jobs)
+    assert {"one_shot", "orbax", "advised"} <= set(jobs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,442 @@
+"""Advice on when to save: the plan of most goodput within a slowdown budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cnr_jax.errors import OptionError
+from cnr_jax.goodput.failures import HOUR_SECS, Failures
+from cnr_jax.goodput.model import goodput_of, pace_of, stretches_of
+from cnr_jax.goodput.plans import Plan, plan_of
+from cnr_jax.goodput.profile import Profile, Seconds
+from cnr_jax.policy import Consecutive, Full, Intermittent, Policy, bits_for
+from cnr_jax.repository.description import aligned
+
+POLICIES: tuple[Policy, ...] = (Intermittent(), Consecutive(20), Full())
+# Intervals that are tried: each so many times the one before, then around the best of them.
+_COARSE, _FINE = 1.5, 1.06
+_LONGEST = 10_000_000
+# Draws of the profile and of the failures, of which the middle four fifths are a range.
+_DRAWS, _RANGE = 200, (0.1, 0.5, 0.9)
+# Of a profile: a factor each is drawn for.
+_MEASURED = ("step", "blocking", "write", "restore")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """Expected figure, and the range in which eight of ten draws lie."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan, and what is to be expected of it.
+
+    Attributes:
+        every: train steps between two saves.
+        in_flight: most saves at the same time.
+        policy: policy of its saves.
+        goodput: share of the time with all nodes in which steps are trained that stay.
+        slowdown: share by which training takes longer than without saves.
+        interval_secs: seconds from save to save.
+        lost_secs: seconds of training that a failure takes.
+        restart_secs: seconds from a failure, or from when nodes are back, until training goes on.
+    """
+
+    every: int
+    in_flight: int
+    policy: Policy
+    goodput: Figure
+    slowdown: Figure
+    interval_secs: Figure
+    lost_secs: Figure
+    restart_secs: Figure
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it as values of JSON; the policy as it is written in a program."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        figures = {
+            k: dataclasses.asdict(v) for k, v in found.items() if isinstance(v, Figure)
+        }
+        return {**found, **figures, "policy": _written(self.policy)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Advice for a run, as `advise` gives it.
+
+    Attributes:
+        best: the plan of most goodput within the budget.
+        second: the best one of another policy.
+        budget: slowdown that was allowed.
+        mtbf_secs: mean time between failures.
+        job_hours: hours that the job trains for, restarts included.
+        expected_restores: failures in that time.
+        bits: width of codes for so many.
+        min_fulls: number of full checkpoints to keep.
+        young: interval in steps by Young's formula, for reference.
+        daly: interval in steps by Daly's.
+        changes: interval of the same policy if something were otherwise, by what.
+        saves: measured saves that it rests on; None: a user has said what they take.
+        assumed: what was taken for granted, as nothing was measured.
+    """
+
+    best: Choice
+    second: Choice
+    budget: float
+    mtbf_secs: float
+    job_hours: float
+    expected_restores: float
+    bits: int
+    min_fulls: int
+    young: int
+    daly: int
+    changes: dict[str, int]
+    saves: int | None
+    assumed: tuple[str, ...]
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the second best lies within the range of the best."""
+        return self.second.goodput.value >= self.best.goodput.low
+
+    @property
+    def program(self) -> str:
+        """Lines of a program that follow the advice."""
+        return (
+            "options = cnr.Options(\n"
+            f"    policy={_written(self.best.policy)},\n"
+            '    bits="auto",\n'
+            f"    expected_restores={math.ceil(self.expected_restores)},\n"
+            f"    min_fulls={self.min_fulls},\n"
+            ")\n"
+            "orbax_options = ocp.CheckpointManagerOptions("
+            f"save_interval_steps={self.best.every})"
+        )
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it as values of JSON."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        both = {"best": self.best.asdict(), "second": self.second.asdict()}
+        more = {"is_close": self.is_close, "program": self.program}
+        return {**found, **both, **more, "assumed": list(self.assumed)}
+
+    def __str__(self) -> str:
+        """What to do, what to expect of it, what else there is, and the lines to paste."""
+        best, second = self.best, self.second
+        rows = [["", "expected", "10 to 90 %"]]
+        for what, figure, told in (
+            ("goodput", best.goodput, _share),
+            ("slowdown", best.slowdown, _share),
+            ("interval", best.interval_secs, _secs),
+            ("lost by a failure", best.lost_secs, _secs),
+            ("restart and restore", best.restart_secs, _secs),
+        ):
+            span = f"{told(figure.low)} to {told(figure.high)}"
+            rows.append([what, told(figure.value), span])
+        rests = (
+            "figures of a user's own" if self.saves is None else f"{self.saves} saves"
+        )
+        within = ", which is within the range of the best" if self.is_close else ""
+        lines = [
+            f"save every {best.every:,} steps, policy {best.policy.name}",
+            *aligned(rows, right={1, 2}),
+            f"it rests on {rests}, and {self.expected_restores:.3g} failures in"
+            f" {self.job_hours:,.4g} h",
+            f"second best: every {second.every:,} steps, policy {second.policy.name}, goodput"
+            f" {_share(second.goodput.value)}{within}",
+            f"for reference: every {self.young:,} steps by Young's formula,"
+            f" {self.daly:,} by Daly's",
+            *(
+                f"every {every:,} steps if {what}"
+                for what, every in self.changes.items()
+            ),
+            *(f"taken for granted: {what}" for what in self.assumed),
+        ]
+        if best.slowdown.value > self.budget:
+            lines.insert(
+                1, f"no plan costs less than the budget of {_share(self.budget)}"
+            )
+        return "\n".join([*lines, "", self.program])
+
+
+def advise(
+    profile: Profile,
+    failures: Failures,
+    *,
+    job_hours: float,
+    budget: float = 0.03,
+    notice_secs: float = 0.0,
+    damage: float = 0.0,
+    seed: int = 0,
+) -> Advice | None:
+    """Advises when to save: the plan of most goodput whose slowdown is within a budget.
+
+    Goodput is that of `expected_goodput`. Ranges are those of draws: of measurements, as far as
+    they spread, and of as many failures as the job will see.
+
+    Args:
+        profile: profile of the run.
+        failures: failures, from a trace or from a distribution.
+        job_hours: hours that the job trains for, restarts included.
+        budget: share by which saves may make training longer.
+        notice_secs: seconds before a failure at which the job is told of it.
+        damage: chance that a restore finds a full checkpoint damaged, for `min_fulls`.
+        seed: number by which draws are repeated.
+
+    Returns:
+        The advice; None: fewer than five saves tell what a step and a save take.
+
+    Raises:
+        OptionError: if a number is of no use, or the trace has no failure.
+
+    Source: Young (CACM 1974) and Daly (FGCS 2006) for reference. Differs from them in: saves
+    overlap with training, and are durable only when they are written.
+    """
+    _check(failures, job_hours, budget)
+    if not (profile.step.known and profile.blocking.known and profile.write.known):
+        return None
+    found = _plans(profile, failures, budget, notice_secs)
+    draws = [*_draws(profile, failures, job_hours, seed)]
+    best, second = (
+        _choice(plan, policy, profile, failures, draws, notice_secs)
+        for plan, policy in found[:2]
+    )
+    plan, policy = found[0]
+    pace = pace_of(plan, profile, failures.nodes)
+    mtbf = failures.mtbf_secs
+    young, daly = _references(pace.interval_secs - pace.train_secs, mtbf)
+    restores = job_hours * HOUR_SECS / mtbf
+    # Without a second full checkpoint damage takes all that was trained.
+    lost = restores * damage * job_hours * HOUR_SECS / 2
+    return Advice(
+        best=best,
+        second=second,
+        budget=budget,
+        mtbf_secs=mtbf,
+        job_hours=job_hours,
+        expected_restores=restores,
+        bits=bits_for(restores),
+        min_fulls=2 if lost > profile.blocking.of(profile.full_bytes) else 1,
+        young=max(1, round(young / profile.step.fixed)),
+        daly=max(1, round(daly / profile.step.fixed)),
+        changes={
+            what: best_plan(other, up, _maker(other, policy), budget, notice_secs).every
+            for what, other, up in _otherwise(profile, failures)
+        },
+        saves=_rests_on(profile),
+        assumed=(*_assumed(profile, damage),),
+    )
+
+
+def _check(failures: Failures, job_hours: float, budget: float) -> None:
+    for what, value in (("job_hours", job_hours), ("budget", budget)):
+        if not 0 < value < math.inf:
+            raise OptionError(f"{what} is {value!r}, expected a number above 0")
+    if not failures.count:
+        raise OptionError(
+            f"trace {failures.name!r} has no failure: no interval is best"
+        )
+
+
+def _rests_on(profile: Profile) -> int | None:
+    """Number of saves that tell the least known figure; None: a user has said them all."""
+    told = (profile.step.samples, profile.blocking.samples, profile.write.samples)
+    return min((each for each in told if each is not None), default=None)
+
+
+def advised_plan(
+    profile: Profile,
+    failures: Failures,
+    budget: float = 0.03,
+    notice_secs: float = 0.0,
+) -> Plan:
+    """Plan that `advise` takes for the best, by the name `advised`."""
+    plan, _ = _plans(profile, failures, budget, notice_secs)[0]
+    return dataclasses.replace(plan, name="advised")
+
+
+def _plans(
+    profile: Profile, failures: Failures, budget: float, notice_secs: float
+) -> list[tuple[Plan, Policy]]:
+    """Plan of each policy with its best interval, and the policy, the best first."""
+    found = [
+        (
+            best_plan(profile, failures, _maker(profile, each), budget, notice_secs),
+            each,
+        )
+        for each in POLICIES
+    ]
+
+    def worth(each: tuple[Plan, Policy]) -> tuple[float, float]:
+        return _worth(each[0], profile, failures, budget, notice_secs)
+
+    return sorted(found, key=worth, reverse=True)
+
+
+def best_plan(
+    profile: Profile,
+    failures: Failures,
+    maker: Callable[[int], Plan],
+    budget: float = 0.03,
+    notice_secs: float = 0.0,
+) -> Plan:
+    """Plan with the interval of most goodput within a slowdown budget.
+
+    Args:
+        profile: profile of the run.
+        failures: failures that it has.
+        maker: function that makes a plan of an interval.
+        budget: share by which saves may make training longer; if no interval keeps it, the one
+            that costs least is taken.
+        notice_secs: seconds before a failure at which the job is told of it.
+    """
+    longest = min(max(failures.mtbf_secs, 1.0) / profile.step.fixed, _LONGEST)
+    coarse = {
+        round(_COARSE**n) for n in range(math.ceil(math.log(longest, _COARSE)) + 2)
+    }
+
+    def best(intervals: set[int]) -> Plan:
+        plans = map(maker, sorted(intervals))
+        return max(
+            plans, key=lambda p: _worth(p, profile, failures, budget, notice_secs)
+        )
+
+    near = best(coarse).every
+    return best({max(1, round(near * _FINE**n)) for n in range(-7, 8)})
+
+
+def _worth(
+    plan: Plan, profile: Profile, failures: Failures, budget: float, notice_secs: float
+) -> tuple[float, float]:
+    """What plans are compared by: that the budget is kept, then goodput."""
+    pace = pace_of(plan, profile, failures.nodes)
+    goodput = goodput_of(pace, profile, *stretches_of(failures), notice_secs)
+    return -max(pace.slowdown - budget, 0.0), goodput
+
+
+def _maker(profile: Profile, policy: Policy) -> Callable[[int], Plan]:
+    return lambda every: plan_of(profile, every, policy)
+
+
+def _draws(
+    profile: Profile, failures: Failures, job_hours: float, seed: int
+) -> Iterator[tuple[Profile, np.ndarray, np.ndarray]]:
+    """Profiles as measurements spread, each with stretches as many as the job will see."""
+    rng = np.random.default_rng(seed)
+    up, fails = stretches_of(failures)
+    count = max(1, round(job_hours * HOUR_SECS / up.mean()))
+    for _ in range(_DRAWS):
+        drawn: dict[str, Seconds] = {}
+        for name, at in zip(_MEASURED, rng.random(len(_MEASURED)), strict=True):
+            line: Seconds = getattr(profile, name)
+            spread = np.interp(at, _RANGE, (line.low, 1.0, line.high))
+            drawn[name] = line.times(float(spread))
+        chosen = rng.integers(0, len(up), count)
+        yield dataclasses.replace(profile, **drawn), up[chosen], fails[chosen]
+
+
+def _choice(
+    plan: Plan,
+    policy: Policy,
+    profile: Profile,
+    failures: Failures,
+    draws: list[tuple[Profile, np.ndarray, np.ndarray]],
+    notice_secs: float,
+) -> Choice:
+    def figures(
+        profile: Profile, up: np.ndarray, fails: np.ndarray
+    ) -> tuple[float, ...]:
+        pace = pace_of(plan, profile, failures.nodes)
+        return (
+            goodput_of(pace, profile, up, fails, notice_secs),
+            pace.slowdown,
+            pace.interval_secs,
+            pace.lost_secs,
+            profile.restart_secs + pace.restore_secs,
+        )
+
+    values = figures(profile, *stretches_of(failures))
+    spread = np.array([figures(*draw) for draw in draws])
+    low, _, high = np.quantile(spread, _RANGE, axis=0)
+    goodput, slow, interval, lost, restart = map(
+        Figure, values, low.tolist(), high.tolist()
+    )
+    return Choice(
+        every=plan.every,
+        in_flight=plan.in_flight,
+        policy=policy,
+        goodput=goodput,
+        slowdown=slow,
+        interval_secs=interval,
+        lost_secs=lost,
+        restart_secs=restart,
+    )
+
+
+def _references(cost_secs: float, mtbf_secs: float) -> tuple[float, float]:
+    """Intervals in seconds by the formulas of Young and of Daly, for saves that cost so much."""
+    young = math.sqrt(2 * cost_secs * mtbf_secs)
+    share = cost_secs / (2 * mtbf_secs)
+    if share >= 1:
+        return young, mtbf_secs
+    return young, young * (1 + math.sqrt(share) / 3 + share / 9) - cost_secs
+
+
+def _otherwise(
+    profile: Profile, failures: Failures
+) -> Iterator[tuple[str, Profile, Failures]]:
+    """What could be otherwise, each with the profile and the failures that it makes."""
+    slow = profile.blocking.times(2)
+    yield (
+        "saves held training up for twice as long",
+        _with(profile, blocking=slow),
+        failures,
+    )
+    late = _with(profile, write=profile.write.times(2))
+    yield "writes took twice as long", late, failures
+    half = tuple((a / 2, b / 2) for a, b in failures.up)
+    often = dataclasses.replace(failures, up=half, secs=failures.secs / 2)
+    yield "failures came twice as often", profile, often
+
+
+def _with(profile: Profile, **changes: Seconds) -> Profile:
+    return dataclasses.replace(profile, **changes)
+
+
+def _assumed(profile: Profile, damage: float) -> Iterator[str]:
+    if not profile.restore.known:
+        yield "restores read as fast as saves are written"
+    if not profile.restart_secs:
+        yield "a restart takes no time beside the restore"
+    if not profile.contention:
+        yield "train steps are no slower beside a save"
+    if not damage:
+        yield "no restore finds a checkpoint damaged, so one full one is enough"
+
+
+def _written(policy: Policy) -> str:
+    """A policy as it is written in a program, without what is as by default."""
+    given: Any = policy
+    fields = [
+        f"{field.name}={getattr(given, field.name)!r}"
+        for field in dataclasses.fields(given)
+        if getattr(given, field.name) != field.default
+    ]
+    return f"cnr.{type(policy).__name__}({', '.join(fields)})"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _secs(value: float) -> str:
+    return f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"

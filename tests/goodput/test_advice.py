@@ -1,0 +1,240 @@
+"""Advice on when to save, against simulations of other plans, and the lines that follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax.cli.app import app
+from cnr_jax.errors import OptionError
+from cnr_jax.goodput import (
+    Advice,
+    Failures,
+    Profile,
+    Seconds,
+    advised_plan,
+    best_plan,
+    plain_plan,
+    plan_of,
+    simulate_job,
+)
+
+# A model of 40 GB on a store of 0.4 GB/s, as a user says it.
+LARGE = Profile(
+    step=Seconds(fixed=0.5),
+    blocking=Seconds(fixed=0.05, per_byte=1e-10),
+    write=Seconds(fixed=0.5, per_byte=2.5e-9),
+    restore=Seconds(fixed=5, per_byte=1e-9),
+    restart_secs=90,
+    contention=0.05,
+    full_bytes=6e9,
+    plain_bytes=40e9,
+    dense_bytes=5e7,
+    changed_bytes=1e7,
+    exponent=0.7,
+)
+MEASURED = {
+    name: Seconds(fixed=fixed, low=0.7, high=1.5, samples=samples)
+    for name, fixed, samples in (("step", 0.5, 30), ("blocking", 1.0, 40))
+}
+TRACE = Failures.drawn(node_mtbf_hours=3, hours=400, seed=4)
+TRACES = [
+    TRACE,
+    Failures.drawn(node_mtbf_hours=1, hours=60, shape=0.7, seed=5),
+    Failures.drawn(
+        node_mtbf_hours=500, nodes=100, hours=150, shape=0.8, down_secs=600, seed=6
+    ),
+]
+
+
+def advised(profile: Profile = LARGE, trace: Failures = TRACE, **given: Any) -> Advice:
+    found = cnr.advise(profile, trace, **{"job_hours": 200, **given})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
+def test_no_plan_that_is_simulated_does_much_better(trace: Failures) -> None:
+    budget = 0.03
+
+    def simulated(plan: Any) -> float:
+        return simulate_job(LARGE, trace, plan).goodput
+
+    others = [
+        simulated(plan_of(LARGE, every, policy))
+        for every in (20, 60, 180, 540, 1620)
+        for policy in (cnr.Intermittent(), cnr.Consecutive(20), cnr.Full())
+    ]
+    assert simulated(advised_plan(LARGE, trace, budget)) >= 0.995 * max(others)
+    # And of plain full saves those with the best interval.
+    plain = best_plan(LARGE, trace, lambda every: plain_plan(LARGE, every), budget=1)
+    grid = [simulated(plain_plan(LARGE, every)) for every in (100, 300, 900, 2700)]
+    assert simulated(plain) >= 0.995 * max(grid)
+
+
+def test_figures_are_those_of_the_plan() -> None:
+    found = advised()
+    best = found.best
+    policy = best.policy
+    run = simulate_job(LARGE, TRACE, plan_of(LARGE, best.every, policy))
+    assert best.goodput.value == pytest.approx(run.goodput, rel=0.01)
+    assert best.interval_secs.value == pytest.approx(
+        best.every * 0.5 * (1 + best.slowdown.value)
+    )
+    lost = run.lost_secs / run.failed
+    assert best.lost_secs.value == pytest.approx(lost, rel=0.2)
+    assert best.restart_secs.value == pytest.approx(
+        run.restart_secs / run.failed, rel=0.05
+    )
+    assert found.expected_restores == pytest.approx(200 * 3600 / TRACE.mtbf_secs)
+    assert found.bits == 8
+    assert advised(job_hours=6).bits == 3
+    assert found.best.goodput.value >= found.second.goodput.value
+    assert type(found.second.policy) is not type(policy)
+
+
+def test_references_are_the_published_formulas() -> None:
+    # Saves that cost 2 s and are written at once.
+    simple = dataclasses.replace(
+        LARGE,
+        blocking=Seconds(fixed=2),
+        write=Seconds(fixed=0),
+        contention=0,
+    )
+    found = advised(simple)
+    mtbf = TRACE.mtbf_secs
+    young = math.sqrt(2 * 2 * mtbf)
+    share = math.sqrt(2 / (2 * mtbf))
+    daly = young * (1 + share / 3 + share**2 / 9) - 2
+    assert (found.young, found.daly) == (round(young / 0.5), round(daly / 0.5))
+    # With nothing in the background theirs is the best interval.
+    assert found.best.every == pytest.approx(found.daly, rel=0.1)
+
+
+def test_the_budget_is_kept_or_it_is_said_that_none_keeps_it() -> None:
+    often = Failures.drawn(node_mtbf_hours=0.1, hours=20, seed=1)
+    assert advised(trace=often, budget=0.1).best.slowdown.value > 0.005
+    tight = advised(trace=often, budget=0.005)
+    assert tight.best.slowdown.value <= 0.005
+    assert "no plan costs less" not in str(tight)
+    none = advised(trace=often, budget=1e-9)
+    assert "no plan costs less than the budget of 0.0 %" in str(none)
+
+
+def test_ranges_widen_with_what_is_not_known() -> None:
+    narrow = advised().best
+    assert narrow.slowdown.low == pytest.approx(narrow.slowdown.high)
+    assert narrow.goodput.low < narrow.goodput.value < narrow.goodput.high
+    wide = advised(dataclasses.replace(LARGE, **MEASURED))
+    low, high = wide.best.slowdown.low, wide.best.slowdown.high
+    assert low < 0.8 * wide.best.slowdown.value < 1.2 * wide.best.slowdown.value < high
+    # It rests on as many saves as the least known of its figures.
+    assert wide.saves == 30
+    assert advised().saves is None
+    # Longer jobs see more failures: their goodput is surer.
+    short, long = (
+        advised(job_hours=20).best.goodput,
+        advised(job_hours=2000).best.goodput,
+    )
+    assert short.high - short.low > 2 * (long.high - long.low)
+
+
+def test_a_second_best_within_the_range_is_called_that() -> None:
+    near = advised(dataclasses.replace(LARGE, **MEASURED), job_hours=5)
+    assert near.is_close
+    assert ", which is within the range of the best" in str(near)
+    far = dataclasses.replace(advised(), second=near.second)
+    worse = dataclasses.replace(
+        near.second, goodput=dataclasses.replace(near.second.goodput, value=0.1)
+    )
+    assert not dataclasses.replace(far, second=worse).is_close
+
+
+def test_what_would_change_it_is_told() -> None:
+    found = advised()
+    changes = dict(found.changes)
+    assert changes["failures came twice as often"] < found.best.every
+    assert changes["saves held training up for twice as long"] > found.best.every
+    assert "if failures came twice as often" in str(found)
+
+
+def test_a_notice_makes_saves_rarer() -> None:
+    told = advised(notice_secs=20)
+    assert told.best.every > 3 * advised().best.every
+    assert told.best.goodput.value > advised().best.goodput.value
+
+
+def test_a_second_full_checkpoint_is_kept_where_damage_would_cost_more() -> None:
+    assert advised().min_fulls == 1
+    assert advised(damage=1e-3).min_fulls == 2
+    assert "no restore finds a checkpoint damaged" in str(advised())
+    assert "no restore finds" not in str(advised(damage=1e-3))
+
+
+def test_the_lines_to_paste_are_options_that_there_are() -> None:
+    found = advised(damage=1e-3)
+    scope: dict[str, Any] = {"cnr": cnr, "ocp": ocp}
+    exec(found.program, scope)
+    options = scope["options"]
+    assert options.policy == found.best.policy
+    assert options.min_fulls == 2
+    assert options.expected_restores == math.ceil(found.expected_restores)
+    assert scope["orbax_options"].save_interval_steps == found.best.every
+    assert str(found).endswith(found.program)
+    assert found.best.in_flight == 1
+
+
+def test_too_few_saves_advise_nothing() -> None:
+    for name in ("step", "blocking", "write"):
+        few = dataclasses.replace(getattr(LARGE, name), samples=4)
+        profile = dataclasses.replace(LARGE, **{name: few})
+        assert cnr.advise(profile, TRACE, job_hours=10) is None
+    few = dataclasses.replace(LARGE.restore, samples=4)
+    found = advised(dataclasses.replace(LARGE, restore=few))
+    assert "taken for granted: restores read as fast as saves are written" in str(found)
+    assert found.best.restart_secs.value != advised().best.restart_secs.value
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(OptionError, match="job_hours is 0"):
+        advised(job_hours=0)
+    with pytest.raises(OptionError, match="budget is -1"):
+        advised(budget=-1)
+    whole = Failures("calm", ((0.0, 100.0),), 100.0)
+    with pytest.raises(OptionError, match="'calm' has no failure"):
+        advised(trace=whole)
+
+
+def test_the_command_says_the_same(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(LARGE.asdict()))
+    words = ["advise", str(profile), "--failures", "exponential:300", "--nodes", "100"]
+    words += ["--job-hours", "90", "--slowdown", "0.02", "--restart-secs", "60"]
+    drawn = Failures.drawn(node_mtbf_hours=300, nodes=100, hours=400 * 3.0)
+    known = dataclasses.replace(LARGE, restart_secs=60)
+    found = cnr.advise(known, drawn, job_hours=90, budget=0.02)
+    assert found is not None
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.output.strip()) == (0, str(found))
+    document = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert document["advice"] == json.loads(json.dumps(found.asdict()))
+    assert Profile.fromdict(document["profile"]) == known
+    few = dataclasses.replace(
+        LARGE, blocking=dataclasses.replace(LARGE.blocking, samples=2)
+    )
+    profile.write_text(json.dumps(few.asdict()))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert result.output.startswith(
+        "not known yet: how long saves hold training up, told by 2 saves of 5\n"
+    )
+    document = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert document["advice"] is None
