@@ -70,16 +70,8 @@ def simulate(
         )
     found = None
     if accesses is not None:
-        from cnr_jax.simulation import ByteModel
-        from cnr_jax.simulation import simulate as simulated
-
         sizes = dict(_rows_of(each) for each in rows or ())
-        trace = _trace(accesses)
-        try:
-            model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
-            found = simulated(trace, every, rows=sizes, model=model)
-        except OptionError as error:
-            raise typer.BadParameter(str(error)) from error
+        found = _policies(accesses, every, sizes, dim, bits, slot_bytes)
     runs: list[JobRun] = []
     if failures and profile is not None:
         from cnr_jax.goodput import failures_from
@@ -94,6 +86,21 @@ def simulate(
         _print_policies(found)
     _print_jobs(runs)
     return Exit.FINE
+
+
+def _policies(
+    path: Path, every: int, sizes: dict[str, int], dim: int, bits: int, slot_bytes: int
+) -> Simulation:
+    """Simulates the saves of a trace of look-ups under all policies."""
+    from cnr_jax.simulation import ByteModel
+    from cnr_jax.simulation import simulate as simulated
+
+    trace = _trace(path)
+    try:
+        model = ByteModel(dim=dim, bits=bits, slot_bytes=slot_bytes)
+        return simulated(trace, every, rows=sizes, model=model)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _trace(path: Path) -> Mapping[str, Any]:
